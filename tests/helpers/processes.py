@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -134,6 +135,64 @@ def report_pid_function():
     namespace = {}
     exec(REPORT_PID, namespace)
     return namespace["report_pid"]
+
+
+ESCAPES = 5
+"""The number of processes that ``escape`` reports."""
+
+ESCAPING = f'''
+{REPORT_PID}
+import signal, subprocess, sys, time
+
+def escape(folder):
+    """Start processes in and outside this process group, and wait until this and each of them has reported its id."""
+    report_pid(folder)
+    report_pid(folder, subprocess.Popen(["sleep", "600"]).pid)
+    report_pid(folder, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    if os.fork() == 0:  # a daemon that runs this program, and whose parent exits
+        os.setsid()
+        if os.fork() == 0:
+            report_pid(folder)
+            while True:
+                time.sleep(600)
+        os._exit(0)
+    os.wait()
+    child = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    report_pid(folder, int(child.stdout.readline()))
+    child.kill()
+    child.wait()
+    while len(list(pathlib.Path(folder).glob("*.pid"))) < {ESCAPES}:
+        time.sleep(0.01)
+
+def run_and_end(folder, end):
+    """Call `escape`, then end in the given way."""
+    escape(folder)
+    if end == "raises":
+        raise ValueError
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "cancelled":
+        time.sleep(600)
+'''
+"""Source of ``run_and_end(folder, end)``, as a string, so that ranks do not need to import this module."""
+
+
+def run_and_end_function():
+    """Return ``run_and_end`` as a function that is pickled by value."""
+    namespace = {}
+    exec(ESCAPING, namespace)
+    return namespace["run_and_end"]
+
+
+@contextmanager
+def killing_survivors(folder):
+    """At the end of the block, kill the processes that reported their ids in this folder or its subfolders."""
+    try:
+        yield
+    finally:
+        for path in folder.rglob("*.pid"):
+            if not is_gone(int(path.stem)):
+                os.kill(int(path.stem), signal.SIGKILL)
 
 
 def write_script(folder, text, name="parent.py"):

@@ -4,8 +4,8 @@ from parawrap.launch._network import interface_of, own_addresses
 from parawrap.launch.rank._process_groups import LOOPBACK
 
 
-def test_own_addresses_are_those_of_interfaces():
-    """Each address belongs to an interface; loopback is included only if it is the only address."""
+def test_addresses_have_interfaces():
+    """Loopback is included only if it is the only address."""
     addresses = own_addresses()
     assert addresses
     assert all(interface_of(address) is not None for address in addresses)

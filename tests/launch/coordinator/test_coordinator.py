@@ -1,0 +1,270 @@
+"""Failed launches raise the right error, and end every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchTimeoutError, RankDiedError, UnsendableError, current_rank, wrapper
+from tests.helpers.processes import SILENT_S, assert_gone, failure_of, notes_of, pids_in, ranks, report_pid_function
+from tests.helpers.waiting import eventually
+
+WAITS = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+    "recv": lambda: dist.recv(torch.ones(3), src=1 - dist.get_rank()),
+    "store": lambda: dist.distributed_c10d._get_default_store().get("never set"),
+    "sleep": lambda: time.sleep(600),
+    "lock": lambda: threading.Semaphore(0).acquire(),
+    "child": lambda: subprocess.run(["sleep", "600"], check=True),
+    "compute": lambda: [None for _ in iter(int, 1)],
+    "hold_gil": lambda: ctypes.PyDLL(None).sleep(600),
+}
+
+
+# -- exceptions
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "recv", "store", "sleep", "lock", "child", "compute"])
+def test_error_arrives_from_first_rank(how, tmp_path):
+    """The exception keeps its type, its notes have place and traceback, and a blocked rank can clean up."""
+    wait, failing = WAITS[how], int(how != "sleep")
+
+    def fails(begun, cleaned):
+        if current_rank().global_rank == failing:
+            while not begun.exists():
+                time.sleep(0.01)
+            raise KeyError("weight", 7)  # the user's line
+        try:
+            begun.touch()
+            wait()
+        finally:
+            cleaned.touch()
+
+    error, _ = failure_of(fails, tmp_path / "begun", tmp_path / "cleaned")
+    assert (type(error), error.args) == (KeyError, ("weight", 7))
+    note = error.__notes__[0]
+    assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in note
+    assert "Traceback (most recent call last)" in note
+    assert 'raise KeyError("weight", 7)  # the user\'s line' in note
+    assert "parawrap/launch" not in note
+    assert (tmp_path / "cleaned").exists() or how == "store"  # in C code, no clean-up can run
+
+
+def test_later_failures_are_noted(tmp_path):
+    def fails(begun):
+        if current_rank().global_rank == 1:
+            while not begun.exists():
+                time.sleep(0.01)
+            raise ArithmeticError("first") from KeyError("inner")
+        try:
+            begun.touch()
+            time.sleep(600)
+        finally:
+            raise LookupError("while cleaning up")
+
+    error, _ = failure_of(fails, tmp_path / "begun")
+    assert type(error) is ArithmeticError
+    assert "rank 0 raised LookupError: while cleaning up" in notes_of(error)
+    assert "KeyError: 'inner'" in notes_of(error)
+    assert "direct cause" in notes_of(error)
+
+
+@pytest.mark.parametrize("how", ["stubborn", "deaf", "hold_gil", "stopped"])
+def test_stubborn_rank_is_killed(how, tmp_path):
+    """A rank that catches every exception, ignores signals, holds the GIL, or is stopped has ``grace_s`` to end."""
+    report_pid, hold = report_pid_function(), WAITS["hold_gil"]
+
+    def ignores(folder):
+        if current_rank().global_rank == 1:
+            while not list(folder.glob("*.pid")):
+                time.sleep(0.01)
+            raise ValueError
+        if how == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report_pid(folder)
+        while True:
+            try:
+                if how == "hold_gil":
+                    hold()
+                if how == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(600)
+            except BaseException:
+                continue
+
+    error, _ = failure_of(ignores, tmp_path, platform=ranks(grace_s=0.5))
+    assert type(error) is ValueError
+    assert_gone(pids_in(tmp_path, 1))
+
+
+# -- deaths
+
+
+def crash():
+    print("before the crash", flush=True)
+    ctypes.string_at(0)
+
+
+@pytest.mark.parametrize(
+    ("die", "number", "code", "texts"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), signal.SIGKILL, None, ["was killed by SIGKILL"]),
+        (lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(600)), signal.SIGTERM, None, ["was killed by SIGTERM"]),
+        (crash, signal.SIGSEGV, None, ["before the crash", "Fatal Python error: Segmentation fault", "in crash"]),
+        (lambda: os._exit(0), None, 0, ["exited with code 0"]),
+        (lambda: sys.exit(3), None, 3, ["called sys.exit(3)"]),
+        (lambda: sys.exit("out of patience"), None, 1, ["called sys.exit(1)", "out of patience"]),
+    ],
+    ids=["SIGKILL", "SIGTERM", "SIGSEGV", "exit", "sys.exit", "sys.exit text"],
+)
+def test_dead_rank_is_named(die, number, code, texts):
+    """The error has rank, signal, exit code, last output, and the Python stack of a crash in C."""
+
+    def dies():
+        if current_rank().global_rank == 1:
+            die()
+        dist.all_reduce(torch.ones(3))
+
+    error, _ = failure_of(dies)
+    assert type(error) is RankDiedError
+    assert (error.rank, error.signal, error.exit_code) == (1, number, code)
+    assert all(text in f"{error}\n{notes_of(error)}" for text in ["rank 1 of 2", *texts])
+
+
+@pytest.mark.parametrize(("early", "how"), [(0, "all_reduce"), (1, "recv")])
+def test_returned_rank_is_named(early, how):
+    """The error of a broken collective names the rank that has returned."""
+    wait = WAITS[how]
+    error, _ = failure_of(lambda: None if current_rank().global_rank == early else wait())
+    assert isinstance(error, RuntimeError)
+    assert f"rank {early} had returned already: in a collective, every rank of the group has to take part" in str(error)
+    assert f"rank {1 - early} of 2" in notes_of(error)
+
+
+# -- time limits
+
+
+@pytest.mark.parametrize(
+    ("field", "how"),
+    [
+        ("hang_timeout_s", "recv"),
+        ("hang_timeout_s", "lock"),
+        ("hang_timeout_s", "hold_gil"),
+        ("timeout_min", "compute"),
+    ],
+)
+def test_time_limit_raises_with_stacks(field, how):
+    """LaunchTimeoutError names the limit and has a stack, or "no answer", for each rank."""
+    wait = WAITS[how]
+    seen = "no answer" if how == "hold_gil" else f'"{how}": lambda: '
+    for limit_s in (SILENT_S, 20 * SILENT_S):  # on a busy machine, ranks may reach the first one while they start
+        limit = limit_s / 60 if field == "timeout_min" else limit_s
+        error, _ = failure_of(lambda: wait(), platform=ranks(grace_s=0.5, **{field: limit}))
+        assert type(error) is LaunchTimeoutError
+        if all(seen in stack for stack in error.stacks.values()):
+            break
+    assert field in str(error)
+    assert sorted(error.stacks) == [0, 1]
+    for rank, stack in error.stacks.items():
+        assert seen in stack
+        assert f"rank {rank}:\n{stack}" in str(error)
+
+
+def test_active_rank_is_not_silent():
+    """`hang_timeout_s` ends no rank that loops or computes. Its error has stacks of running ranks only."""
+
+    def stay_active():
+        end = time.monotonic() + 2 * SILENT_S
+        while time.monotonic() < end:
+            if current_rank().global_rank == 1:
+                time.sleep(0.05)
+        if current_rank().global_rank == 0:
+            time.sleep(600)
+
+    error, _ = failure_of(stay_active, platform=ranks(hang_timeout_s=SILENT_S, grace_s=1))
+    assert type(error) is LaunchTimeoutError
+    assert sorted(error.stacks) == [0]
+    assert "these ranks had ended before the time limit: 1" in notes_of(error)
+
+
+# -- stacks on demand
+
+
+def test_stacks_show_every_running_rank(tmp_path):
+    """The stacks start at the user's function. A rank that holds the GIL gets "no answer"."""
+    report_pid, hold = report_pid_function(), WAITS["hold_gil"]
+
+    def waits(folder):
+        report_pid(folder)
+        if current_rank().global_rank == 1:
+            hold()
+        time.sleep(600)  # the user's line
+
+    launch = wrapper(ranks(grace_s=0.5))(waits).submit(tmp_path)
+    pids_in(tmp_path, 2)
+    stacks = eventually(lambda: "sleep" in (found := launch.stacks()).get(0, "") and found, "the sleep of rank 0")
+    launch.cancel()
+    for text in ("MainThread", "in waits", "the user's line"):
+        assert text in stacks[0]
+    assert "parawrap/launch" not in stacks[0]
+    assert "no answer" in stacks[1]
+    assert launch.stacks() == {}
+
+
+# -- values that cannot be sent
+
+
+class Unreadable:
+    """A value that cannot be unpickled."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_unsendable_argument_is_named(tmp_path):
+    """UnsendableError has the address, and no rank starts."""
+    touch, lock = (tmp_path / "ran").touch, threading.Lock()
+    for function, given, text in [
+        (
+            lambda **_: touch(),
+            {"config": (1, [{"lock": lock}])},
+            "kwargs['config'][1][0]['lock'] cannot be sent to another",
+        ),
+        (lambda: (touch(), lock), {}, "the variable 'lock'"),
+    ]:
+        with pytest.raises(UnsendableError) as caught:
+            wrapper(ranks())(function)(**given)
+        assert str(caught.value).startswith(text)
+    with pytest.raises(ValueError, match="no number") as unreadable:
+        wrapper(ranks())(lambda _: touch())(Unreadable())
+    assert "unpickled the function and its arguments" in notes_of(unreadable.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (
+            lambda: {"h": [1, threading.Lock()]},
+            UnsendableError,
+            "the result['h'][1] cannot be sent to another process: lock",
+        ),
+        (lambda: sys.stdout.buffer, UnsendableError, "the result cannot be sent to another process: BufferedWriter"),
+        (Unreadable, ValueError, "no number"),
+    ],
+    ids=["lock", "file", "unreadable"],
+)
+def test_unsendable_result_names_rank(make, kind, text):
+    error, _ = failure_of(lambda: make() if current_rank().global_rank == 1 else None)
+    assert type(error) is kind
+    assert text in str(error)
+    assert "rank 1 of 2" in notes_of(error)

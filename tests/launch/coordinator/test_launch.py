@@ -1,0 +1,270 @@
+"""The handle of a launch: states, results, output, cancel, and ``upon_finish``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
+from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, running_script
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+def test_handle_follows_the_launch(tmp_path):
+    """`submit` does not wait; `state`, `done`, `logs`, and `results` tell how far the launch is."""
+
+    def waits(go):
+        print("in rank", current_rank().global_rank, flush=True)
+        while not go.exists():
+            time.sleep(0.01)
+        return current_rank().global_rank
+
+    launch = wrapper(ranks())(waits).submit(tmp_path / "go")
+    assert (launch.state, launch.done()) == ("running", False)
+    eventually(lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"], "both lines")
+    with pytest.raises(TimeoutError, match=r"still run after 0\.01 seconds"):
+        launch.results(timeout=0.01)
+    assert "running" in repr(launch)
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == (0, 1)
+    assert launch.results() is launch.results()
+    launch.cancel()  # too late
+    assert (launch.state, launch.done(), launch.logs(1)) == ("finished", True, "in rank 1\n")
+    for rank in (-1, 2):
+        with pytest.raises(IndexError, match=f"rank={rank}: this launch has the ranks 0 to 1"):
+            launch.logs(rank)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"), [([].pop, IndexError), (lambda: os._exit(1), RankDiedError)], ids=["raises", "dies"]
+)
+def test_failed_launch_raises_each_time(end, kind):
+    """It does not call ``upon_finish``."""
+    finished = []
+    launch = wrapper(ranks(1, upon_finish=lambda: finished.append(1)))(lambda: end()).submit()
+    eventually(launch.done, "the end of the launch")
+    assert launch.state == "failed"
+    for _ in range(2):
+        with pytest.raises(kind):
+            launch.results()
+    assert (launch.state, finished) == ("failed", [])
+
+
+def test_handle_raises_in_a_fork():
+    """LaunchError names the launch's process, because its thread does not run in the fork."""
+    launch = wrapper(ranks(1))(lambda: 1).submit()
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            launch.results()
+        except LaunchError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as message:
+        assert f"belongs to process {os.getpid()}" in message.read()
+    os.waitpid(pid, 0)
+    assert launch.results(timeout=PATIENCE_S) == (1,)
+
+
+def test_launches_at_once_stay_apart(tmp_path):
+    """Six launches run at the same time, each in its own world."""
+
+    def total(number, folder):
+        (folder / f"{number} {current_rank().global_rank}").touch()
+        while len(list(folder.iterdir())) < 12:
+            time.sleep(0.01)
+        value = torch.tensor(float(number))
+        dist.all_reduce(value)
+        return number, value.item()
+
+    launches = [wrapper(ranks())(total).submit(number, tmp_path) for number in range(6)]
+    results = [launch.results(timeout=PATIENCE_S) for launch in launches]
+    assert results == [((number, 2.0 * number),) * 2 for number in range(6)]
+
+
+# -- cancel
+
+
+@pytest.mark.parametrize("how", ["sleep", "all_reduce", "hold_gil"])
+def test_cancel_waits_for_the_ranks(how, tmp_path):
+    report_pid = report_pid_function()
+
+    def waits(folder):
+        report_pid(folder)
+        if how == "all_reduce" and current_rank().global_rank == 0:
+            dist.all_reduce(torch.ones(1))
+        if how == "hold_gil":
+            import ctypes
+
+            ctypes.PyDLL(None).sleep(600)
+        time.sleep(600)
+
+    launch = wrapper(ranks(grace_s=0.5))(waits).submit(tmp_path)
+    pids = pids_in(tmp_path, 2)
+    launch.cancel()
+    assert all(map(is_gone, pids))
+    launch.cancel()
+    assert (launch.state, launch.done()) == ("cancelled", True)
+    with pytest.raises(LaunchCancelledError, match="waits was cancelled"):
+        launch.results()
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.02, 0.1])
+def test_starting_launch_is_cancelled(delay_s):
+    finished = []
+    launch = wrapper(ranks(upon_finish=lambda: finished.append(1)))(lambda: time.sleep(600)).submit()
+    time.sleep(delay_s)  # only picks a moment of the start
+    launch.cancel()
+    with pytest.raises(LaunchCancelledError):
+        launch.results()
+    assert not finished
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_deaf_thread_launches(method, monkeypatch):
+    """Many servers block signals in their threads. Ranks still clean up and end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # needs a new warm process, which inherits the mask
+    found = []
+
+    def waits():
+        try:
+            print("begun", flush=True)
+            time.sleep(600)
+        finally:
+            print("cleaned up", flush=True)
+
+    def launches():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        launch = wrapper(ranks(1, spawn_method=method))(waits).submit()
+        eventually(lambda: "begun" in launch.logs(0), "the call")
+        launch.cancel()
+        found.append((launch.state, launch.logs(0)))
+
+    launching = threading.Thread(target=launches)
+    launching.start()
+    launching.join(PATIENCE_S)
+    assert found == [("cancelled", "begun\ncleaned up\n")]
+
+
+def test_upon_finish_is_called_once(tmp_path, caplog):
+    """It can read the results of its launch, cancel it without effect, and start another launch. Its error is logged."""
+    calls = []
+
+    def finish():
+        launch.cancel()
+        calls.append((os.getpid(), launch.results(), wrapper(ranks())(lambda: 2)()))
+        raise LookupError("in finish")
+
+    launch = wrapper(ranks(1, upon_finish=finish))(lambda go: eventually(go.exists, "go")).submit(tmp_path / "go")
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == launch.results() == (True,)
+    assert calls == [(os.getpid(), (True,), (2, 2))]
+    assert launch.state == "finished"
+    assert "LookupError: in finish" in caplog.text
+
+
+# -- two Ctrl-C during the start of a launch
+
+INTERRUPTS = """
+import contextlib, os, signal, sys, time
+import psutil
+import parawrap
+from parawrap import Platform, wrapper
+
+os.environ["PARAWRAP_TEST_MARK"] = sys.argv[1]  # of the warm process and its ranks
+PACKAGE = os.path.dirname(parawrap.__file__)
+GAP_S = 0.05
+launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False))(lambda: time.sleep(600))
+returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
+
+class Moments:
+    '''A profile function that counts calls and returns within parawrap, and sends SIGINT at one of them.'''
+
+    def __init__(self, at=None):
+        self.at, self.count, self.last_count = at, 0, {}
+
+    def __call__(self, frame, event, _):
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            self.count += 1
+            self.last_count[frame.f_code.co_filename, frame.f_lineno, event] = self.count
+            if self.count == self.at:
+                interrupt_twice()
+
+def interrupt_twice(*_):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # the second Ctrl-C
+    signal.setitimer(signal.ITIMER_REAL, GAP_S)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def launch(at=None):
+    sys.setprofile(at and Moments(at))
+    try:
+        launchable()
+    finally:
+        sys.setprofile(None)
+
+def moments():
+    '''Return a moment for each place in the code that the start of a launch passes, latest first.'''
+    sys.setprofile(counted := Moments())
+    launch = launchable.submit()
+    sys.setprofile(None)
+    launch.cancel()
+    return sorted(counted.last_count.values(), reverse=True)
+
+def are_over():
+    '''True if only the warm process runs.'''
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = [each.status() != psutil.STATUS_ZOMBIE for each in psutil.Process().children(recursive=True)]
+        return sum(found) <= 1
+
+def catch(at=None):
+    '''Launch with two Ctrl-C, keep the exceptions, and launch again.'''
+    try:
+        try:
+            launch(at)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        time.sleep(2 * GAP_S)  # the second Ctrl-C arrives here at the latest
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    while not are_over():
+        time.sleep(0.01)
+    print(*returns(), flush=True)
+
+kept = []
+signal.signal(signal.SIGALRM, interrupt_twice)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+catch()  # the warm process starts
+found = moments()
+for at in found[::5][:int(sys.argv[2])]:
+    catch(at)
+launch(found[9])
+"""
+
+
+def processes_with_mark(mark):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("PARAWRAP_TEST_MARK") == mark:
+                found.append(process)
+    return found
+
+
+def test_two_interrupts_leave_nothing(tmp_path):
+    """At any moment of a start: a script can catch them and launch again, or end, although it keeps the exceptions."""
+    rounds = int(os.environ.get("PARAWRAP_CHAOS", "8"))
+    with running_script(tmp_path, INTERRUPTS, tmp_path, rounds) as script:
+        output, _ = script.communicate(PATIENCE_S)
+        assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), output
+        assert output.splitlines()[-1].startswith("KeyboardInterrupt")
+        eventually(lambda: not processes_with_mark(str(tmp_path)), "the end of all processes")

@@ -1,0 +1,75 @@
+"""`Platform(trace=...)`: the timeline of a launch."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch.distributed as dist
+
+from parawrap import LaunchError, RankDiedError, current_rank, wrapper
+from parawrap.displays import read_timeline
+from parawrap.launch.coordinator._launch_timeline import RankTimes, write_trace
+from tests.helpers.processes import ranks
+
+PHASES = ["start", "meeting", "run", "teardown"]
+
+
+def phases_of(timeline, track):
+    """Return the names and errors of a track's spans in order."""
+    spans = sorted((span for span in timeline.spans if span.track == track), key=lambda span: span.start)
+    assert all(first.end <= second.start for first, second in pairwise(spans))
+    return [(span.name, span.details.get("error")) for span in spans]
+
+
+def test_no_group_means_no_meeting(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launchable = wrapper(ranks(trace="~/t.json", ipc_groups=None))(lambda: None)
+    launchable.inline()
+    assert list(tmp_path.iterdir()) == []  # inline starts no rank
+    launchable()
+    assert [name for name, _ in phases_of(read_timeline(tmp_path / "t.json"), 1)] == ["start", "run", "teardown"]
+
+
+def test_failure_is_in_its_run(tmp_path):
+    """The run of the rank that raised has the exception; the run of a rank that dies has its exit code."""
+
+    def train(dies):
+        dist.barrier()  # the launch ends the other rank, which must have begun its run
+        if current_rank().global_rank == 1:
+            os._exit(3) if dies else [].pop()
+        dist.barrier()
+
+    launchable = wrapper(ranks(trace=tmp_path / "t.json"))(train)
+    with pytest.raises(IndexError):
+        launchable(dies=False)
+    phases = phases_of(read_timeline(tmp_path / "t.json"), 2)
+    assert phases == [(name, "IndexError: pop from empty list" if name == "run" else None) for name in PHASES]
+    with pytest.raises(RankDiedError):
+        launchable(dies=True)
+    assert ("run", "exited with code 3 and returned nothing") in phases_of(read_timeline(tmp_path / "t.json"), 2)
+
+
+def test_missing_folder_is_refused(tmp_path):
+    """LaunchError names the folder, and no rank runs."""
+    with pytest.raises(LaunchError, match=r"trace='.*t\.json': the folder of '.*t\.json' does not exist\. Create '.*gone'"):
+        wrapper(ranks(trace=tmp_path / "gone" / "t.json"))((tmp_path / "ran").touch)()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lost_trace_loses_no_result(tmp_path, caplog):
+    """If the folder is removed while the ranks run, the error is logged."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert wrapper(ranks(1, trace=folder / "t.json"))(folder.rmdir)() == (None,)
+    assert "the trace of" in caplog.text
+
+
+def test_several_hosts_are_named(tmp_path):
+    """The clock of a machine may lag behind: no span is negative."""
+    began = {"start": 10.0, "meeting": 9.0, "run": 9.5, "teardown": 9.75, "end": 11.0}
+    write_trace(tmp_path / "t.json", "train", 10.0, [RankTimes(rank, 0, "ab"[rank], began, None) for rank in range(2)])
+    timeline = read_timeline(tmp_path / "t.json")
+    assert timeline.tracks == ["launch", "rank 0 on a", "rank 1 on b"]
+    assert min(span.end - span.start for span in timeline.spans) == 0

@@ -1,0 +1,141 @@
+"""The output of a launch on standard output and standard error."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from parawrap import PlatformError, current_rank, wrapper
+from parawrap.launch.coordinator._printer import Lines, Printer
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
+
+PREFIX = "[rank 3] "
+
+
+def test_output_needs_no_further_thread(monkeypatch, capsys):
+    """At the limit on threads, the calling thread prints."""
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    printer = Printer()
+    printer.add(lambda: Lines(printer, PREFIX, "stdout").take(b"one\ntwo\n"))
+    printer.finish()
+    assert capsys.readouterr().out == f"{PREFIX}one\n{PREFIX}two\n"
+
+
+# -- launches
+
+
+def write_lines():
+    rank = current_rank().global_rank
+    print("out", rank)
+    print("err", rank, file=sys.stderr)
+    os.write(1, b"raw\n")
+    logger = logging.getLogger("mine")
+    logger.info("info")
+    logger.warning("warning")
+
+
+@pytest.mark.parametrize("given", [(0,), [1, 0], (), None], ids=repr)
+@pytest.mark.parametrize("verbose", [True, False], ids=["verbose", "quiet"])
+def test_lines_of_print_ranks_are_shown(given, verbose, capfd):
+    """Lines appear on the same stream as in the rank, also those of C code. Only rank 0 logs below WARNING."""
+    launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(write_lines).submit()
+    launch.results(timeout=PATIENCE_S)
+    out, err = capfd.readouterr()
+    shown = sorted((0, 1) if given is None else given) if verbose else ()
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")]
+    logged = {0: ["INFO:mine:info", "WARNING:mine:warning"], 1: ["WARNING:mine:warning"]}
+    assert sorted(err.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in shown for text in (*logged[rank], f"err {rank}")
+    ]
+    assert "err 1\n" in launch.logs(1)
+
+
+@pytest.mark.parametrize("given", [(2,), (-1,), (0.5,), "0", 0, (True,)], ids=repr)
+def test_invalid_print_ranks_raise(given):
+    with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
+        ranks(print_ranks=given)
+
+
+def test_lone_rank_has_no_prefix(capfd):
+    """A progress bar is shown, and a last line without a newline is not lost."""
+
+    def draws():
+        sys.stdout.write("50%\r")
+        sys.stdout.write("100%\r\nend")
+
+    wrapper(ranks(1, verbose=True))(draws)()
+    assert capfd.readouterr()[0].replace("\r\n", "\n") == "50%\r100%\nend\n"
+
+
+def test_lines_of_ranks_never_mix(capfd):
+    """2,000 lines from each of two ranks, written in pieces, are shown complete."""
+
+    def pours():
+        rank = current_rank().global_rank
+        for i in range(2000):
+            os.write(1, f"{rank} {i}".encode())
+            os.write(1, b" end\n")
+
+    wrapper(ranks(verbose=True, ipc_groups=None))(pours)()
+    lines = capfd.readouterr()[0].splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
+    assert len(lines) == 4000
+
+
+UNREAD = """
+import os, time
+from parawrap import Platform, wrapper
+from parawrap.errors import LaunchTimeoutError
+
+def talk(then_s):
+    for _ in range(3000):
+        print("x" * 1000, flush=True)
+    time.sleep(then_s)
+
+fields = dict(device="cpu", n_cpus=2, ipc_groups=None, grace_s=0)
+try:
+    wrapper(Platform(timeout_min=1 / 60, **fields))(talk)(600)
+except LaunchTimeoutError:
+    os.write(2, b"timed out")
+wrapper(Platform(**fields))(talk)(0)
+os.write(2, b", done")
+"""
+
+
+def test_unread_output_stops_no_launch():
+    """A launch whose output nobody reads reaches its time limit. All output is printed before the interpreter exits."""
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        expected = b"timed out, done"
+        assert script.stderr.read(len(expected)) == expected
+        assert script.stdout.read().count(b"\n") >= 6000
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_any_sys_stdout_is_used(monkeypatch):
+    """Notebooks and tests replace it while ranks run. It may be missing or broken, or lack a character."""
+    printer, raw, last = Printer(), io.BytesIO(), io.StringIO()
+    lines = Lines(printer, PREFIX, "stdout")
+    for stream in None, BrokenPipe(), io.TextIOWrapper(raw, encoding="ascii", write_through=True), last:
+        monkeypatch.setattr(sys, "stdout", stream)
+        printer.add(lambda: lines.take("µs\nnext\n".encode()))
+        printer.flush()
+    printer.finish()
+    assert raw.getvalue().splitlines() == [b"[rank 3] \\xb5s", b"[rank 3] next"]
+    assert last.getvalue() == f"{PREFIX}µs\n{PREFIX}next\n"

@@ -1,0 +1,130 @@
+"""The store of a launch: no open port on one machine unless requested, and no harm from strangers at a port."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchError, wrapper
+from parawrap.launch.rank._signed_values import Signer
+from tests.helpers.processes import pids_in, ranks, report_pid_function, warm_processes
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+LOOPBACK = "127.0.0.1"
+FIELDS = {"default": {}, "tcp": {"ipc_protocol": "tcp"}}
+
+
+def sum_of_ranks():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def connections_of(processes):
+    return [(process.pid, each) for process in processes for each in process.net_connections("inet")]
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_ports_open_only_on_request(case, tmp_path):
+    """No process is reachable from another machine, and by default not even from this one."""
+    report_pid = report_pid_function()
+
+    def waits(folder):
+        dist.barrier()
+        report_pid(folder)
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    launch = wrapper(ranks(**FIELDS[case]))(waits).submit(tmp_path)
+    processes = [psutil.Process(), *warm_processes()]
+    of_ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
+    found = connections_of(processes + of_ranks)
+    (tmp_path / "go").touch()
+    (place, port), _ = places = launch.results(timeout=PATIENCE_S)
+    assert places == ((LOOPBACK, port),) * 2
+    assert place == LOOPBACK
+    listening = {(pid, each.laddr) for pid, each in found if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)}
+    assert {address.ip for _, address in listening} <= {LOOPBACK, "::1"}
+    assert {each.raddr.ip.removeprefix("::ffff:") for _, each in found if each.raddr} == {LOOPBACK}
+    of_parent = {address.port for pid, address in listening if pid in {process.pid for process in processes}}
+    assert of_parent == (set() if case == "default" else {port})
+
+
+@pytest.mark.parametrize("has_locks", [True, False], ids=["locks", "no locks"])
+def test_ranks_meet_in_a_private_folder(has_locks, tmp_path, monkeypatch):
+    """The folder is removed afterwards. File locks only help to find folders of killed processes."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def looks(folder):
+        (place,) = folder.glob("parawrap-*")
+        return place.stat().st_mode & 0o777, sum_of_ranks()
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert wrapper(ranks(ipc_protocol="file"))(looks)(tmp_path) == ((0o700, 2.0),) * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def disturb(port, is_over):
+    """Send bytes that are not a message of the store, and replace all its values."""
+
+    def connected():
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((LOOPBACK, port))
+
+    with (
+        eventually(connected, f"port {port}") as line,
+        contextlib.suppress(OSError, dist.DistError),
+    ):  # the store was closed
+        line.sendall(bytes(range(256)) * 64)
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        while not is_over.is_set():
+            for key in store.list_keys():
+                store.set(key, "garbage")
+
+
+def test_stranger_is_named_or_harmless():
+    """A port in use raises, and is free afterwards. A stranger at the port of the store changes no result."""
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(sum_of_ranks)
+        with pytest.raises(LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"):
+            launchable()
+    assert launchable() == launchable() == (2.0, 2.0)
+    is_over = threading.Event()
+    stranger = threading.Thread(target=disturb, args=(port, is_over))
+    stranger.start()
+    try:
+        assert launchable() == (2.0, 2.0)
+    except Exception as error:
+        texts = [str(error), *getattr(error, "__notes__", ())]
+        assert any("store" in each and f"{LOOPBACK}:{port}" in each for each in texts), texts
+    finally:
+        is_over.set()
+        stranger.join()
+
+
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_damaged_key_raises(size, tmp_path, monkeypatch):
+    """The key signs values in stores. LaunchError says to delete the file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PARAWRAP_SECRET", raising=False)
+    Signer()
+    (tmp_path / ".parawrap" / "key").write_bytes(b"k" * size)
+    with pytest.raises(LaunchError, match=f"has {size} bytes instead of 32: delete it"):
+        Signer()

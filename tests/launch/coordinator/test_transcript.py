@@ -1,0 +1,159 @@
+"""Transcripts keep the complete output of ranks, show it line by line, and never fail a launch."""
+
+from __future__ import annotations
+
+import io
+import logging
+import resource
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parawrap import LaunchError, Platform, current_rank, wrapper
+from parawrap.launch.coordinator._printer import Printer
+from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
+from tests.helpers.processes import ranks
+
+PREFIX = "[rank 3] "
+OUT, ERR = 1, 2
+
+
+def written(*chunks, is_shown=True, folder=None):
+    """Return a transcript of these chunks, each with the number of its stream, after all are printed."""
+    printer = Printer()
+    transcript = Transcript(3, printer=printer if is_shown else None, prefix=PREFIX, folder=folder)
+    for stream, data in chunks:
+        transcript.write(stream, data)
+    transcript.finish()
+    printer.finish()
+    return transcript
+
+
+def shown(chunks):
+    """Return the text that a transcript of these chunks shows on standard output."""
+    stream, before = io.StringIO(), sys.stdout
+    sys.stdout = stream
+    try:
+        written(*[(OUT, chunk) for chunk in chunks])
+    finally:
+        sys.stdout = before
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"o", b"ne\nt", b"wo\n"], "[rank 3] one\n[rank 3] two\n"),
+        ([b"\n\n"], "[rank 3] \n[rank 3] \n"),
+        ([b"one\npartial"], "[rank 3] one\n[rank 3] partial\n"),
+        ([b"10%\r20%\r", b"30%\n"], "[rank 3] 10%\r[rank 3] 20%\r[rank 3] 30%\n"),
+        ([b"dos\r", b"\nunix\n"], "[rank 3] dos\r\n[rank 3] unix\n"),
+        (["µ€🏖\n".encode()], "[rank 3] µ€🏖\n"),
+        ([b"\xff\xfe\ncaf\xc3"], "[rank 3] ��\n[rank 3] caf�\n"),
+        (["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()], "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"),
+        ([b""], ""),
+    ],
+)
+def test_each_line_has_a_prefix(chunks, lines):
+    """Only newlines and carriage returns end a line. An unfinished last line gets a newline."""
+    assert shown(chunks) == lines
+
+
+@given(text=st.text("aé€🏖\n\r ", max_size=30), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_chunk_boundaries_do_not_matter(text, data):
+    """Chunks may end within a character or within a line end."""
+    raw = text.encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=5)))
+    chunks = [raw[i:j] for i, j in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    assert shown(chunks) == shown([raw])
+
+
+def test_large_output_is_kept_complete():
+    """Megabytes of output go to the disk. Line ends stay as they are."""
+    transcript = Transcript(3, printer=None)
+    lines = [b"%05d" % i + b"x" * 9_994 + b"\r\n" for i in range(300)]
+    for line in lines[:150]:
+        transcript.write(OUT, line)
+    assert len(transcript.text()) == 150 * len(lines[0])
+    for line in lines[150:]:
+        transcript.write(OUT, line)
+    assert transcript.text() == b"".join(lines).decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "at_most", "words"),
+    [("one\ntwo\n", 100, "one\ntwo\n"), ("one\ntwo\nthree\n", 8, "three\n"), ("a line without an end", 6, "an end")],
+)
+def test_last_words_are_whole_lines(text, at_most, words):
+    assert written((OUT, text.encode()), is_shown=False).last_words(at_most) == words
+
+
+def test_last_words_name_the_crash():
+    """Long faulthandler stacks displace neither the line that names the crash nor the line before it."""
+    crash = b"Fatal Python error: Aborted\n\n" + b"  File one\n" * 50 + b"  File last\n"
+    words = written((OUT, b"long ago\n" * 50 + b"just before\n"), (ERR, crash), is_shown=False).last_words(200)
+    assert "\njust before\nFatal Python error: Aborted\n...\n  File one\n" in words
+    assert words.endswith("  File one\n  File last\n")
+    assert len(words) <= 200
+
+
+# -- log files
+
+
+def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
+    """One warning is logged, and all output is kept and shown."""
+    (tmp_path / "rank-3.log").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, "parawrap.launch"):
+        transcript = written(*[(OUT, b"line\n")] * 3, folder=tmp_path)
+    (record,) = caplog.records
+    assert "rank-3.log" in record.getMessage()
+    assert "No space left" in record.getMessage()
+    assert transcript.text() == "line\n" * 3
+    assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
+
+
+def test_full_temp_folder_is_harmless(capsys):
+    """Very long output is kept in the temporary folder. If the folder is full, all output is still shown."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        transcript = written(*[(OUT, b"x" * 9_999 + b"\n")] * 300)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().out == f"{PREFIX}{'x' * 9_999}\n" * 300
+    assert transcript.text().startswith("x" * 9_999)
+
+
+def test_log_folder_is_created(tmp_path, monkeypatch):
+    """The path is absolute, so the process can change its working directory. ``~`` is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("a/b", str(tmp_path / "a/b"), "~/a/b"):
+        folder = new_log_folder(Platform(device="cpu", console_logs=path), "train")
+        assert folder.parent == tmp_path / "a/b"
+        assert folder.name.startswith("train-")
+    assert new_log_folder(Platform(device="cpu"), "train") is None
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "/proc/logs"])
+def test_unwritable_log_folder_raises(tmp_path, path):
+    """LaunchError has the option, its value, and a cure, and no rank runs."""
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="another folder") as caught:
+        wrapper(ranks(console_logs=path))((tmp_path / "ran").touch)()
+    assert str(caught.value).startswith(f"console_logs={path!r}")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_each_launch_has_its_log_folder(tmp_path):
+    launchable = wrapper(ranks(console_logs=tmp_path))(lambda word: print(word, current_rank().global_rank))
+    launches = {word: launchable.submit(word) for word in ("one", "two")}
+    for word, launch in launches.items():
+        launch.results()
+        assert {path.name: path.read_text() for path in launch.log_folder.iterdir()} == {
+            "rank-0.log": f"{word} 0\n",
+            "rank-1.log": f"{word} 1\n",
+        }
+    assert len(list(tmp_path.iterdir())) == 2
