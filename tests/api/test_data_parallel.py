@@ -35,7 +35,7 @@ no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="th
 
 
 def test_tutorial_of_torch_runs():
-    """torch's tutorial (100 rows, batches of 30, two devices) prints the same sizes."""
+    """Torch's tutorial (100 rows, batches of 30, two devices) prints the same sizes."""
     inside, outside = [], []
 
     class TutorialModel(nn.Linear):
