@@ -22,7 +22,7 @@ def test_tensordict_keeps_its_batch_size(lanes):
     def double(batch):
         return TensorDict({"y": batch["x"] * 2, "deep": {"z": batch["x"].sum(1)}}, batch_size=batch.batch_size)
 
-    batch = TensorDict({"x": torch.randn(10, 3)}, batch_size=[10])
+    batch = TensorDict({"x": torch.randn(11, 3)}, batch_size=[11])
     expected = double(batch)
     with parallel(double, ["cpu"] * lanes) as p:
         for _ in range(2):
