@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from parawrap import DataParallel, GatherError, gather, parallel, register_split
+from parawrap import DataParallel, GatherError, gather, parallel
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
@@ -29,15 +29,12 @@ def labels(x):
 
 LISTS = {
     "numbers": labels,
-    "texts": lambda x: ["a"] * len(x),
     "tokens": lambda x: [[7] * 5 for _ in x],
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
-    "tuple": lambda x: tuple(labels(x)),
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
     "in a dataclass": lambda x: Labeled(x, labels(x)),
     "empty lists": lambda x: [[] for _ in x],
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
-    "tuple of lists": lambda x: (labels(x), ["a"] * len(x)),
     "nothing": lambda x: (None, [None, None], [], x),
 }
 
@@ -61,12 +58,11 @@ def boxes(x):
 @pytest.mark.parametrize(
     "function",
     [
-        boxes,
         lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)],
         lambda x: [torch.full((5, 4), float(label)) for label in labels(x)],
         lambda x: [each if value else None for each, value in zip(boxes(x), x[:, 2].tolist(), strict=True)],
     ],
-    ids=["tensors", "dicts", "one size", "some None"],
+    ids=["dicts", "one size", "some None"],
 )
 def test_detections_are_joined(function):
     """A list with the boxes of each image has one item per image, in order, as plainly."""
@@ -104,14 +100,6 @@ def test_lists_of_tensors_with_the_rows(function):
     for rows in range(2, 9):
         x = torch.randn(rows, 3)
         assert_close(DataParallel(model, TWO)(x), model(x))
-
-
-def test_losses_in_a_list_are_vectors():
-    model = Calls(lambda x: [x.mean(), x.sum()])
-    for rows in (4, 8):
-        with pytest.warns(UserWarning, match="0-d tensors"):
-            joined = DataParallel(model, TWO)(torch.ones(rows, 4))
-        assert_close(joined, [torch.ones(2), torch.full((2,), 2.0 * rows)])
 
 
 @pytest.mark.parametrize(
@@ -173,24 +161,3 @@ def test_quantized_outputs_are_refused():
     assert_close(DataParallel(Calls(lambda x: quantized(x).dequantize()), TWO)(x), x)
     one_scale = Calls(lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.quint8))
     assert_close(DataParallel(one_scale, TWO)(x).dequantize(), x)
-
-
-class Words:
-    """An output of an unknown class."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-
-def test_register_split_joins_an_object():
-    """The error of an unknown class names register_split with its arguments."""
-    model = Calls(lambda x: {"words": Words(x.tolist())})
-    x = torch.arange(5.0)
-    with pytest.raises(GatherError, match=r"register_split\(Words, split=\.\.\., join=\.\.\., rows=\.\.\.\)"):
-        DataParallel(model, TWO)(x)
-
-    def put_together(parts):
-        return Words([row for part in parts for row in part.rows])
-
-    register_split(Words, split=None, join=put_together, rows=lambda words: len(words.rows))
-    assert DataParallel(model, TWO)(x)["words"].rows == x.tolist()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, ShardError, gather, parallel_apply, replicate, scatter, scatter_kwargs
+from parawrap import DataParallel, ShardError, parallel_apply
 from tests.helpers.calling import Calls
 from tests.helpers.waiting import PATIENCE_S
 
@@ -64,48 +64,6 @@ def test_overridden_verbs_are_used(on_instance):
     x = torch.randn(5, 4)
     assert_close(net(x), net.module(x))
     assert called == VERBS
-
-
-class Apart(DataParallel):
-    """Does not join outputs."""
-
-    def gather(self, outputs, output_device):
-        return outputs
-
-
-class Criterion(DataParallel):
-    """Takes outputs that are still apart, cuts the targets, and runs a replica of the loss in a thread per device."""
-
-    def forward(self, inputs, *targets, **kwargs):
-        targets, kwargs = self.scatter(targets, kwargs, self.device_ids)
-        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-        losses = [None] * len(inputs)
-
-        def work(i):
-            losses[i] = replicas[i](inputs[i], *targets[i], **kwargs[i])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("devices", [TWO, THREE], ids=len)
-def test_loss_in_each_lane(devices):
-    model = mlp()
-    plain = copy.deepcopy(model)
-    net, criterion = Apart(model, devices), Criterion(nn.CrossEntropyLoss(), devices)
-    x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
-    for _ in range(2):
-        model.zero_grad()
-        loss = criterion(net(x), y)
-        loss.backward()
-    expected = nn.functional.cross_entropy(plain(x), y)
-    expected.backward()
-    assert_close(loss, expected)
-    assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 class SharedNorm(nn.Module):
@@ -226,37 +184,6 @@ def test_buffers_and_draws_with_overrides(verb):
         assert torch.equal(net(x), expected)
 
 
-class Balanced(DataParallel):
-    """Gives the first device fewer rows. Its parallel_apply takes other arguments than torch's."""
-
-    def __init__(self, rows_of_first, *args, **kwargs):
-        self.rows_of_first = rows_of_first
-        super().__init__(*args, **kwargs)
-
-    def forward(self, *inputs, **kwargs):
-        skipped = 0 if self.rows_of_first else 1
-        device_ids = self.device_ids[skipped:]
-        inputs, kwargs = self.scatter(inputs, kwargs, device_ids)
-        replicas = self.replicate(self.module, self.device_ids)[skipped:]
-        return self.gather(self.parallel_apply(replicas, device_ids, inputs, kwargs), self.output_device)
-
-    def parallel_apply(self, replicas, device_ids, inputs, kwargs):
-        return parallel_apply(replicas, inputs, kwargs, device_ids)
-
-    def scatter(self, inputs, kwargs, device_ids):
-        if len(device_ids) < len(self.device_ids):
-            return super().scatter(inputs, kwargs, device_ids)
-        rest = inputs[0].size(self.dim) - self.rows_of_first
-        sizes = [self.rows_of_first, rest // 2, rest - rest // 2]
-        return list(zip(*(value.split(sizes) for value in inputs), strict=True)), [dict(kwargs) for _ in sizes]
-
-
-@pytest.mark.parametrize("rows_of_first", [0, 1, 4])
-def test_first_device_with_fewer_rows(rows_of_first):
-    model = mlp()
-    assert_trains_like(Balanced(rows_of_first, model, THREE), copy.deepcopy(model), torch.randn(8, 4))
-
-
 class Graph:
     """A graph: a tensor of nodes, of any number."""
 
@@ -294,50 +221,6 @@ def test_list_of_graphs(devices):
         assert_close(net(graphs), net.module(Graph.of(graphs)))
 
 
-class Container:
-    """A batch that is a list of chunks, one per device."""
-
-    def __init__(self, chunks):
-        self.chunks = chunks
-
-
-class Unpacking(DataParallel):
-    """Unpacks containers in `scatter`, also on the CPU, and has a train_step for one device, as mmcv's class does."""
-
-    def forward(self, *inputs, **kwargs):
-        if not self.device_ids:
-            inputs, kwargs = self.scatter(inputs, kwargs, [-1])
-            return self.module(*inputs[0], **kwargs[0])
-        return super().forward(*inputs, **kwargs)
-
-    def scatter(self, inputs, kwargs, device_ids):
-        if any(isinstance(value, Container) for value in inputs):
-            chunks = zip(*(value.chunks for value in inputs), strict=True)
-            return tuple(chunks), tuple(dict(kwargs) for _ in inputs[0].chunks)
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def train_step(self, *inputs, **kwargs):
-        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids or [-1])
-        return self.module.train_step(*inputs[0], **kwargs[0])
-
-
-class Steps(nn.Linear):
-    def train_step(self, x, *, factor):
-        return {"loss": self(x).mean() * factor}
-
-
-@no_accelerator
-@pytest.mark.parametrize("devices", [None, ["cpu"], TWO], ids=str)
-def test_containers_are_unpacked(devices):
-    """Without devices, the subclass scatters to device -1."""
-    x = torch.randn(5, 4)
-    net = Unpacking(Steps(4, 2), device_ids=devices)
-    assert_close(net(Container([x[:2], x[2:]] if devices == TWO else [x])), net.module(x))
-    assert_close(net(x), net.module(x))
-    if devices != TWO:
-        assert_close(net.train_step(x, factor=2)["loss"], net.module(x).mean() * 2)
-
-
 class Lists(DataParallel):
     """Cuts lists of images with their names, and leaves other calls to the base class."""
 
@@ -366,39 +249,6 @@ def test_lists_of_images():
     assert net(images, list("abcde"), scale=2) == detect(images, list("abcde"), scale=2)
     assert net(torch.zeros(5)).tolist() == [1] * 5
     assert net(images=torch.zeros(3)).tolist() == [1] * 3
-
-
-class Sample:
-    """An object with tensors, which only an overridden `scatter` can cut."""
-
-    def __init__(self, x):
-        self.x = x
-
-
-def test_scatter_may_make_any_shards():
-    """The rows of its shards are not counted, whatever their sizes, and other values are joined as ever."""
-
-    class Own(DataParallel):
-        def scatter(self, inputs, kwargs, device_ids):
-            return ((Sample(inputs[0][:1]),), (Sample(inputs[0][1:]),)), ({"mask": torch.ones(9)},) * 2
-
-    for rest in (None, "text"):
-        net = Own(Calls(lambda sample, mask, rest=rest: (sample.x, rest)), TWO)
-        x, found = net(torch.eye(6))
-        assert_close(x, torch.eye(6))
-        assert found == rest
-
-
-@pytest.mark.parametrize("nothing", [((), ()), ([], [])], ids=str)
-@pytest.mark.parametrize("devices", [["cpu"], TWO], ids=len)
-def test_scatter_may_return_nothing(nothing, devices):
-    """For a call without arguments, the module runs once on the first device, as in torch."""
-
-    class Empty(DataParallel):
-        def scatter(self, inputs, kwargs, device_ids):
-            return nothing
-
-    assert Empty(Calls(lambda: torch.ones(2)), devices)().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("parts", "kwargs", "found"), [(1, 2, "1 inputs"), (3, 3, "3 inputs")])
@@ -438,37 +288,6 @@ def test_other_methods_in_the_lanes(devices):
         assert_close(net(x), net.module(x))
         rows = x[: len(devices)]
         assert_close(torch.cat(net.evaluate(rows)), net.module(rows))
-
-
-@pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
-def test_outputs_gathered_by_hand():
-    """A tuple of 0-d losses becomes a vector, and a dict is gathered key by key with the free function."""
-
-    class Pipeline(DataParallel):
-        def forward(self, *inputs, **kwargs):
-            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-            losses, heads = zip(*self.parallel_apply(replicas, inputs, kwargs), strict=True)
-            joined = {key: gather([head[key] for head in heads], self.output_device) for key in heads[0]}
-            return self.gather(losses, self.output_device).mean(0), joined
-
-    model = Calls(lambda x: (x.mean(), {"a": x * 2, "b": x}))
-    x = torch.randn(4, 4)
-    assert_close(Pipeline(model, TWO)(x), model(x))
-
-
-def test_model_that_is_parallel_by_hand():
-    """A recommendation model: replicas of an MLP take rows, embeddings stay apart, and the parts are joined."""
-    bottom, top, table = mlp(), nn.Linear(4, 1), nn.Embedding(6, 2)
-    dense, sparse = torch.randn(6, 4), torch.randint(0, 6, (6,))
-    plain = top(torch.cat([bottom(dense), table(sparse)], 1))
-    x = parallel_apply(replicate(bottom, TWO), scatter(dense, TWO), None, TWO)
-    rows = scatter(table(sparse), TWO, dim=0)
-    joined = [torch.cat(pair, 1) for pair in zip(x, rows, strict=True)]
-    output = gather(parallel_apply(replicate(top, TWO), joined, None, TWO), "cpu", dim=0)
-    assert_close(output, plain)
-    weights = [*bottom.parameters(), *top.parameters(), table.weight]
-    assert_close(torch.autograd.grad(output.sum(), weights), torch.autograd.grad(plain.sum(), weights))
 
 
 @no_accelerator

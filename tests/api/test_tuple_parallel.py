@@ -111,11 +111,6 @@ def test_parts_run_at_the_same_time():
     assert net((1, 2)) == (1, 2)
 
 
-def test_reduction_gets_the_outputs():
-    net = TupleParallel(nn.Identity(), TWO, True, True, lambda outs: [len(out) for out in outs], output_device="cpu")
-    assert net((torch.ones(2, 5), torch.ones(1, 5))) == [2, 1]
-
-
 def test_transfer_input_false_moves_nothing():
     seen = []
 
@@ -131,12 +126,6 @@ def test_transfer_input_false_moves_nothing():
     assert set(seen) == set(parts)
     with pytest.raises(AssertionError, match="moved"):
         TupleParallel(model, TWO)(parts)
-
-
-def test_errors_name_the_lane():
-    with pytest.raises(LookupError) as caught:
-        TupleParallel(Calls(lambda x: {2: 0}[x]), TWO)((2, 1))
-    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 2"]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +144,6 @@ def test_plain_without_accelerator():
     net = TupleParallel(nn.Identity())
     assert (net.ndevices, net.home_device) == (1, torch.device("cpu"))
     assert net((1, 2, 3)) == (1, 2, 3)
-
-
-def test_modes_apply_in_lanes():
-    model = Calls(lambda x: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert TupleParallel(model, TWO)((1, 2)) == ((False, False), (True, True))
 
 
 def test_call_without_arguments():
@@ -234,25 +217,6 @@ def test_mapping_keeps_its_class():
     batch = tp_collate(2)(lambda samples: Encoding(as_dict(samples), "en"))(SAMPLES)
     assert TupleParallel(model, TWO)(batch) == tuple({"class": Encoding, "language": "en", "n": n} for n in (3, 2))
     assert list(batch) == ["x", "y"]
-
-
-@pytest.mark.usefixtures("_deterministic")
-def test_seed_repeats_dict_batches():
-    model = nn.Sequential(OrderedDict(pick=Calls(subtract), drop=nn.Dropout()))
-    net = TupleParallel(model, TWO, reduction=cat)
-    batch = tp_collate(2)(as_dict)(SAMPLES)
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        outputs.append(net(batch))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_short_batches_have_one_part(count):
-    collate = tp_collate(3)(lambda each: {"x": torch.zeros(len(each)), "y": torch.zeros(len(each))})
-    (output,) = TupleParallel(Calls(subtract), THREE)(collate(SAMPLES[:count]))
-    assert len(output) == count
 
 
 def test_batches_can_be_spread():
@@ -358,24 +322,6 @@ def test_tuple_fn_calls_once_per_part(parallel):
     assert tuple_fn(lambda x: (x, -x), parallel=parallel)((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
     whole = tuple_fn(subtract, parallel=parallel)(tp_collate(2)(as_dict)(SAMPLES), scale=(2, 2))
     assert_close(cat(whole), EXPECTED * 2)
-
-
-def test_tuple_fn_runs_parts_at_once():
-    """Concurrent calls with different numbers of parts return their own results."""
-    right = []
-
-    def work(parts):
-        barrier = threading.Barrier(parts)
-        meet = tuple_fn(lambda x: barrier.wait(PATIENCE_S) * 0 + shared((x,))[0], parallel=True)
-        right.extend(meet(tuple(range(parts))) == tuple(2 * value for value in range(parts)) for _ in range(20))
-
-    shared = tuple_fn(lambda x: x * 2, parallel=True)
-    threads = [threading.Thread(target=work, args=(parts,)) for parts in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert right == [True] * 60
 
 
 def test_tuple_fn_draws_in_order_or_warns():

@@ -82,41 +82,6 @@ def test_missing_names_and_failing_properties(wrap):
         assert getattr(net, name, 3) == 3
 
 
-@pytest.mark.parametrize("base", [DataParallel, TupleParallel])
-def test_failing_property_of_a_subclass(base):
-    """It raises its own error, even if the module has an attribute of that name."""
-
-    class Mine(base):
-        @property
-        def threshold(self):
-            return self.module.no_such_layer
-
-    with pytest.raises(AttributeError, match="no attribute 'no_such_layer'"):
-        _ = Mine(Model(), TWO).threshold
-
-
-def test_wrapper_in_a_wrapper():
-    net = on_two(on_two(Model()))
-    assert net.threshold == 0.5
-    with pytest.raises(AttributeError, match="no_such_layer"):
-        _ = net.broken
-
-
-def test_module_with_its_own_getattr():
-    """The module's `__getattr__` is used, also for a property that falls back to it."""
-
-    class Lenient(nn.Module):
-        @property
-        def size(self):
-            raise AttributeError("not yet known")
-
-        def __getattr__(self, name):
-            return f"no {name}"
-
-    net = DataParallel(Lenient())
-    assert (net.size, net.color) == ("no size", "no color")
-
-
 def test_setting_stays_on_data_parallel():
     """As in torch, `net.x = value` sets it on the DataParallel."""
     model = Model()
@@ -208,22 +173,6 @@ def test_methods_run_undivided():
     with parallel(net.module, TWO, methods=("encode",), out_dims=0):
         net.encode(x)
     assert seen == [6, 3, 3]
-
-
-def test_replicas_read_an_inner_wrapper():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = on_two(Model())
-
-        def forward(self, x):
-            return self.inner(x) * self.inner.threshold
-
-    model = Outer()
-    x = torch.randn(6, 4)
-    expected = model(x)
-    for net in (DataParallel(model, TWO), DataParallel(model, TWO)):
-        assert_close(net(x), expected)
 
 
 @pytest.mark.parametrize("wrap", [on_two, on_cpu], ids=["DataParallel", "ParallelWrapper"])
