@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from types import SimpleNamespace
@@ -99,20 +98,6 @@ def test_scalars_become_a_vector(rows, nested):
     with pytest.warns(UserWarning, match="0-d") as caught:
         assert net(torch.ones(rows)).tolist() == [1.0] * min(rows, 2)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
-)
-def test_copies_are_independent(duplicate):
-    net = DataParallel(nn.Linear(4, 2), TWO)
-    x = torch.randn(5, 4)
-    for _ in range(2):  # before and after the first call
-        clone = duplicate(net)
-        assert_close(clone(x), net(x))
-        with torch.no_grad():
-            clone.module.weight.zero_()
-        assert not torch.equal(clone(x), net(x))
 
 
 def test_verbs_can_be_called_alone():

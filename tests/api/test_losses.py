@@ -45,7 +45,7 @@ def in_lanes(loss, batch, lanes, reduce):
 
 def assert_same(value, expected, batch):
     torch.testing.assert_close(value, expected)
-    (gradient,), (other,) = (torch.autograd.grad(each.sum(), batch[0]) for each in (value, expected))
+    (gradient,), (other,) = (torch.autograd.grad(each.sum(), batch[0], retain_graph=True) for each in (value, expected))
     torch.testing.assert_close(gradient, other)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 
 import pytest
@@ -117,17 +115,6 @@ def test_items_are_those_of_the_model():
     for use in (lambda: len(net), lambda: iter(net), lambda: net[0]):
         with pytest.raises(TypeError):
             use()
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), copy.copy], ids=["deepcopy", "pickle", "copy"]
-)
-def test_copies_work(duplicate):
-    net = ParallelWrapper(Model(), device="cpu")
-    x = torch.randn(2, 4)
-    clone = duplicate(net)
-    assert_close(clone(x), net(x))
-    assert (str(clone.device), clone.threshold, clone.to("cpu")) == ("cpu", 0.5, clone)
 
 
 def test_trains_and_loads_like_the_model():

@@ -106,24 +106,6 @@ def test_models_have_their_plain_outputs(name):
     assert_as_plain(build(name), THREE, inputs_of(name))
 
 
-@pytest.mark.parametrize("tuples", [False, True], ids=["objects", "tuples"])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_options_of_outputs(name, tuples):
-    """Hidden states, attentions, and tuples instead of output objects are joined."""
-    model = build(name)
-    model.set_attn_implementation("eager")
-    options = {"output_hidden_states": True, "output_attentions": True, "return_dict": not tuples}
-    assert_as_plain(model, TWO, inputs_of(name) | options)
-
-
-@pytest.mark.parametrize("mask", [(ROWS, 1, 6, 6), (1, 1, 6, 6)], ids=str)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_masks_with_four_dims(name, mask):
-    """A mask per row is cut. A mask or position ids with one row serve all rows."""
-    inputs = {"input_ids": tokens(), "attention_mask": torch.ones(mask).tril().bool()}
-    assert_as_plain(build(name), TWO, inputs | {"position_ids": torch.arange(6)[None]})
-
-
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [("bert", None), ("t5", None), ("llama", {"use_reentrant": False}), ("llama", {"use_reentrant": True})],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
@@ -49,13 +48,6 @@ def test_epoch_of_a_loader(collate, workers):
     assert parts == [[15, 15]] * 3 + [[5, 5]]
     assert_close(torch.cat(outputs), model(data.tensors[0]))
     assert torch.equal(torch.cat(targets), data.tensors[1])
-
-
-def test_chunks_as_parts():
-    """A collate function may return `torch.stack(samples).chunk(n)`."""
-    model, data = nn.Linear(5, 2), torch.randn(100, 5)
-    loader = DataLoader(data, batch_size=30, collate_fn=lambda samples: torch.stack(samples).chunk(2))
-    assert_close(torch.cat([cat(TupleParallel(model, TWO)(batch)) for batch in loader]), model(data))
 
 
 def test_training_equals_plain_training():
@@ -111,39 +103,25 @@ def test_parts_run_at_the_same_time():
     assert net((1, 2)) == (1, 2)
 
 
-def test_transfer_input_false_moves_nothing():
-    seen = []
-
-    class Part:
-        def to(self, *args, **kwargs):
-            raise AssertionError("moved")
-
-        cuda = to
-
-    model = Calls(lambda part: seen.append(part) or 1)
-    parts = (Part(), Part())
-    assert TupleParallel(model, TWO, transfer_input=False)(parts) == (1, 1)
-    assert set(seen) == set(parts)
-    with pytest.raises(AssertionError, match="moved"):
-        TupleParallel(model, TWO)(parts)
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
-)
-def test_copies_work(duplicate):
-    net = TupleParallel(nn.Linear(5, 2), TWO, reduction=cat)
-    parts = (torch.randn(2, 5), torch.randn(1, 5))
-    for _ in range(2):
-        assert_close(duplicate(net)(parts), net(parts))
-
-
 @no_accelerator
 def test_plain_without_accelerator():
     """Parts run one after another, and any number of parts is allowed."""
     net = TupleParallel(nn.Identity())
     assert (net.ndevices, net.home_device) == (1, torch.device("cpu"))
     assert net((1, 2, 3)) == (1, 2, 3)
+
+
+def test_transfer_input_false_moves_nothing():
+    class Part:
+        def to(self, *args, **kwargs):
+            raise AssertionError("moved")
+
+        cuda = to
+
+    parts = (Part(), Part())
+    assert TupleParallel(nn.Identity(), TWO, transfer_input=False)(parts) == parts
+    with pytest.raises(AssertionError, match="moved"):
+        TupleParallel(nn.Identity(), TWO)(parts)
 
 
 def test_call_without_arguments():

@@ -118,8 +118,8 @@ class Copied(Model):
     """A model that says how it is copied and pickled."""
 
     def __deepcopy__(self, memo):
-        twin = Copied()
-        twin.load_state_dict(self.state_dict())
+        twin = memo[id(self)] = Copied.__new__(Copied)
+        twin.__dict__.update(copy.deepcopy(vars(self), memo))
         return twin
 
     def __getnewargs_ex__(self):
@@ -131,13 +131,19 @@ class Copied(Model):
     "duplicate", [copy.deepcopy, copy.copy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "copy", "pickle"]
 )
 def test_copies_are_wrappers(wrap, duplicate):
-    """The module's `__deepcopy__` copies the module, not the wrapper around it."""
+    """Before and after a call. The module's `__deepcopy__` copies the module, not the wrapper around it."""
     net = wrap(Copied())
+    x = torch.randn(5, 4)
+    inputs = x.chunk(2) if wrap is on_parts else x
     for _ in range(2):
         twin = duplicate(net)
         assert type(twin) is type(net)
         assert twin.threshold == 0.5
-        assert_close(twin.weight, net.weight)
+        assert_close(twin(inputs), net(inputs))
+        if duplicate is not copy.copy:
+            with torch.no_grad():
+                twin.weight.zero_()
+            assert net.weight.any()
 
 
 def test_subclass_with_its_own_lookup():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from parawrap import Platform, current_rank, functional, wrapper
+from parawrap import functional
 from tests.helpers.ranks import on
 
 
@@ -130,14 +130,6 @@ def test_nested_and_parallel_loops():
     assert len(set(found)) == len(found)
 
 
-def test_workers_of_two_loaders():
-    """Two loaders that are read together draw different numbers."""
-    loaders = [functional.shard_loader(DataLoader(Augmented(), 4, num_workers=1)) for _ in range(2)]
-    batches = [batch for pair in zip(*loaders, strict=True) for batch in pair]
-    drawn = torch.cat(batches)[:, 2].tolist()
-    assert len(set(drawn)) == len(drawn) == 16
-
-
 def test_new_iterator_is_the_next_epoch():
     """It ends the old one, and draws what a loop over the same epoch draws."""
     loader = functional.shard_loader(DataLoader(Augmented(), 2))
@@ -181,11 +173,3 @@ def test_workers_with_other_options(ranks):
     assert [[row[0] for row in epoch] for epoch in one + other] == [[0, 1, 3, 4]] * 2 + [[2, 5, 6]] * 2
     drawn = [row[2] for epoch in one + other for row in epoch]
     assert len(set(drawn)) == len(drawn)
-
-
-def test_inline_draws_as_rank_0():
-    def draw():
-        loader = functional.shard_loader(DataLoader(Augmented(), 2, shuffle=True))
-        return torch.cat(list(loader)).tolist(), current_rank().global_rank
-
-    assert wrapper(Platform(device="cpu", n_cpus=1, seed=3))(draw).inline() == on(1, draw, seed=3)

@@ -258,18 +258,3 @@ def test_set_default_device(arguments):
         assert torch.empty(1).device.type == "cpu"
     finally:
         torch.set_default_device(None)
-
-
-def test_default_device_stays_in_its_rank():
-    """The default device of the parent and of the next launch does not change."""
-
-    def spoil():
-        torch.set_default_device("meta")
-        functional.set_default_device()
-        is_mine = torch.empty(1).device == current_rank().device
-        torch.set_default_device("meta")
-        return is_mine
-
-    assert on(2, spoil) == (True, True)
-    assert torch.empty(1).device.type == "cpu"
-    assert on(2, lambda: torch.empty(1).device.type) == ("cpu", "cpu")
