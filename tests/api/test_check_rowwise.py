@@ -42,7 +42,7 @@ def test_row_wise_model_passes(function):
     ],
     ids=["softmax", "dict", "integers", "bools"],
 )
-def test_model_that_mixes_rows_is_refused(function, place):
+def test_mixed_rows_are_refused(function, place):
     """The message names the output, the cut, and the greatest difference."""
     with pytest.raises(VerifyError, match=r"Sequential mixes rows\. With 11 rows cut as \d") as caught:
         check_rowwise(layer_and(function), torch.randn(11, 3))
@@ -59,7 +59,7 @@ def test_tolerance_is_relative():
             check_rowwise(model, torch.randn(11, 3), rtol=1e-9)
 
 
-def test_gradients_and_buffers_are_compared():
+def test_gradients_and_buffers_count():
     """Batch normalization in training mode differs in its output, its gradients, and its buffers."""
     with pytest.raises(VerifyError, match=r"output differs.*the gradient of 'weight' differs") as caught:
         check_rowwise(nn.BatchNorm1d(3), 5 + torch.randn(11, 3))

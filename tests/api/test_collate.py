@@ -89,7 +89,7 @@ def test_parts_are_balanced(rows, ndevices):
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_only_the_outermost_is_transposed():
+def test_outermost_is_transposed():
     """A tuple or list becomes a tuple of tuples, also with one device. Nested values stay whole in their part."""
     (x1, x2), (y1, y2) = collate_pairs([(0, 5), (1, 6), (2, 7)])
     assert (x1.tolist(), x2.tolist(), y1.tolist(), y2.tolist()) == ([0, 1], [2], [5, 6], [7])

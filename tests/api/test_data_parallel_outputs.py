@@ -73,7 +73,7 @@ def test_detections_are_joined(function):
 
 
 @pytest.mark.parametrize(("rows", "count"), [(2, 1), (4, 2)])
-def test_ambiguous_detections_are_refused(rows, count):
+def test_ambiguous_detections(rows, count):
     """Two lanes with one image and one box each may mean either. Both cures of the error work."""
     model = Calls(lambda x: [{"boxes": torch.full((count, 4), float(label))} for label in labels(x)])
     x = CLASSES[:rows]
@@ -120,7 +120,7 @@ def test_equal_values_are_refused(function, place, why):
         net(torch.eye(6))
 
 
-def test_row_counts_reach_the_parents_gather():
+def test_row_counts_reach_gather():
     """`gather` of the call's outputs has the row counts of the call. A list of its own has none, so lists are refused."""
 
     class Passing(DataParallel):

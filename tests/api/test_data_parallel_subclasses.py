@@ -132,7 +132,7 @@ class Marked(DataParallel):
         return self.replicas
 
 
-def test_replicas_can_be_marked_and_read():
+def test_replicas_can_be_marked():
     """What `replicate` sets on replicas is used; what their forward sets can be read; the module keeps its values."""
     model = Offset()
     net = Marked(model, TWO)
@@ -163,7 +163,7 @@ def test_subclass_may_keep_replicas(make):
 
 
 @pytest.mark.parametrize("verb", ["replicate", "parallel_apply"])
-def test_buffers_and_draws_with_overrides(verb):
+def test_buffers_and_draws(verb):
     """The statistics of the first shard reach the module, and lanes draw in order, also after a call in eval mode."""
     model = nn.BatchNorm1d(4)
     first, x = copy.deepcopy(model), torch.randn(9, 4)
@@ -252,7 +252,7 @@ def test_lists_of_images():
 
 
 @pytest.mark.parametrize(("parts", "kwargs", "found"), [(1, 2, "1 inputs"), (3, 3, "3 inputs")])
-def test_other_numbers_of_parts_are_refused(parts, kwargs, found):
+def test_other_part_counts_are_refused(parts, kwargs, found):
     class Wrong(DataParallel):
         def scatter(self, inputs, _, device_ids):
             return [(inputs[0],)] * parts, [{}] * kwargs

@@ -72,7 +72,7 @@ def test_recursive_to_keeps_mappings(cls):
     assert (type(moved), moved["x"].dtype) == (cls, torch.float64)
 
 
-def test_recursive_to_calls_the_values_to():
+def test_recursive_to_calls_their_to():
     """A PackedSequence keeps the dtype of its batch sizes, and keyword arguments are passed on."""
     moved = recursive_to([pack_sequence([torch.zeros(2), torch.zeros(1)])], torch.float64)[0]
     assert (type(moved), moved.data.dtype, moved.batch_sizes.dtype) == (PackedSequence, torch.float64, torch.int64)
@@ -109,7 +109,7 @@ def test_cuda_attrs_moves_in_place():
     assert obj.a is before
 
 
-def test_batch_moves_and_pins_attributes():
+def test_batch_moves_its_attributes():
     """Each method returns the batch. Nested batches and slots are moved too."""
 
     @dataclass(slots=True)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @pytest.mark.parametrize("lanes", [2, 4])
-def test_tensordict_keeps_its_batch_size(lanes):
+def test_tensordict_keeps_batch_size(lanes):
     """A TensorDict argument is cut on its batch dim, and the outputs are joined to one TensorDict."""
     require_packages("tensordict")
     from tensordict import TensorDict
@@ -75,7 +75,7 @@ def test_metrics_count_each_row_once(accuracy):
     torch.testing.assert_close(accuracy.compute(), expected)
 
 
-def test_metric_in_forward_gets_a_warning(accuracy):
+def test_metric_in_forward_warns(accuracy):
     """The lanes count apart, and the counts do not come back: the warning names the metric's state."""
 
     class Counting(nn.Module):

@@ -71,7 +71,7 @@ def test_auto_uses_the_best_device():
 
 
 @no_accelerator
-def test_auto_without_accelerator_is_plain():
+def test_auto_may_be_plain():
     """The model itself gets the whole batch, in the caller's thread, however many cores the CPU has."""
     seen = []
     model = Calls(lambda x: seen.append((len(x), threading.get_ident())) or x)
@@ -93,7 +93,7 @@ def test_absent_device_is_refused():
     assert net(torch.zeros(1, 4).to(net.device)).shape == (1, 2)
 
 
-def test_attributes_are_set_on_the_model():
+def test_setting_reaches_the_model():
     """So are submodules, and deleted ones are deleted there."""
     net = ParallelWrapper(Model(), device="cpu")
     net.threshold = 0.9
@@ -117,7 +117,7 @@ def test_items_are_those_of_the_model():
             use()
 
 
-def test_trains_and_loads_like_the_model():
+def test_trains_like_the_model():
     """Modes, parameters, and the state_dict are the model's."""
     one, two = (ParallelWrapper(Model(), device="cpu") for _ in range(2))
     assert one.eval() is one

@@ -101,7 +101,7 @@ def assert_as_plain(model, lanes, inputs, **options):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma2", "t5", "vit", "yolos"])
-def test_models_have_their_plain_outputs(name):
+def test_models_have_plain_outputs(name):
     """All outputs, with caches and padded masks, and the output class equal those of the plain call."""
     assert_as_plain(build(name), THREE, inputs_of(name))
 
@@ -216,7 +216,7 @@ def test_caches_that_differ_are_refused():
         p(torch.zeros(7, 2), cache)
 
 
-def test_rows_on_another_dim_are_declared():
+def test_rows_on_another_dim():
     """The memories of XLNet have their rows on dim 1."""
     model = build("xlnet")
     with torch.no_grad(), pytest.raises(GatherError, match=r'output\["mems"\]\[0\]'), parallel(model, TWO):

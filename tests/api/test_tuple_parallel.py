@@ -82,7 +82,7 @@ def test_is_a_data_parallel():
     assert (net.ndevices, net.home_device, net.output_device) == (2, torch.device("cpu"), torch.device("cpu"))
 
 
-def test_outputs_and_keywords_are_tuples():
+def test_outputs_are_transposed():
     """A module with two outputs returns ((a1, a2), (b1, b2)). Keyword arguments have one part per device too."""
     x1, x2, y1, y2 = (torch.full((n,), float(v)) for n, v in ((3, 1), (2, 2), (3, 3), (2, 4)))
     net = TupleParallel(Calls(lambda x, y, *, k: ((x + y) * k, x - y)), TWO)
@@ -111,7 +111,7 @@ def test_plain_without_accelerator():
     assert net((1, 2, 3)) == (1, 2, 3)
 
 
-def test_transfer_input_false_moves_nothing():
+def test_transfer_input_false():
     class Part:
         def to(self, *args, **kwargs):
             raise AssertionError("moved")
@@ -129,7 +129,7 @@ def test_call_without_arguments():
     assert TupleParallel(Calls(lambda: 7), THREE)() == (7, 7, 7)
 
 
-def test_context_manager_ends_the_threads():
+def test_block_ends_the_threads():
     """A later call starts threads again."""
     net = TupleParallel(nn.Identity(), TWO)
 
@@ -258,7 +258,7 @@ def test_lists_per_row_are_outputs(parts):
     assert keyed(parts) == {"ids": [*parts[0], *parts[1]]}
 
 
-def test_outputs_that_are_not_transposed():
+def test_other_outputs():
     """A PackedSequence is one output, although it is a namedtuple. Tuples of different lengths are refused."""
     outputs = TupleParallel(nn.Identity(), TWO)((pack_sequence([torch.zeros(2)]), pack_sequence([torch.ones(1)])))
     assert [type(output) for output in outputs] == [PackedSequence] * 2
@@ -277,7 +277,7 @@ def test_outputs_that_are_not_transposed():
     ],
     ids=["transfer_output", "transfer_input", "output_device", "reduction", "dim"],
 )
-def test_options_without_effect_are_refused(args, options, words):
+def test_wrong_options_are_refused(args, options, words):
     with pytest.raises(ShardError, match=words):
         TupleParallel(nn.Identity(), TWO, *args, **options)
 
@@ -302,7 +302,7 @@ def test_tuple_fn_calls_once_per_part(parallel):
     assert_close(cat(whole), EXPECTED * 2)
 
 
-def test_tuple_fn_draws_in_order_or_warns():
+def test_tuple_fn_draws_in_order():
     """Parts that require gradients run one after another; others get a warning if the function draws."""
     dropout = tuple_fn(nn.functional.dropout, parallel=True)
     part = torch.ones(100, 4, requires_grad=True)

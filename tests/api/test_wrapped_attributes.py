@@ -72,7 +72,7 @@ def test_every_kind_is_found(wrap):
 
 
 @WRAPPERS
-def test_missing_names_and_failing_properties(wrap):
+def test_missing_names(wrap):
     """The error names the module's class and the name that is missing, also if a property of the module needs it."""
     net = wrap(Model())
     for name, missing in (("nothing", "nothing"), ("broken", "no_such_layer")):

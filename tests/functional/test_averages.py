@@ -32,7 +32,7 @@ class Parameters(nn.Module):
     ],
     ids=["default", "both", "params", "neither"],
 )
-def test_options_choose_what_is_averaged(ranks, options, parameter, gradient):
+def test_options_of_averages(ranks, options, parameter, gradient):
     def average():
         rank = float(current_rank().global_rank)
         grad = torch.tensor([10 * rank])
@@ -106,7 +106,7 @@ def test_sparse_gradients(ranks):
     assert ranks(average) == ([[0.5, 0.5, 0.0, 1.0], [0.0, 0.5, 0.0, 0.5], [0.5, 1.0, 0.5, 0.5]],) * 2
 
 
-def test_missing_gradients_count_as_zeros(ranks):
+def test_missing_gradients_are_zeros(ranks):
     """A gradient that no rank has stays None."""
 
     def average():

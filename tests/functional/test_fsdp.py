@@ -144,7 +144,7 @@ def test_options_and_buffers(ranks):
     assert type(functional.to(Net(), strategy="fsdp2")) is Net
 
 
-def test_modules_that_differ_are_refused(ranks):
+def test_other_modules_are_refused(ranks):
     """So are modules on the meta device, and unknown strategies. The error names the parameter or the strategies."""
 
     def shard():

@@ -224,7 +224,7 @@ ONE, TWO = torch.ones(1), torch.ones(2)
     ],
     ids=range(7),
 )
-def test_results_that_differ_are_refused(ranks, trees, message):
+def test_unequal_results_are_refused(ranks, trees, message):
     """Every rank raises, and the error names the place and both kinds."""
 
     def evaluate():

@@ -55,7 +55,7 @@ def whole():
     return on(2, epochs_of, 0, seed=3)
 
 
-def test_each_rank_and_worker_has_its_own_numbers(whole):
+def test_numbers_never_repeat(whole):
     """No number of any generator occurs twice in two ranks, their workers, and three epochs."""
     for kind in whole[0]:
         rank_epochs = [rank[kind] for rank in whole]
@@ -79,7 +79,7 @@ def test_numbers_of_an_epoch_repeat(whole):
             assert other[kind][0][1] != epochs[2][1]
 
 
-def test_ranks_draw_equal_numbers_after_a_loop():
+def test_ranks_are_equal_after_a_loop():
     """So they do after a loop that breaks off or raises."""
 
     def draw():
@@ -102,7 +102,7 @@ def test_ranks_draw_equal_numbers_after_a_loop():
     assert one[2] == 3
 
 
-def test_loop_does_not_change_later_numbers():
+def test_loop_keeps_later_numbers():
     torch.manual_seed(1)
     expected = torch.rand(2).tolist()
     torch.manual_seed(1)

@@ -17,7 +17,7 @@ def platform_of(ranks):
 
 
 @given(st.integers(2, 7), st.integers(0, 40))
-def test_unpadded_shares_have_every_row_once(world_size, length):
+def test_unpadded_shares_are_complete(world_size, length):
     """The shares of all ranks are the rows in order, and their lengths differ by at most one."""
     platform = platform_of(world_size)
     shares = [functional.get_dataset_sampler(range(length), rank, platform, pad=False) for rank in range(world_size)]

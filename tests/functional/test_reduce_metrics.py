@@ -71,7 +71,7 @@ def test_sums_are_weighted_too(reduced):
     assert reduced([torch.tensor([7]), torch.tensor([2**60])], [1, 0], op="sum").tolist() == [7]
 
 
-def test_inexact_integer_sums_are_refused(reduced):
+def test_inexact_sums_are_refused(reduced):
     """A sum that does not fit its dtype, or that float64 cannot hold, raises on every rank, also with one rank."""
     for values, weights in (
         ([torch.tensor([100], dtype=torch.int8)] * 2, [1, 1]),

@@ -36,7 +36,7 @@ def _generators():
 
 @pytest.mark.usefixtures("_generators")
 @pytest.mark.parametrize("seed", [7, 2**32])
-def test_seed_and_offset_give_the_numbers(seed):
+def test_seed_and_offset(seed):
     """Python, NumPy, and torch draw the same numbers after the same sum of seed and offset."""
     drawn = []
     for value, offset in ((seed, 0), (seed - 2, 2), (seed, 1)):
@@ -46,7 +46,7 @@ def test_seed_and_offset_give_the_numbers(seed):
     assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
 
 
-def test_ranks_start_with_equal_generators():
+def test_ranks_start_equal():
     """With the rank as offset, they draw different numbers."""
 
     def draw():
@@ -89,15 +89,14 @@ def devices_of(value, name=""):
     return {place: kind for key, item in items for place, kind in devices_of(item, f"{name}.{key}").items()}
 
 
-OPTIMISERS = [
-    pytest.param(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, id="SGD"),
-    pytest.param(torch.optim.Adam, {"amsgrad": True}, id="Adam"),
-    pytest.param(torch.optim.LBFGS, {"max_iter": 4}, id="LBFGS"),
-    pytest.param(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, id="RMSprop"),
-]
-
-
-@pytest.mark.parametrize(("make", "options"), OPTIMISERS)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(torch.optim.Adam, {"amsgrad": True}, id="Adam"),
+        pytest.param(torch.optim.LBFGS, {"max_iter": 4}, id="LBFGS"),
+        pytest.param(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, id="SGD"),
+    ],
+)
 def test_state_of_an_optimiser_moves(make, options):
     """Step counters stay on the CPU. State from load_state_dict moves too, and a move to its own device changes nothing."""
     (model, optimiser), (plain, theirs) = stepped(make, **options), stepped(make, **options)
@@ -186,7 +185,7 @@ def test_to_wraps_in_ddp(ranks):
     assert torch.equal(grad_0, grad_1)
 
 
-def test_to_returns_other_modules_themselves(ranks, lone_ranks):
+def test_to_returns_other_modules(ranks, lone_ranks):
     """With one rank, without a group, with sync_modules=False, and for a frozen module."""
 
     def is_kept(requires_grad=True, **options):
