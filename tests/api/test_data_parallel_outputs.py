@@ -102,6 +102,14 @@ def test_lists_of_tensors_with_the_rows(function):
         assert_close(DataParallel(model, TWO)(x), model(x))
 
 
+def test_losses_in_a_list_are_vectors():
+    model = Calls(lambda x: [x.mean(), x.sum()])
+    for rows in (4, 8):
+        with pytest.warns(UserWarning, match="0-d tensors"):
+            joined = DataParallel(model, TWO)(torch.ones(rows, 4))
+        assert_close(joined, [torch.ones(2), torch.full((2,), 2.0 * rows)])
+
+
 @pytest.mark.parametrize(
     ("function", "place", "why"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, ShardError, parallel_apply
+from parawrap import DataParallel, ShardError, parallel_apply, scatter_kwargs
 from tests.helpers.calling import Calls
 from tests.helpers.waiting import PATIENCE_S
 
@@ -64,6 +64,48 @@ def test_overridden_verbs_are_used(on_instance):
     x = torch.randn(5, 4)
     assert_close(net(x), net.module(x))
     assert called == VERBS
+
+
+class Apart(DataParallel):
+    """Does not join outputs."""
+
+    def gather(self, outputs, output_device):
+        return outputs
+
+
+class Criterion(DataParallel):
+    """Takes outputs that are still apart, cuts the targets, and runs a replica of the loss in a thread per device."""
+
+    def forward(self, inputs, *targets, **kwargs):
+        targets, kwargs = self.scatter(targets, kwargs, self.device_ids)
+        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+        losses = [None] * len(inputs)
+
+        def work(i):
+            losses[i] = replicas[i](inputs[i], *targets[i], **kwargs[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("devices", [TWO, THREE], ids=len)
+def test_loss_in_each_lane(devices):
+    model = mlp()
+    plain = copy.deepcopy(model)
+    net, criterion = Apart(model, devices), Criterion(nn.CrossEntropyLoss(), devices)
+    x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
+    for _ in range(2):
+        model.zero_grad()
+        loss = criterion(net(x), y)
+        loss.backward()
+    expected = nn.functional.cross_entropy(plain(x), y)
+    expected.backward()
+    assert_close(loss, expected)
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
 class SharedNorm(nn.Module):
@@ -219,6 +261,38 @@ def test_list_of_graphs(devices):
     for count in (5, 2, 1):
         graphs = [Graph(torch.randn(nodes, 4)) for nodes in range(1, count + 1)]
         assert_close(net(graphs), net.module(Graph.of(graphs)))
+
+
+class Container:
+    """A batch that is a list of chunks, one per device."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+
+class Unpacking(DataParallel):
+    """Unpacks containers in `scatter`, also on the CPU as device -1, as mmcv's class does."""
+
+    def forward(self, *inputs, **kwargs):
+        if not self.device_ids:
+            inputs, kwargs = self.scatter(inputs, kwargs, [-1])
+            return self.module(*inputs[0], **kwargs[0])
+        return super().forward(*inputs, **kwargs)
+
+    def scatter(self, inputs, kwargs, device_ids):
+        if any(isinstance(value, Container) for value in inputs):
+            chunks = zip(*(value.chunks for value in inputs), strict=True)
+            return tuple(chunks), tuple(dict(kwargs) for _ in inputs[0].chunks)
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+
+@no_accelerator
+@pytest.mark.parametrize("devices", [None, ["cpu"], TWO], ids=str)
+def test_containers_are_unpacked(devices):
+    x = torch.randn(5, 4)
+    net = Unpacking(nn.Linear(4, 2), device_ids=devices)
+    assert_close(net(Container([x[:2], x[2:]] if devices == TWO else [x])), net.module(x))
+    assert_close(net(x), net.module(x))
 
 
 class Lists(DataParallel):
