@@ -325,6 +325,16 @@ def test_lists_of_images():
     assert net(images=torch.zeros(3)).tolist() == [1] * 3
 
 
+def test_scatter_may_return_nothing():
+    """For a call without arguments, the module runs once, as in torch."""
+
+    class Empty(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return (), ()
+
+    assert Empty(Calls(lambda: torch.ones(2)), TWO)().tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(("parts", "kwargs", "found"), [(1, 2, "1 inputs"), (3, 3, "3 inputs")])
 def test_other_part_counts_are_refused(parts, kwargs, found):
     class Wrong(DataParallel):

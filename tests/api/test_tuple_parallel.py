@@ -103,6 +103,11 @@ def test_parts_run_at_the_same_time():
     assert net((1, 2)) == (1, 2)
 
 
+def test_outputs_are_moved_and_reduced():
+    net = TupleParallel(nn.Identity(), TWO, True, True, lambda outs: [len(out) for out in outs], output_device="cpu")
+    assert net((torch.ones(2, 5), torch.ones(1, 5))) == [2, 1]
+
+
 @no_accelerator
 def test_plain_without_accelerator():
     """Parts run one after another, and any number of parts is allowed."""

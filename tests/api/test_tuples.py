@@ -101,6 +101,11 @@ def test_cat_refuses_unequal_parts(returns, words):
     assert words in str(caught.value)
 
 
+def test_cat_refuses_a_dim_out_of_range():
+    with pytest.raises(GatherError, match=r"shape \(2,\) has no dim 1"):
+        cat((torch.zeros(2), torch.zeros(2)), dim=1)
+
+
 # --- transpose ---
 
 

@@ -82,6 +82,19 @@ def test_missing_names(wrap):
         assert getattr(net, name, 3) == 3
 
 
+@pytest.mark.parametrize("base", [DataParallel, TupleParallel])
+def test_failing_property_of_a_subclass(base):
+    """It raises its own error, even if the module has an attribute of that name."""
+
+    class Mine(base):
+        @property
+        def threshold(self):
+            return self.module.no_such_layer
+
+    with pytest.raises(AttributeError, match="no attribute 'no_such_layer'"):
+        _ = Mine(Model(), TWO).threshold
+
+
 def test_setting_stays_on_data_parallel():
     """As in torch, `net.x = value` sets it on the DataParallel."""
     model = Model()
