@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pickle
 import pydoc
+import textwrap
 import threading
 import typing
 
@@ -141,6 +142,14 @@ def test_method_keeps_its_metadata(kind):
     assert (method.__name__, method.__qualname__, str(inspect.signature(method))) == (kind, f"Model.{kind}", "(x)")
     assert method.__doc__.startswith("A ")
     assert method.platform is TWO
+
+
+def test_equality_is_that_of_functions():
+    """The same method of the same object is equal, also as a key; those of other objects and functions are not."""
+    model = Model(2)
+    assert {model.method: 1}[model.method] == 1
+    assert model.method != Model(2).method
+    assert shift not in (decorated_elsewhere, shift.__wrapped__)
 
 
 def test_help_and_dir_show_the_methods():
@@ -423,6 +432,24 @@ def test_modules_are_imported_in_ranks(tmp_path, monkeypatch):
     assert locked.renamed(2) == (2, 2)
     assert "".join(locked.SEEN) == "here"
     assert locked.Locked().method(1) == (1, 1)
+
+
+def test_modules_that_no_import_finds(tmp_path):
+    """A function of a module that was loaded from a file is pickled by value, with the globals that it uses."""
+    source = """
+        from parawrap import Platform, current_rank, wrapper
+
+        STEP = 10
+
+        @wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
+        def function(x):
+            return x + STEP * current_rank().global_rank
+    """
+    (tmp_path / "a_plugin.py").write_text(textwrap.dedent(source))
+    spec = importlib.util.spec_from_file_location("a_plugin_by_path", tmp_path / "a_plugin.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.function(1) == (1, 11)
 
 
 # --- Wrapper ---
