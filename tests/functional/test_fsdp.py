@@ -52,9 +52,8 @@ def trained(strategy, batch_size, seed=0):
     torch.manual_seed(seed)
     net = Net()
     torch.manual_seed(7)
-    loader = functional.shard_loader(
-        DataLoader(TensorDataset(torch.randn(22, 3), torch.randn(22, 2)), batch_size, shuffle=True)
-    )
+    data = TensorDataset(torch.randn(22, 3), torch.randn(22, 2))
+    loader = functional.shard_loader(DataLoader(data, batch_size, shuffle=True))
     model = functional.to(net, strategy=strategy)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -68,129 +67,105 @@ def trained(strategy, batch_size, seed=0):
     return net, model, optimiser, losses
 
 
-def test_sharded_training_equals_plain_training():
-    """Two ranks with half the batch each have the losses and weights of one process, with "fsdp2" and with "ddp"."""
-
-    def train(strategy, seeds):
-        net, model, _, losses = trained(strategy, 4, seeds[current_rank().global_rank])
-        weights = get_model_state_dict(net, options=WHOLE)
-        again = functional.to(model, strategy=strategy)
-        is_same = (model is net, again is model)
-        held = sum(
-            parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
-            for parameter in net.parameters()
-        )
-        return losses, weights, is_same, held
-
-    (losses, weights, same, held), (other_losses, others, _, other_held) = on(2, train, "fsdp2", [0, 1])
-    (ddp_losses, ddp_weights, ddp_same, _), _ = on(2, train, "ddp", [0, 1])
-    net, _, _, plain_losses = trained("fsdp2", 8)
-    assert (same, ddp_same, others) == ((True, True), (False, True), {})
-    assert losses == other_losses
-    torch.testing.assert_close(losses, plain_losses)
-    torch.testing.assert_close(ddp_losses, plain_losses)
-    torch.testing.assert_close(weights, dict(net.state_dict()))
-    torch.testing.assert_close(ddp_weights, dict(net.state_dict()))
-    total = sum(parameter.numel() for parameter in net.parameters())
-    assert held + other_held == total
-    assert max(held, other_held) < 0.6 * total
+def sizes_of(net):
+    """Return how many numbers of each parameter this rank holds."""
+    return [(p.to_local() if hasattr(p, "to_local") else p).numel() for p in net.parameters()]
 
 
-def test_a_checkpoint_loads_into_plain_and_sharded_models(tmp_path):
-    """A full state dict of a sharded model loads into a plain model, and with the optimiser into a new sharded model."""
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """What two ranks observe when they train with "ddp" and "fsdp2", and load the checkpoint of "fsdp2"."""
 
-    def train(folder):
-        net, _, optimiser, _ = trained("fsdp2", 4)
-        checkpoint = {
-            "model": get_model_state_dict(net, options=WHOLE),
-            "optimiser": get_optimizer_state_dict(net, optimiser, options=WHOLE),
-        }
-        if current_rank().global_rank == 0:
-            torch.save(checkpoint, folder / "checkpoint.pt")
-        return net(torch.ones(2, 3)).detach()
-
-    def load(folder):
-        torch.manual_seed(current_rank().global_rank + 5)
+    def train(path):
+        rank = current_rank().global_rank
+        found = {}
+        for strategy in ("ddp", "fsdp2"):
+            net, model, optimiser, losses = trained(strategy, 4, seed=rank)
+            weights = get_model_state_dict(net, options=WHOLE)
+            is_same = model is net, functional.to(model, strategy=strategy) is model
+            found[strategy] = losses, weights, is_same, sum(sizes_of(net))
+        saved = {"model": weights, "optimiser": get_optimizer_state_dict(net, optimiser, options=WHOLE)}
+        if rank == 0:
+            torch.save(saved, path)
+        torch.manual_seed(rank + 5)
         model = functional.to(Net(), strategy="fsdp2")
         optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
-        is_first = current_rank().global_rank == 0
-        checkpoint = torch.load(folder / "checkpoint.pt") if is_first else {"model": {}, "optimiser": {}}
+        checkpoint = torch.load(path) if rank == 0 else {"model": {}, "optimiser": {}}
         set_model_state_dict(model, checkpoint["model"], options=FROM_RANK_0)
         set_optimizer_state_dict(model, optimiser, checkpoint["optimiser"], options=FROM_RANK_0)
         steps = {float(state["step"]) for state in optimiser.state.values()}
-        return model(torch.ones(2, 3)).detach(), steps
+        return found, model(torch.ones(2, 3)).detach(), net(torch.ones(2, 3)).detach(), steps
 
-    answer, _ = on(2, train, tmp_path)
+    path = tmp_path_factory.mktemp("fsdp") / "checkpoint.pt"
+    return path, on(2, train, path)
+
+
+def test_training_equals_plain_training(trainings):
+    """Two ranks with half the batch each have the losses and weights of one process. Each holds half of the numbers."""
+    _, ((one, *_), (other, *_)) = trainings
+    net, _, _, plain_losses = trained("fsdp2", 8)
+    for strategy, is_same in (("fsdp2", (True, True)), ("ddp", (False, True))):
+        losses, weights, found, _ = one[strategy]
+        assert (losses, found) == (other[strategy][0], is_same)
+        torch.testing.assert_close(losses, plain_losses)
+        torch.testing.assert_close(weights, dict(net.state_dict()))
+    held = one["fsdp2"][3], other["fsdp2"][3]
+    assert other["fsdp2"][1] == {}
+    assert sum(held) == sum(sizes_of(net))
+    assert max(held) < 0.6 * sum(held)
+
+
+def test_checkpoint_loads_anywhere(trainings):
+    """The full state of a sharded model loads into a plain model, and with the optimiser into a new sharded model."""
+    path, results = trainings
     plain = Net()
-    plain.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["model"])
-    torch.testing.assert_close(plain(torch.ones(2, 3)), answer)
-    for found, steps in on(2, load, tmp_path):
-        torch.testing.assert_close(found, answer)
+    plain.load_state_dict(torch.load(path)["model"])
+    for _, loaded, trained_answer, steps in results:
+        torch.testing.assert_close(loaded, trained_answer)
+        torch.testing.assert_close(plain(torch.ones(2, 3)), trained_answer)
         assert steps == {6.0}
 
 
-def test_options_and_buffers():
+def test_options_and_buffers(ranks):
     """Options are passed to fully_shard, ranks get rank 0's buffers, and one rank gets the plain module."""
 
     def shard():
         rank = current_rank().global_rank
-        net = Net()
+        net, half = Net(), nn.Linear(2, 2)
         net.seen.fill_(rank + 1)
-        half = nn.Linear(2, 2)
         half.register_buffer("odd", torch.tensor([rank == 0]))
-        options = {"reshard_after_forward": False}
-        model = functional.to(net, strategy="fsdp2", **options)
+        model = functional.to(net, strategy="fsdp2", reshard_after_forward=False)
         model(torch.ones(2, 3))
         kept = not hasattr(model.blocks[0].layers[0].weight, "to_local")
         moved = functional.to(Net(), strategy="fsdp2", sync_modules=False)
         frozen = functional.to(half.requires_grad_(False), strategy="fsdp2")
         return model.seen.tolist(), kept, type(moved).__name__, type(frozen).__name__, frozen.odd.item()
 
-    assert on(2, shard) == (([1, 1], True, "Net", "FSDPLinear", True),) * 2
-    assert on(1, lambda: type(functional.to(Net(), strategy="fsdp2")).__name__) == ("Net",)
+    assert ranks(shard) == (([1, 1], True, "Net", "FSDPLinear", True),) * 2
+    assert type(functional.to(Net(), strategy="fsdp2")) is Net
 
 
-def test_modules_that_differ_between_ranks_are_refused():
-    """A module that differs between ranks, or is on the meta device, raises an error that names the parameter."""
+def test_other_modules_are_refused(ranks):
+    """So are modules on the meta device, and unknown strategies. The error names the parameter or the strategies."""
 
     def shard():
-        messages = []
-        for module in (nn.Linear(2, 2 + current_rank().global_rank), nn.Linear(2, 2, device="meta")):
+        differs = "rank 0's module has weight torch.float32 (2, 2), but rank 1's has weight torch.float32 (3, 2)"
+        width = 2 + current_rank().global_rank
+        for module, words in ((nn.Linear(2, width), differs), (nn.Linear(2, 2, device="meta"), "weight is on the meta")):
             with pytest.raises(ValueError) as error:
                 functional.to(module, strategy="fsdp2")
-            messages.append(str(error.value))
-        return messages
+            assert words in str(error.value)
 
-    for differs, meta in on(2, shard):
-        assert "rank 0's module has weight torch.float32 (2, 2), but rank 1's has weight torch.float32 (3, 2)" in differs
-        assert "weight is on the meta device" in meta
-
-
-def test_an_unknown_strategy_is_refused():
-    """The error names the known strategies, also with one rank."""
+    ranks(shard)
     with pytest.raises(ValueError, match=r"strategy='fsdp' is not a known value\. Use 'ddp' or 'fsdp2'"):
         functional.to(nn.Linear(1, 1), strategy="fsdp")
 
 
-class Tied(nn.Module):
-    """Two of three blocks share a weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
-        self.blocks[1].weight = self.blocks[0].weight
-
-
-def test_blocks_are_the_repeated_modules_of_lists():
+def test_blocks_are_repeated_modules():
     """A block has a sibling of its class in a ModuleList or Sequential, and shares no parameter with other modules."""
-    net = Net()
-    assert blocks_of(net) == list(net.blocks)
-    plain = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.ReLU())
-    assert blocks_of(plain) == [plain[0], plain[2], plain[3]]
     stages = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     assert blocks_of(stages) == [*stages[1], *stages[2]]
-    tied = Tied()
-    assert blocks_of(tied) == [tied.blocks[2]]
-    twice = nn.Sequential(block := Block(), block, Block())
-    assert blocks_of(twice) == [twice[0], twice[2]]
+    tied = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    tied[1].weight = tied[0].weight
+    assert blocks_of(tied) == [tied[2]]
     assert blocks_of(nn.Linear(1, 1)) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from parawrap import Platform, current_rank, functional, wrapper
+from parawrap import functional
 from tests.helpers.ranks import on
 
 
@@ -32,49 +32,55 @@ KINDS = {
 }
 
 
-def epochs_of(first, kind, seeded):
-    """Return the rows, and a number drawn after each batch, of the epochs from `first` to 2."""
-    generator = torch.Generator().manual_seed(5) if seeded else None
-    loader = functional.shard_loader(DataLoader(Augmented(), 2, shuffle=True, generator=generator, **KINDS[kind]))
-    loader.sampler.set_epoch(first)
-    found = []
-    for _ in range(first, 3):
-        batches, after = [], []
-        for batch in loader:
-            batches.append(batch)
-            after.append(torch.rand(()).item())
-        found.append((torch.cat(batches).tolist(), after))
+def epochs_of(first):
+    """Return by kind and generator the rows, and a number drawn after each batch, of the epochs from `first` to 2."""
+    found = {}
+    for kind, options in KINDS.items():
+        for generator in (None, torch.Generator().manual_seed(5)):
+            loader = functional.shard_loader(DataLoader(Augmented(), 2, shuffle=True, generator=generator, **options))
+            loader.sampler.set_epoch(first)
+            epochs = found[kind, generator is not None] = []
+            for _ in range(first, 3):
+                batches, after = [], []
+                for batch in loader:
+                    batches.append(batch)
+                    after.append(torch.rand(()).item())
+                epochs.append((torch.cat(batches).tolist(), after))
     return found
 
 
-@pytest.mark.parametrize("seeded", [False, True], ids=["", "with a generator"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_and_worker_draws_its_own_numbers(kind, seeded):
+@pytest.fixture(scope="module")
+def whole():
+    """What two ranks with one seed read in all epochs."""
+    return on(2, epochs_of, 0, seed=3)
+
+
+def test_numbers_never_repeat(whole):
     """No number of any generator occurs twice in two ranks, their workers, and three epochs."""
-    ranks = on(2, epochs_of, 0, kind, seeded, seed=3)
-    rows = [row for epochs in ranks for epoch, _ in epochs for row in epoch]
-    drawn = [number for _, _, *numbers in rows for number in numbers]
-    assert len(set(drawn)) == len(drawn) == 3 * 24
-    assert {worker for _, worker, *_ in rows} == ({-1} if kind == "main process" else {0, 1})
-    after = [number for epochs in ranks for _, numbers in epochs for number in numbers]
-    assert len(set(after)) == len(after)
-    for epoch in range(3):
-        assert sorted(index for epochs in ranks for index, *_ in epochs[epoch][0]) == list(range(8))
+    for kind in whole[0]:
+        rank_epochs = [rank[kind] for rank in whole]
+        rows = [row for epochs in rank_epochs for epoch, _ in epochs for row in epoch]
+        drawn = [number for _, _, *numbers in rows for number in numbers]
+        assert len(set(drawn)) == len(drawn) == 3 * 24
+        assert {worker for _, worker, *_ in rows} == ({-1} if kind[0] == "main process" else {0, 1})
+        after = [number for epochs in rank_epochs for _, numbers in epochs for number in numbers]
+        assert len(set(after)) == len(after)
+        for epoch in range(3):
+            assert sorted(index for epochs in rank_epochs for index, *_ in epochs[epoch][0]) == list(range(8))
 
 
-@pytest.mark.parametrize("seeded", [False, True], ids=["", "with a generator"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_of_an_epoch_are_reproducible(kind, seeded):
-    """A second launch draws the same numbers, also if it resumes with a later epoch. Another seed draws others."""
-    ranks = on(2, epochs_of, 0, kind, seeded, seed=3)
-    assert on(2, epochs_of, 0, kind, seeded, seed=3) == ranks
-    assert on(2, epochs_of, 2, kind, seeded, seed=3) == tuple(epochs[2:] for epochs in ranks)
-    others = on(2, epochs_of, 2, kind, seeded, seed=4)
-    assert all(other[0][1] != epochs[2][1] for other, epochs in zip(others, ranks, strict=True))
+def test_numbers_of_an_epoch_repeat(whole):
+    """A second launch that resumes with a later epoch draws the same numbers. Another seed draws others."""
+    last = on(2, epochs_of, 2, seed=3)
+    others = on(2, epochs_of, 2, seed=4)
+    for first, resumed, other in zip(whole, last, others, strict=True):
+        for kind, epochs in first.items():
+            assert resumed[kind] == epochs[2:]
+            assert other[kind][0][1] != epochs[2][1]
 
 
-def test_all_ranks_draw_equal_numbers_again_after_the_loop():
-    """Before and after a loop, also one that breaks off or raises, the generators of both ranks have equal states."""
+def test_ranks_are_equal_after_a_loop():
+    """So they do after a loop that breaks off or raises."""
 
     def draw():
         loader = functional.shard_loader(DataLoader(range(8), 2))
@@ -96,8 +102,7 @@ def test_all_ranks_draw_equal_numbers_again_after_the_loop():
     assert one[2] == 3
 
 
-def test_a_loop_does_not_change_later_numbers():
-    """The numbers after a loop are those that would be drawn without it."""
+def test_loop_keeps_later_numbers():
     torch.manual_seed(1)
     expected = torch.rand(2).tolist()
     torch.manual_seed(1)
@@ -108,9 +113,8 @@ def test_a_loop_does_not_change_later_numbers():
 
 
 def test_nested_and_parallel_loops():
-    """Loops inside loops, and loops over two loaders that end in any order, draw different numbers and restore them."""
+    """Loops over two loaders that end in any order draw different numbers and restore them."""
     long, short = (functional.shard_loader(DataLoader(range(length))) for length in (3, 2))
-    torch.manual_seed(1)
     state = torch.get_rng_state()
     found = []
     for loaders in ((long, short), (short, long)):
@@ -126,18 +130,10 @@ def test_nested_and_parallel_loops():
     assert len(set(found)) == len(found)
 
 
-def test_two_loaders_that_are_read_together_draw_different_numbers():
-    """The workers of two loaders in one loop draw different numbers."""
-    loaders = [functional.shard_loader(DataLoader(Augmented(), 4, num_workers=1)) for _ in range(2)]
-    batches = [batch for pair in zip(*loaders, strict=True) for batch in pair]
-    drawn = torch.cat(batches)[:, 2].tolist()
-    assert len(set(drawn)) == len(drawn) == 16
-
-
-def test_an_iterator_that_is_replaced_draws_the_numbers_of_the_next_epoch():
-    """A new iterator of a loader ends the old one, and draws what a loop over the same epoch draws."""
-    torch.manual_seed(1)
+def test_new_iterator_is_the_next_epoch():
+    """It ends the old one, and draws what a loop over the same epoch draws."""
     loader = functional.shard_loader(DataLoader(Augmented(), 2))
+    torch.manual_seed(1)
     expected = [torch.cat(list(loader)).tolist() for _ in range(2)]
     loader.sampler.set_epoch(0)
     iterator = iter(loader)
@@ -145,32 +141,6 @@ def test_an_iterator_that_is_replaced_draws_the_numbers_of_the_next_epoch():
     iterator = iter(loader)
     assert len(iterator) == 4
     assert torch.cat(list(iterator)).tolist() == expected[1]
-
-
-def test_numbers_of_persistent_workers_with_batches_of_indices():
-    """Persistent workers get the lists of a batch sampler, and draw other numbers in each epoch and rank."""
-
-    def read():
-        loader = functional.shard_loader(
-            DataLoader(Augmented(), batch_sampler=[[0, 1], [2], [3, 4], [5, 6]], num_workers=1, persistent_workers=True)
-        )
-        return [torch.cat(list(loader)).tolist() for _ in range(2)]
-
-    one, other = on(2, read, seed=3)
-    assert [[row[0] for row in epoch] for epoch in one + other] == [[0, 1, 3, 4]] * 2 + [[2, 5, 6]] * 2
-    drawn = [row[2] for epoch in one + other for row in epoch]
-    assert len(set(drawn)) == len(drawn)
-
-
-def test_workers_get_the_ranks_seed_from_the_start():
-    """`worker_init_fn` sees a seed that differs between ranks, for generators that it makes itself."""
-
-    def seeds():
-        loader = DataLoader(Seeds(), num_workers=2, worker_init_fn=remember_seed)
-        return [int(seed) for seed in functional.shard_loader(loader)]
-
-    one, other = on(2, seeds, seed=3)
-    assert len(set(one + other)) == 4
 
 
 class Seeds(Dataset):
@@ -189,11 +159,17 @@ def remember_seed(worker):
     Seeds.seed = torch.initial_seed() % 2**62
 
 
-def test_inline_draws_the_numbers_of_rank_0():
-    """An inline call, and a launch with one rank, draw the same numbers."""
+def test_workers_with_other_options(ranks):
+    """`worker_init_fn` sees a seed that differs by rank and worker. Persistent workers get the lists of a batch sampler."""
 
-    def draw():
-        loader = functional.shard_loader(DataLoader(Augmented(), 2, shuffle=True))
-        return torch.cat(list(loader)).tolist(), current_rank().global_rank
+    def read():
+        seeds = functional.shard_loader(DataLoader(Seeds(), num_workers=2, worker_init_fn=remember_seed))
+        lists = DataLoader(Augmented(), batch_sampler=[[0, 1], [2], [3, 4], [5, 6]], num_workers=1, persistent_workers=True)
+        lists = functional.shard_loader(lists)
+        return [int(seed) for seed in seeds], [torch.cat(list(lists)).tolist() for _ in range(2)]
 
-    assert wrapper(Platform(device="cpu", n_cpus=1, seed=3))(draw).inline() == on(1, draw, seed=3)
+    (seeds, one), (more_seeds, other) = ranks(read)
+    assert len(set(seeds + more_seeds)) == 4
+    assert [[row[0] for row in epoch] for epoch in one + other] == [[0, 1, 3, 4]] * 2 + [[2, 5, 6]] * 2
+    drawn = [row[2] for epoch in one + other for row in epoch]
+    assert len(set(drawn)) == len(drawn)

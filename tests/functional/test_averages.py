@@ -1,0 +1,192 @@
+"""`average_params_grads`: the mean of parameters and gradients over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import Platform, current_rank, functional, wrapper
+from tests.helpers.ranks import on
+
+
+class Parameters(nn.Module):
+    """Holds the given tensors as parameters, with gradients."""
+
+    def __init__(self, *tensors, gradients=()):
+        super().__init__()
+        for i, tensor in enumerate(tensors):
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            self.register_parameter(f"p{i}", nn.Parameter(tensor, requires_grad=floating))
+        for parameter, gradient in zip(self.parameters(), gradients, strict=False):
+            parameter.grad = gradient
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter", "gradient"),
+    [
+        ({}, [0, 1], 5.0),
+        ({"params": True}, [0.5, 0.5], 5.0),
+        ({"params": True, "grads": False}, [0.5, 0.5], None),
+        ({"grads": False}, [0, 1], None),
+    ],
+    ids=["default", "both", "params", "neither"],
+)
+def test_options_of_averages(ranks, options, parameter, gradient):
+    def average():
+        rank = float(current_rank().global_rank)
+        grad = torch.tensor([10 * rank])
+        module = Parameters(torch.tensor([rank]), gradients=[grad])
+        functional.average_params_grads(module, **options)
+        assert module.p0.grad is grad  # in place
+        return module.p0.item(), grad.item()
+
+    expected = [gradient, gradient] if gradient is not None else [0, 10]
+    assert ranks(average) == tuple(zip(parameter, expected, strict=True))
+
+
+def test_means_are_equal_on_every_rank():
+    """Bitwise, in several buckets, with frozen and tied parameters."""
+
+    def average():
+        torch.manual_seed(current_rank().global_rank)
+        large = 9 << 20  # two of these gradients do not fit one bucket of 64 MB
+        sizes = [1, large, 0, 64, large]
+        module = Parameters(*map(torch.zeros, sizes), gradients=map(torch.randn, sizes))
+        module.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        module.tied = module.p3
+        gradients = [module.get_parameter(f"p{i}").grad for i in range(5)]
+        before = [each[-100:].clone() for each in gradients]
+        functional.average_params_grads(module)
+        assert module.tied is module.p3
+        assert module.frozen.grad is None
+        return before, [each[-100:].clone() for each in gradients]
+
+    results = on(3, average)
+    for i, mean in enumerate(results[0][1]):
+        assert all(torch.equal(mean, after[i]) for _, after in results)
+        torch.testing.assert_close(mean, torch.stack([before[i] for before, _ in results]).mean(0))
+
+
+def test_dtypes_are_kept(ranks):
+    """Integer parameters keep their values, frozen ones are averaged, and large numbers in float16 do not overflow."""
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
+
+    def average():
+        rank = current_rank().global_rank
+        tensors = [torch.tensor([rank, 2 * rank, 4], dtype=dtype) for dtype in dtypes]
+        module = Parameters(torch.tensor([40000.0]).half(), *tensors)
+        module.p3.requires_grad_(False)
+        functional.average_params_grads(module, params=True)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    for rank, (large, *floating, integers) in enumerate(ranks(average)):
+        assert large.item() == 40000.0
+        for dtype, value in zip(dtypes, floating, strict=False):
+            torch.testing.assert_close(value, torch.tensor([0.5, 1.0, 4.0], dtype=dtype))
+        assert integers.tolist() == [rank, 2 * rank, 4]
+
+
+def test_sparse_gradients(ranks):
+    """They stay sparse. One that is missing counts as zeros; if a rank's is dense, the mean is dense."""
+
+    def average():
+        rank = current_rank().global_rank
+        both, one, mixed = (nn.Embedding(4, 2, sparse=True) for _ in range(3))
+        both(torch.tensor([rank, 3])).sum().backward()
+        if rank == 1:
+            one(torch.tensor([1, 3])).sum().backward()
+            mixed(torch.tensor([1])).sum().backward()
+        else:
+            mixed.weight.grad = torch.ones(4, 2)
+        functional.average_params_grads(nn.ModuleList([both, one, mixed]))
+        assert both.weight.grad.is_sparse
+        return [each.weight.grad.to_dense()[:, 0].tolist() for each in (both, one, mixed)]
+
+    assert ranks(average) == ([[0.5, 0.5, 0.0, 1.0], [0.0, 0.5, 0.0, 0.5], [0.5, 1.0, 0.5, 0.5]],) * 2
+
+
+def test_missing_gradients_are_zeros(ranks):
+    """A gradient that no rank has stays None."""
+
+    def average():
+        rank = current_rank().global_rank
+        module = Parameters(torch.zeros(2), torch.zeros(3), torch.zeros(1))
+        module.p1.grad = torch.full((3,), 8.0)
+        if rank == 0:
+            module.p0.grad = torch.full((2,), 4.0)
+        functional.average_params_grads(module)
+        return module.p0.grad.tolist(), module.p1.grad.tolist(), module.p2.grad
+
+    assert ranks(average) == (([2.0] * 2, [8.0] * 3, None),) * 2
+
+
+def test_strides_are_kept(ranks):
+    """Each element of transposed, strided, and channels-last gradients is the mean, also if strides differ by rank."""
+
+    def average():
+        rank = current_rank().global_rank
+        transposed = (torch.arange(6.0).reshape(3, 2) + rank).t()
+        if rank == 1:
+            transposed = transposed.contiguous()
+        strided = (torch.arange(8.0) + rank)[::2]
+        last = (torch.arange(24.0).reshape(1, 2, 3, 4) + rank).to(memory_format=torch.channels_last)
+        gradients = [transposed, strided, last]
+        strides = [each.stride() for each in gradients]
+        functional.average_params_grads(Parameters(*(torch.zeros(each.shape) for each in gradients), gradients=gradients))
+        assert [each.stride() for each in gradients] == strides
+        return [each.contiguous() for each in gradients]
+
+    for transposed, strided, last in ranks(average):
+        assert torch.equal(transposed, torch.arange(6.0).reshape(3, 2).t() + 0.5)
+        assert torch.equal(strided, torch.arange(8.0)[::2] + 0.5)
+        assert torch.equal(last, torch.arange(24.0).reshape(1, 2, 3, 4) + 0.5)
+
+
+def test_modules_with_other_gradients(ranks):
+    """Gradients with a graph are averaged; modules without parameters stay; sharded ones are refused."""
+
+    def average():
+        module = Parameters(torch.tensor([2.0 + current_rank().global_rank]))
+        (module.p0**3).sum().backward(create_graph=True)
+        functional.average_params_grads(module)
+        functional.average_params_grads(nn.ReLU(), params=True)
+        with pytest.raises(TypeError, match="fully_shard averages gradients over the ranks itself"):
+            functional.average_params_grads(functional.to(nn.Linear(2, 2), strategy="fsdp2"))
+        return module.p0.grad.item()
+
+    assert ranks(average) == (19.5, 19.5)  # the mean of 3 * 2**2 and 3 * 3**2
+
+
+def test_without_other_ranks(lone_ranks):
+    """Values stay bitwise equal with one rank, without a process group, inline, and outside a launch."""
+
+    def average():
+        module = Parameters(torch.tensor([0.1]), gradients=[torch.tensor([0.3])])
+        functional.average_params_grads(module, params=True)
+        return torch.equal(module.p0, torch.tensor([0.1])) and torch.equal(module.p0.grad, torch.tensor([0.3]))
+
+    inline = wrapper(Platform(device="cpu", n_cpus=2))(average).inline()
+    assert (*on(1, average), *lone_ranks(average), *inline, average()) == (True,) * 5
+
+
+def test_trains_like_the_whole_batch(ranks):
+    """Two ranks with half a batch each have the weights of one process with the whole batch."""
+    batch = torch.arange(12.0).reshape(6, 2) / 10
+
+    def train(rows):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        for _ in range(3):
+            model.zero_grad()
+            model(rows[current_rank().global_rank]).pow(2).mean().backward()
+            functional.average_params_grads(model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+        return model.weight.detach(), model.bias.detach()
+
+    one, other = ranks(train, batch.chunk(2))
+    (whole,) = wrapper(Platform(device="cpu", n_cpus=1))(train).inline([batch])
+    torch.testing.assert_close(one, whole)
+    assert all(map(torch.equal, one, other))

@@ -1,0 +1,259 @@
+"""`seed_generators`, `optimiser_to`, `has_batch_norm`, `to`, `unwrap`, `device`, and `set_default_device`."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from parawrap import Platform, current_rank, functional, wrapper
+from parawrap.functional import _seeds_and_modules
+from tests.helpers.ranks import on
+
+Pair = namedtuple("Pair", "left right")
+
+
+# --- seed_generators ---
+
+
+def draws():
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+@pytest.fixture
+def _generators():
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+@pytest.mark.usefixtures("_generators")
+@pytest.mark.parametrize("seed", [7, 2**32])
+def test_seed_and_offset(seed):
+    """Python, NumPy, and torch draw the same numbers after the same sum of seed and offset."""
+    drawn = []
+    for value, offset in ((seed, 0), (seed - 2, 2), (seed, 1)):
+        functional.seed_generators(value, offset=offset)
+        drawn.append(draws())
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_ranks_start_equal():
+    """With the rank as offset, they draw different numbers."""
+
+    def draw():
+        alike = draws()
+        functional.seed_generators(0, offset=current_rank().global_rank)
+        return alike, draws()
+
+    (alike_0, own_0), (alike_1, own_1) = on(2, draw, seed=0)
+    assert alike_0 == alike_1 == own_0
+    assert all(one != other for one, other in zip(own_0, own_1, strict=True))
+
+
+# --- optimiser_to ---
+
+
+def stepped(make, **options):
+    """Return a model and its optimiser after two steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimiser = make(model.parameters(), **options)
+
+    def closure():
+        optimiser.zero_grad()
+        loss = model(torch.ones(4, 3)).pow(2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimiser.step(closure)
+    return model, optimiser
+
+
+def devices_of(value, name=""):
+    """Return the device of each tensor in nested values by its address."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.device.type}
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple, deque)) else ()
+    )
+    return {place: kind for key, item in items for place, kind in devices_of(item, f"{name}.{key}").items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(torch.optim.Adam, {"amsgrad": True}, id="Adam"),
+        pytest.param(torch.optim.LBFGS, {"max_iter": 4}, id="LBFGS"),
+        pytest.param(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, id="SGD"),
+    ],
+)
+def test_state_of_an_optimiser_moves(make, options):
+    """Step counters stay on the CPU. State from load_state_dict moves too, and a move to its own device changes nothing."""
+    (model, optimiser), (plain, theirs) = stepped(make, **options), stepped(make, **options)
+    optimiser.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    functional.optimiser_to(optimiser, torch.device("cpu"))
+    for each, of in ((optimiser, model), (theirs, plain)):
+        each.step(lambda of=of: of(torch.ones(4, 3)).pow(2).sum())
+    assert torch.equal(model.weight, plain.weight)
+    before = devices_of(list(optimiser.state.values()))
+    functional.optimiser_to(optimiser, "meta")
+    after = devices_of(list(optimiser.state.values()))
+    assert before
+    assert after == {place: "cpu" if place.endswith(".step") else "meta" for place in before}
+
+
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_step_counters_move_by_group(option):
+    """A capturable or fused group keeps its steps on the parameters' device. Without state, nothing moves."""
+    layers = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimiser = torch.optim.Adam([{"params": layer.parameters()} for layer in layers])
+    functional.optimiser_to(optimiser, "meta")
+    assert not optimiser.state
+    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
+    optimiser.step()
+    optimiser.param_groups[1][option] = True
+    functional.optimiser_to(optimiser, "meta")
+    assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == ["cpu", "meta"]
+
+
+def test_nested_state_moves():
+    """Containers keep their type, and other values stay."""
+    model, optimiser = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
+    here = torch.zeros(1)
+    kept = {
+        "list": [here, (here, "text", None)],
+        "pair": Pair(here, 3),
+        "ordered": OrderedDict(a=here),
+        "default": defaultdict(list, a=here),
+        "deque": deque([here]),
+    }
+    optimiser.state[model.weight].update(kept)
+    functional.optimiser_to(optimiser, "meta")
+    moved = optimiser.state[model.weight]
+    assert all(type(moved[name]) is type(value) for name, value in kept.items())
+    assert (moved["list"][1][1:], moved["pair"].right) == (("text", None), 3)
+    assert set(devices_of(moved).values()) == {"meta"}
+
+
+# --- has_batch_norm ---
+
+
+def test_has_batch_norm():
+    """Every kind is found at any depth; other normalizations do not count."""
+    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()]
+    for layer in kinds:
+        assert functional.has_batch_norm(layer)
+        assert functional.has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), layer)))
+    others = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.GroupNorm(1, 1), nn.InstanceNorm2d(1))
+    assert not functional.has_batch_norm(others)
+
+
+# --- to, unwrap ---
+
+
+def test_to_wraps_in_ddp(ranks):
+    """Every rank gets rank 0's parameters, and gradients are averaged. On the CPU, batch norm is not converted."""
+
+    def train():
+        rank = current_rank().global_rank
+        torch.manual_seed(rank)
+        module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1).eval())
+        own = module[0].weight.detach().clone()
+        model = functional.to(module, find_unused_parameters=True, gradient_as_bucket_view=True, device_ids=None)
+        assert type(model) is nn.parallel.DistributedDataParallel
+        assert model.module is module
+        assert type(module[1]) is nn.BatchNorm1d
+        assert (model.find_unused_parameters, model.gradient_as_bucket_view, model.device_ids) == (True, True, None)
+        model(torch.full((1, 2), float(rank))).sum().backward()
+        return own, module[0].weight.detach(), module[0].weight.grad.flatten()
+
+    (own_0, weight_0, grad_0), (own_1, weight_1, grad_1) = ranks(train)
+    assert not torch.equal(own_0, own_1)
+    assert torch.equal(weight_0, own_0)
+    assert torch.equal(weight_1, own_0)
+    torch.testing.assert_close(grad_0, torch.full((2,), 0.5), atol=1e-4, rtol=1e-4)
+    assert torch.equal(grad_0, grad_1)
+
+
+def test_to_returns_other_modules(ranks, lone_ranks):
+    """With one rank, without a group, with sync_modules=False, and for a frozen module."""
+
+    def is_kept(requires_grad=True, **options):
+        module = nn.Linear(2, 2).requires_grad_(requires_grad)
+        return functional.to(module, **options) is module
+
+    kept = [ranks(is_kept, sync_modules=False), ranks(is_kept, False), lone_ranks(is_kept), on(1, is_kept)]
+    assert kept == [(True, True)] * 3 + [(True,)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "CPU", "auto", None, "meta", torch.device("meta")], ids=repr)
+def test_to_takes_names_of_devices(device, monkeypatch):
+    """Outside a launch, `device` accepts the names of Platform and of torch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    module = nn.Linear(1, 1)
+    assert functional.to(module, 1, device=device) is module
+    assert module.weight.device.type == ("meta" if "meta" in str(device) else "cpu")
+    assert {_seeds_and_modules._target(0, each) for each in ("gpu:1", "cuda:1", "GPU:1")} == {torch.device("cuda", 1)}
+
+
+def test_unknown_device_is_refused():
+    with pytest.raises((ValueError, RuntimeError), match="banana"):
+        functional.to(nn.Linear(1, 1), device="banana")
+
+
+def test_unwrap_removes_wrappers(ranks):
+    """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
+
+    def unwrap():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+        compiled = functional.to(torch.compile(module, backend="eager"))
+        around = torch.compile(functional.to(module), backend="eager")
+        wrapped = [functional.to(module), functional.to(module, sync_modules=False), compiled, around]
+        assert all(functional.unwrap(each) is module for each in (*wrapped, nn.DataParallel(around)))
+        assert functional.unwrap(functional.to(sharded, strategy="fsdp2")) is sharded
+        own = nn.Sequential()
+        own.module = module
+        assert functional.unwrap(own) is own
+        if current_rank().world_size == 2:
+            fsdp = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+            assert type(functional.unwrap(fsdp)) is nn.Linear
+
+    ranks(unwrap)
+    wrapper(Platform(device="cpu", n_cpus=2))(unwrap).inline()
+
+
+# --- device, set_default_device ---
+
+
+def test_device_of_a_module(ranks):
+    """That of the first parameter, else of the first buffer, else the rank's device or the CPU."""
+    buffers = nn.ReLU()
+    buffers.register_buffer("mean", torch.zeros(1, device="meta"))
+    for module, kind in ((nn.Linear(1, 1, device="meta"), "meta"), (buffers, "meta"), (nn.ReLU(), "cpu")):
+        assert functional.device(module).type == kind
+    assert functional.device(nn.Sequential(buffers, nn.Linear(1, 1))).type == "cpu"
+    assert ranks(lambda: functional.device(nn.ReLU()) == current_rank().device) == (True, True)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"local_rank": 1}], ids=str)
+def test_set_default_device(arguments):
+    """New tensors without a `device` argument lie on the platform's device."""
+    torch.set_default_device("meta")
+    try:
+        functional.set_default_device(platform=Platform(device="cpu"), **arguments)
+        assert torch.empty(1).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
