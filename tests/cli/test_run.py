@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import sys
 
 import pytest
 
 from parawrap.cli._run import _rank_count
-from tests.helpers.worlds import ROOT
 
 
 def test_each_rank_gets_the_arguments(here):
@@ -72,10 +71,10 @@ def test_dry_run_and_trace(here, folder):
 # -- failures
 
 
-def test_failures_have_tracebacks_and_exit_code_1(here, parawrap, folder):
+def test_failures_have_tracebacks_and_exit_code_1(here, folder):
     """The traceback of a rank has source lines. A module that imports a missing package is not itself missing."""
-    shown = parawrap("run", "train:fail", "--device", "cpu")
-    assert (shown.returncode, shown.stdout) == (1, "")
+    shown = here("run", "train:fail", "--device", "cpu")
+    assert (shown.returncode, "rank 0:" in shown.stdout) == (1, False)
     assert 'raise ValueError("no data")' in shown.stderr
     assert "ValueError: no data" in shown.stderr
     (folder / "broken.py").write_text("import missing_package\n")
@@ -192,11 +191,10 @@ def test_files_are_targets(here, folder, monkeypatch):
     assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"
 
 
-def test_only_arguments_need_cyclopts(parawrap, folder):
+def test_only_arguments_need_cyclopts(here, monkeypatch):
     """Without it, the message says what to install."""
-    (folder / "cyclopts.py").write_text("raise ImportError")
-    path = f"{folder}{os.pathsep}{ROOT}"
-    assert parawrap("run", "train:decorated", "--inline", PYTHONPATH=path).stdout == "rank 0: (1, 'script')\n"
-    shown = parawrap("run", "train:main", "--inline", "--", "1", PYTHONPATH=path)
+    monkeypatch.setitem(sys.modules, "cyclopts", None)
+    assert here("run", "train:decorated", "--inline").stdout == "rank 0: (1, 'script')\n"
+    shown = here("run", "train:main", "--inline", "--", "1")
     assert shown.returncode == 2
     assert "pip install 'parawrap-torch[cli]'" in shown.stderr

@@ -5,17 +5,14 @@ Simulated ranks handle one message at a time. A handler returns True if the rank
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
-import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchTimeoutError, RankDiedError, current_rank, wrapper
+from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
 from parawrap.errors import LaunchError
 from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
@@ -27,8 +24,7 @@ from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Return
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._rank_assignment import Surroundings
-from tests.helpers.processes import descendant_pids, failure_of, notes_of, ranks
-from tests.helpers.waiting import eventually
+from tests.helpers.processes import failure_of, notes_of, ranks
 
 
 class SimulatedRank:
@@ -43,7 +39,6 @@ class SimulatedRank:
         self._watcher.on_word(self.number, word, {"at": time.time(), **body}, file)
 
     def send(self, word, body):
-        """Send a message that does not end the rank."""
         self._watcher.on_word(self.number, word, body, None)
 
     def ends(self, code=0, lost_with=""):
@@ -137,7 +132,7 @@ class Stage:
         fields: Fields of the platform.
     """
 
-    def __init__(self, count=2, *, first=None, later=None, counts=None, failures=0, requeues=False, handlers=(), **fields):
+    def __init__(self, count=2, *, first=None, later=None, counts=None, requeues=False, handlers=(), **fields):
         self.platform = ranks(count, **{"grace_s": 30.0} | fields)
         self._counts, self._handlers = counts, dict(handlers)
         self._first, self._later = first, later or (lambda rank: rank.returns("again"))
@@ -145,8 +140,7 @@ class Stage:
         self.node = SimulatedNode(self.loop, self._handle)
         orders = assignments_of(self.platform, None, Surroundings.here())
         transcripts = [Transcript(rank, printer=None) for rank in range(count)]
-        options = {"failures": failures, "requeues": requeues}
-        self.run = Attempts("play", self.platform, self.loop, [self.node], orders, transcripts, **options)
+        self.run = Attempts("play", self.platform, self.loop, [self.node], orders, transcripts, requeues=requeues)
 
     def _handle(self, rank, word):
         is_first = word == "begin" and rank.restart == 0
@@ -243,11 +237,6 @@ def test_a_requeue_uses_up_no_restart():
     assert ending.history == [*requests, "attempt 3 failed: rank 0 raised ValueError('once')"]
 
 
-def test_failures_before_the_run_count():
-    stage = Stage(first=fails, later=fails, max_restarts=2, failures=1)
-    assert repr(stage.outcome()) == "ValueError(1)"
-
-
 @pytest.mark.parametrize(("requeued", "max_restarts"), [(True, 1), (False, 1), (True, 0)])
 def test_a_lost_node_ends_the_run(requeued, max_restarts):
     """It ends as requeued if its cluster requeues and a restart is left, otherwise as a failure."""
@@ -283,17 +272,6 @@ def test_a_cancel_prevents_the_next_attempt(leave):
     assert stage.starts == ONCE
 
 
-def test_a_cancel_keeps_the_last_failure():
-    stage = Stage(first=fails, handlers={"end": lambda rank: stage.cancels("end", rank)})
-    assert repr(stage.outcome()) == "ValueError(0)"
-
-
-def test_a_cancel_ends_the_current_attempt():
-    stage = Stage(first=requeues, later=lambda rank: stage.run.cancel())
-    assert isinstance(stage.outcome(), LaunchCancelledError)
-    assert stage.starts[-1] == (1, 1)
-
-
 # --- preemption ---
 
 
@@ -327,55 +305,17 @@ def test_a_rank_that_does_not_answer(returns):
     assert (("checkpoint", 4) in stage.received()[0]) == returns
 
 
-def test_two_preemptions_in_a_row_are_one():
-    stage = Stage(counts=[0, 0], first=lambda rank: stage.run.preempt(), handlers={"checkpoint": requeues})
-    assert stage.outcome() == ("again", "again")
-    assert [words.count("preempt") for words in stage.received()] == [1, 1]
-
-
-def test_preempted_ranks_may_return():
-    stage = Stage(counts=[0, 0], handlers={"checkpoint": lambda rank: rank.returns("done")})
-    assert stage.outcome() == ("done", "done")
-    assert stage.starts == ONCE
-
-
 def test_late_ranks_are_named_and_restarted(caplog):
     """A warning names the ranks that exceed grace_s after a preemption; all ranks start again."""
     handlers = {"checkpoint": lambda rank: rank.number == 1 and rank.returns("first")}
-    stage = Stage(3, counts=[0, 0, 0], handlers=handlers, grace_s=0.05)
+    stage = Stage(3, counts=[0, 0, 0], handlers=handlers, grace_s=0.5)
     ending = stage.ending()
     assert results_or_error("play", stage.platform, ending) == ("again",) * 3
     assert ending.history == ["attempt 0 was preempted"]
-    assert "rank(s) 0, 2 of play did not call requeue() within grace_s=0.05" in caplog.text
+    assert "rank(s) 0, 2 of play did not call requeue() within grace_s=0.5" in caplog.text
     caplog.clear()
     assert Stage(first=lambda rank: rank.number and rank.requeues(), grace_s=0.05).outcome() == ("again", "again")
     assert not caplog.text  # without a preemption, no warning
-
-
-def test_late_ranks_of_a_cluster_are_not_ended():
-    """With ``ends_late=False``, ranks may take longer than grace_s, because the cluster has its own limit."""
-    timers = []
-
-    def checkpoint(rank):
-        timers.append(threading.Timer(0.2, lambda: stage.later(lambda: rank.returns("late"))))
-        timers[-1].start()
-
-    handlers = {"checkpoint": checkpoint, "preempt": lambda rank: rank.send("answered", 0)}
-    stage = Stage(first=lambda rank: stage.run.preempt(ends_late=False), handlers=handlers, grace_s=0.02)
-    assert stage.outcome() == ("late", "late")
-    for timer in timers:
-        timer.join()
-
-
-@pytest.mark.parametrize("counts", [None, [0, 0, 0]], ids=["", "preempted"])
-def test_a_failure_wins_over_requeues(counts):
-    def leave(rank):
-        rank.raises(ValueError("own")) if rank.number == 2 else rank.requeues()
-
-    handlers = {"checkpoint": leave} if counts else {}
-    stage = Stage(3, counts=counts, first=None if counts else leave, handlers=handlers)
-    assert repr(stage.outcome()) == "ValueError('own')"
-    assert len(stage.starts) == 3
 
 
 ECHO = RuntimeError("Connection closed by peer")
@@ -390,16 +330,6 @@ def test_echoes_of_a_requeue_are_not_failures():
     assert isinstance(Stage(first=lambda rank: rank.number and rank.raises(ECHO, is_echo=True)).outcome(), RuntimeError)
 
 
-def test_a_preemption_after_a_cancel_is_ignored():
-    def end(rank):
-        stage.run.preempt()
-        return stage.later(lambda: rank.react("end"))
-
-    stage = Stage(first=lambda rank: stage.run.cancel(), handlers={"end": end})
-    assert isinstance(stage.outcome(), LaunchCancelledError)
-    assert stage.received() == [[], []]
-
-
 @pytest.mark.parametrize("counts", [None, [0, 0]], ids=["", "preempted"])
 def test_waiting_for_a_requeued_rank_is_not_stuck(counts, monkeypatch):
     monkeypatch.setattr(_standstill, "STUCK_S", 0.0)
@@ -408,8 +338,7 @@ def test_waiting_for_a_requeued_rank_is_not_stuck(counts, monkeypatch):
     def leave(rank):
         rank.requeues() if rank.number == 0 else stage.later(lambda: rank.send("status", waits))
 
-    handlers = {"checkpoint": leave} if counts else {}
-    stage = Stage(counts=counts, first=None if counts else leave, handlers=handlers)
+    stage = Stage(counts=counts, first=None if counts else leave, handlers={"checkpoint": leave})
     assert stage.outcome() == ("again", "again")
 
 
@@ -482,62 +411,23 @@ def test_time_of_a_stopped_watcher_is_no_silence(monkeypatch):
 # --- real ranks ---
 
 
-@pytest.mark.parametrize(("method", "count"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
-def test_a_launch_that_fails_once_restarts(method, count, tmp_path):
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_launch_that_fails_once_restarts(method, tmp_path):
     """The second attempt has new process groups. Logs have the output of all attempts."""
 
     def train():
         value = torch.ones(1)
         print(f"attempt {current_rank().restart}", flush=True)
         dist.all_reduce(value)
-        if current_rank().restart == 0 and current_rank().global_rank == count - 1:
+        if current_rank().restart == 0 and current_rank().global_rank == 1:
             raise ValueError
         dist.all_reduce(value)
         return current_rank().restart, value.item()
 
-    launch = wrapper(ranks(count, max_restarts=1, spawn_method=method, console_logs=tmp_path))(train).submit()
-    assert launch.results() == ((1, float(count**2)),) * count
+    launch = wrapper(ranks(max_restarts=1, spawn_method=method, console_logs=tmp_path))(train).submit()
+    assert launch.results() == ((1, 4.0), (1, 4.0))
     assert all(f"attempt {restart}\n" in launch.logs(0) for restart in range(2))
     assert (launch.log_folder / "rank-0.log").read_text() == launch.logs(0)
-
-
-def test_a_killed_rank_raises_after_the_last_restart():
-    """RankDiedError has the signal of the last attempt and a note about each earlier attempt."""
-
-    def train():
-        dist.all_reduce(torch.ones(1))
-        if current_rank().global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        dist.all_reduce(torch.ones(1))
-
-    error, _ = failure_of(train, platform=ranks(max_restarts=1))
-    assert type(error) is RankDiedError
-    assert "rank 1 of 2 was killed by SIGKILL" in str(error)
-    assert error.signal is signal.SIGKILL
-    assert "attempt 0 failed: rank 1" in notes_of(error)
-
-
-def test_a_cancelled_restarting_launch_leaves_nothing(tmp_path, monkeypatch):
-    """When `cancel` returns, the ranks have ended and their temporary folder is removed."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    wrapper(ranks(1))(int)()  # starts the warm process
-    before = descendant_pids()
-
-    def train():
-        (tmp_path / f"begun-{current_rank().restart}").touch()
-        if current_rank().restart == 0:
-            raise ValueError
-        threading.Event().wait()
-
-    launch = wrapper(ranks(1, max_restarts=1))(train).submit()
-    eventually((tmp_path / "begun-1").exists, "the second attempt")
-    launch.cancel()
-    with pytest.raises(LaunchCancelledError):
-        launch.results()
-    assert launch.state == "cancelled"
-    assert descendant_pids() <= before
-    assert {path.name for path in tmp_path.iterdir()} == {"begun-0", "begun-1"}
 
 
 def test_the_time_limit_spans_all_attempts():

@@ -170,23 +170,24 @@ def working_folder():
         return None
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_the_working_folder_may_be_removed(method, tmp_path, monkeypatch):
-    """Before the warm process starts, and while it is there; later ranks use the parent's new folder."""
+def end_warm_process():
     for process in warm_processes():
         process.kill()
         assert_gone([process.pid])
+
+
+def test_the_working_folder_may_be_removed(tmp_path, monkeypatch):
+    """Before the warm process starts, and while it is there; later ranks use the parent's new folder."""
+    end_warm_process()
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    launched = wrapper(ranks(1, spawn_method=method))(working_folder)
-    if method == "forkserver":
-        assert launched() == (folder,)
+    launched = wrapper(ranks(1))(working_folder)
+    assert launched() == (folder,)
     folder.rmdir()
     assert launched() != (folder,)
-    for process in warm_processes():
-        process.kill()
-        assert_gone([process.pid])
-    assert launched() != (folder,)
+    end_warm_process()
+    for method in "forkserver", "spawn":
+        assert wrapper(ranks(1, spawn_method=method))(working_folder)() != (folder,)
     monkeypatch.chdir(tmp_path)
     assert launched() == (tmp_path,)

@@ -9,7 +9,6 @@ import types
 import pytest
 
 from parawrap import wrapper
-from parawrap.launch.messages._importable_modules import is_importable
 from tests.helpers.processes import failure_of, notes_of, ranks
 
 SOURCE = """
@@ -68,11 +67,10 @@ def test_functions_of_private_modules_launch(method, tmp_path, monkeypatch):
     def use(rows):
         return [(module.compute(), module.cached(), row.scaled(), row) for module, row in zip(modules, rows, strict=True)]
 
-    launched = wrapper(ranks(1, spawn_method=method))
-    (found,) = launched(use)([module.Row() for module in modules])
+    (found,) = wrapper(ranks(1, spawn_method=method))(use)([module.Row() for module in modules])
     for module, (total, cached, scaled, row) in zip(modules, found, strict=True):
         assert (total, cached, scaled, type(row)) == (8, 4, 4, module.Row)
-    assert launched(modules[0].compute)() == (8,)
+    assert wrapper(ranks(1))(modules[0].compute)() == (8,)
     for module in modules:
         monkeypatch.delitem(sys.modules, module.__name__)
 
@@ -94,13 +92,3 @@ def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, "hooked")
     assert type(error) is ModuleNotFoundError
     assert "have no import hooks of the script" in notes_of(error)
-
-
-def test_installed_modules_are_importable(tmp_path, monkeypatch):
-    """A folder of the import path does not help if the file has another name."""
-    installed = "sys", "json", "json.decoder", "torch.nn.modules.linear", "numpy", "tests.helpers.processes"
-    assert all(map(is_importable, installed))
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "content.py").write_text(SOURCE)
-    load_from_file("other_name", tmp_path, monkeypatch)
-    assert not is_importable("other_name")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import linecache
 
 import pytest
@@ -31,10 +30,9 @@ def cells():
         del linecache.cache[name]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_tracebacks_show_lines_of_cells(method, cells):
+def test_tracebacks_show_lines_of_cells(cells):
     with pytest.raises(KeyError) as caught:
-        wrapper(ranks(1, spawn_method=method))(cells["function"])("value")
+        wrapper(ranks(1))(cells["function"])("value")
     assert "return helper(value)  # of the second cell" in notes_of(caught.value)
     assert "raise KeyError(value)  # of the first cell" in notes_of(caught.value)
 
@@ -43,18 +41,3 @@ def test_stacks_show_lines_of_cells(cells):
     with pytest.raises(LaunchTimeoutError) as caught:
         wrapper(ranks(1, hang_timeout_s=SILENT_S))(cells["sleeper"]).submit().results(timeout=PATIENCE_S)
     assert "time.sleep(600)  # of the sleeper's cell" in caught.value.stacks[0]
-
-
-def test_tracebacks_show_lines_of_doctests():
-    """Only doctest's patched linecache has them."""
-    example = """
-    >>> def function():
-    ...     raise KeyError("x")  # the example's line
-    >>> try:
-    ...     launched(function)()
-    ... except KeyError as error:
-    ...     notes = "".join(error.__notes__)
-    """
-    test = doctest.DocTestParser().get_doctest(example, {"launched": wrapper(ranks(1))}, "example", None, None)
-    assert doctest.DocTestRunner(verbose=False).run(test, clear_globs=False).failed == 0
-    assert 'raise KeyError("x")  # the example\'s line' in test.globs["notes"]

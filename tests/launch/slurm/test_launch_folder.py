@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.messages._first_rank_failure import Parcel
 from parawrap.launch.messages._pickle_values import packed
-from parawrap.launch.messages._private_files import make_private
 from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import log_ends
@@ -51,16 +49,6 @@ def test_each_launch_has_a_private_folder(tmp_path, monkeypatch):
     assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
     folder.remove()
     assert list(folder.root.iterdir()) == [other.path.parent]
-
-
-def test_an_open_folder_of_this_user_is_mended(tmp_path):
-    """A folder that others may write to loses their access. A folder that they may only read keeps its mode."""
-    for mode, mended in ((0o775, 0o700), (0o777, 0o700), (0o755, 0o755), (0o700, 0o700)):
-        path = tmp_path / f"{mode:o}"
-        path.mkdir()
-        path.chmod(mode)
-        make_private(path)
-        assert stat.S_IMODE(path.stat().st_mode) == mended
 
 
 def test_the_last_launch_removes_the_logs_of_an_array(folder):
@@ -162,14 +150,3 @@ def test_nothing_is_unpickled_from_a_replaced_folder(folder, monkeypatch, tmp_pa
     for read in reads:
         with pytest.raises(NotADirectoryError):
             read()
-
-
-def test_threads_can_write_the_same_request(folder, monkeypatch):
-    errors = []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    threads = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (errors, folder.requests()) == ([], {"cancel"})
