@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import pickle
 import threading
 
@@ -11,10 +13,12 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.rank._signed_values import Signer
 from parawrap.launch.slurm import _coordinate_job
 from parawrap.launch.slurm._coordinate_job import JobCoordinator
+from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue
 from tests.helpers.waiting import eventually
@@ -80,6 +84,30 @@ def test_a_start_after_a_lost_node_is_refused(folder):
         restart_of(2)
     folder.mark_preempted(1)
     assert restart_of(2) == 2
+
+
+def test_log_records_reach_the_submitter(folder, caplog):
+    with _coordinate_job._LogIntoFile(folder.log):
+        logging.getLogger("parawrap.launch").warning("late: %s", "0")
+    assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]
+    caplog.clear()
+    JobFollower("7", "f", Platform(device="cpu"), folder).take_output()
+    assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
+
+
+def test_output_is_taken_while_it_grows(folder):
+    """Each byte of both files of a task goes into its rank's transcript once."""
+    transcripts = [Transcript(rank, printer=None) for rank in range(2)]
+    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
+    follower.write_output_to(transcripts)
+    files = folder.task_files("7", 1)
+    for text in ("one\n", "two\n"):
+        for path in (files.stdout, files.stderr):
+            with path.open("a") as file:
+                file.write(f"{path.suffix} {text}")
+        follower.take_output()
+        follower.take_output()
+    assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
 
 
 # -- messages between tasks
