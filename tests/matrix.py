@@ -36,7 +36,13 @@ FILES = (
     "examples",
     "benchmarks",
 )
-EXAMPLES = ("README.md", "docs", "tests/engine", "tests/launch/test_packing.py", "tests/launch/test_world.py")
+EXAMPLES = (
+    "README.md",
+    "docs",
+    "tests/engine",
+    "tests/launch/messages/test_pickle_values.py",
+    "tests/launch/test_world.py",
+)
 QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
 MARKS = "-m", "not (contract or slurm or ray or long or stress)"
 # Ray's test cluster refuses to kill a node if this process is connected to it. In Ray 2.40, that may be any node. That

@@ -1,15 +1,16 @@
-"""Run the command line in a process of its own."""
+"""Run the command line, in this process or in one of its own, in a folder with train.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = str(Path(__file__).parents[2])
+from parawrap.cli import main
+from tests.helpers.worlds import ROOT
+
 TRAIN = """
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def fail():
 
 
 def forever(path):
-    open(path, "w").write(str(os.getpid()))
+    with open(path + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(path + ".new", path)
     time.sleep(600)
 
 
@@ -61,11 +64,7 @@ def on_slurm(lr: float = 1.0):
 def script():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)
-    return parser.parse_args().lr
-
-
-def without_parameters():
-    return sys.argv
+    return parser.parse_args().lr, sys.argv
 
 
 async def coroutine():
@@ -87,10 +86,6 @@ with_platform = WithPlatform()
 
 
 class Group:
-    @staticmethod
-    def member():
-        return "member"
-
     @classmethod
     def make(cls, size: int):
         return cls.__name__, size
@@ -140,13 +135,41 @@ def for_type_checkers(lr: float, sizes: Sequence[int] = (), *rest: Missing):
 
 
 @pytest.fixture
-def parawrap(tmp_path):
-    """A function that runs ``python -m parawrap`` in a folder with train.py, and returns the finished process."""
+def folder(tmp_path):
+    """A folder with train.py."""
     (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+@pytest.fixture
+def parawrap(folder):
+    """A function that runs ``python -m parawrap`` in the folder, and returns the finished process."""
 
     def run(*args, **environ):
         command = [sys.executable, "-m", "parawrap", *args]
-        environ = {**os.environ, "PYTHONPATH": ROOT, **environ}
-        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
 
     return run
+
+
+@pytest.fixture
+def here(folder, monkeypatch, capfd):
+    """As `parawrap`, in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    modules = {*sys.modules}
+
+    def run(*args):
+        capfd.readouterr()
+        try:
+            code = main(args)
+        except SystemExit as error:
+            code = error.code
+        return subprocess.CompletedProcess(args, code, *capfd.readouterr())
+
+    yield run
+    for name in {*sys.modules} - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]

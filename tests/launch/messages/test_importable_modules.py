@@ -9,7 +9,6 @@ import types
 import pytest
 
 from parawrap import wrapper
-from parawrap.launch.messages._importable_modules import is_importable
 from tests.helpers.processes import failure_of, notes_of, ranks
 
 SOURCE = """
@@ -30,17 +29,18 @@ def compute():
 """
 
 
-def load_from_file(name, path, monkeypatch):
+def load_from_file(name, folder, monkeypatch):
     """Load a module from a file that is not on the import path."""
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, folder / "content.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
 
 
-def import_from_folder(folder, name, monkeypatch):
+def import_from_folder(name, folder, monkeypatch):
     """Import a module from the working folder, and leave the folder."""
+    (folder / f"{name}.py").write_text(SOURCE)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(folder)
     try:
@@ -49,7 +49,7 @@ def import_from_folder(folder, name, monkeypatch):
         monkeypatch.chdir("/")
 
 
-def make_module(name, monkeypatch):
+def make_module(name, folder, monkeypatch):
     """Make a module without a file."""
     module = types.ModuleType(name)
     exec(SOURCE, vars(module))
@@ -57,27 +57,22 @@ def make_module(name, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "made"])
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_functions_of_modules_that_ranks_cannot_import_launch(kind, method, tmp_path, monkeypatch):
+def test_functions_of_private_modules_launch(method, tmp_path, monkeypatch):
     """The function itself, functions that use it, cached functions, and instances of classes arrive."""
-    name = f"parent_only_{kind}_{method}"
-    (tmp_path / f"{name}.py").write_text(SOURCE)
-    if kind == "file":
-        module = load_from_file(name, tmp_path / f"{name}.py", monkeypatch)
-    elif kind == "folder":
-        module = import_from_folder(tmp_path, name, monkeypatch)
-    else:
-        module = make_module(name, monkeypatch)
-    row, cached = module.Row(), module.cached
+    (tmp_path / "content.py").write_text(SOURCE)
+    made = [load_from_file, import_from_folder, make_module]
+    modules = [make(f"parent_only_{make.__name__}_{method}", tmp_path, monkeypatch) for make in made]
 
-    def use(row):
-        return module.compute(), cached(), row.scaled(), row
+    def use(rows):
+        return [(module.compute(), module.cached(), row.scaled(), row) for module, row in zip(modules, rows, strict=True)]
 
-    ((total, four, scaled, same),) = wrapper(ranks(1, spawn_method=method))(use)(row)
-    assert (total, four, scaled, type(same)) == (8, 4, 4, module.Row)
-    assert wrapper(ranks(1, spawn_method=method))(module.compute)() == (8,)
-    monkeypatch.delitem(sys.modules, name)
+    (found,) = wrapper(ranks(1, spawn_method=method))(use)([module.Row() for module in modules])
+    for module, (total, cached, scaled, row) in zip(modules, found, strict=True):
+        assert (total, cached, scaled, type(row)) == (8, 4, 4, module.Row)
+    assert wrapper(ranks(1))(modules[0].compute)() == (8,)
+    for module in modules:
+        monkeypatch.delitem(sys.modules, module.__name__)
 
 
 def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
@@ -97,19 +92,3 @@ def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, "hooked")
     assert type(error) is ModuleNotFoundError
     assert "have no import hooks of the script" in notes_of(error)
-
-
-@pytest.mark.parametrize(
-    "name", ["sys", "json", "json.decoder", "torch.nn.modules.linear", "numpy", "tests.helpers.processes"]
-)
-def test_installed_modules_are_importable(name):
-    """Modules of Python, of installed packages, and of the import path are sent by name."""
-    assert is_importable(name)
-
-
-def test_a_file_under_another_name_is_not_importable(tmp_path, monkeypatch):
-    """A folder of the import path does not help if the file has another name."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "content.py").write_text(SOURCE)
-    load_from_file("other_name", tmp_path / "content.py", monkeypatch)
-    assert not is_importable("other_name")

@@ -1,0 +1,134 @@
+"""`map` of a decorated function: one launch per item, with results and exceptions in the order of the items."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+import time
+import traceback
+
+import psutil
+import pytest
+
+from parawrap import RankResults, current_rank, wrapper
+from parawrap.errors import UnsendableError
+from tests.helpers.processes import ranks, run_script
+from tests.helpers.waiting import eventually
+
+
+def train(count=1, **fields):
+    return wrapper(ranks(count, **fields))
+
+
+def test_errors_come_in_their_places():
+    """An item that fails yields its exception and does not end the others. No items give no launches."""
+
+    @train(2)
+    def inverse(x):
+        return 1 / x if isinstance(x, int) else None, current_rank().global_rank
+
+    first, failed, unsendable, last = inverse.map(iter([1, 0, threading.Lock(), 2]))
+    assert first == RankResults([(1.0, 0), (1.0, 1)])
+    assert type(failed) is ZeroDivisionError
+    assert type(unsendable) is UnsendableError
+    assert str(unsendable).startswith("args[0] cannot be sent")
+    assert last == RankResults([(0.5, 0), (0.5, 1)])
+    assert list(inverse.map([])) == []
+
+
+@pytest.mark.parametrize("max_parallel", [1, 2])
+def test_a_traceback_shows_the_users_lines(max_parallel):
+    """Its notes have the traceback in the rank. Raising it again does not lengthen it."""
+
+    @train()
+    def fails(x):
+        raise ValueError(x)
+
+    for error in fails.map([1, 2], max_parallel=max_parallel):
+        text = "".join(traceback.format_exception(error))
+        assert "parawrap" not in text
+        assert "raise ValueError(x)" in text
+        with pytest.raises(ValueError, match=str(error)) as caught:
+            raise error
+        assert [frame.path for frame in caught.traceback] == [pathlib.Path(__file__)]
+    launch, lengths = fails.submit(3), set()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="3") as caught:
+            launch.results()
+        lengths.add(len(caught.traceback))
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("max_parallel", [1, 3])
+def test_max_parallel_limits_the_launches(max_parallel, tmp_path):
+    """Launches overlap up to the limit, and results have the order of the items."""
+
+    def overlapping(number):
+        here = tmp_path / str(number)
+        here.touch()
+        if number == 0 and max_parallel > 1:
+            eventually((tmp_path / "done-1").exists, "the second item")
+        running = [each for each in tmp_path.iterdir() if not each.name.startswith("done")]
+        here.rename(tmp_path / f"done-{number}")
+        return number, len(running)
+
+    outcomes = [outcome[0] for outcome in train()(overlapping).map(range(5), max_parallel=max_parallel)]
+    assert [number for number, _ in outcomes] == list(range(5))
+    assert max(running for _, running in outcomes) <= max_parallel
+
+
+@pytest.mark.parametrize("max_parallel", [1, 3])
+def test_closing_the_iterator_cancels(max_parallel, tmp_path):
+    """After `close`, no rank runs, and later items are never launched."""
+
+    def waits(number):
+        (tmp_path / f"{number}-{os.getpid()}").touch()
+        time.sleep(0 if number == 0 else 600)
+        return number
+
+    outcomes = train()(waits).map(range(10), max_parallel=max_parallel)
+    assert next(outcomes) == (0,)
+    if max_parallel > 1:
+        eventually(lambda: len(list(tmp_path.iterdir())) >= max_parallel, "overlapping launches")
+    outcomes.close()
+    begun = {path.name for path in tmp_path.iterdir()}
+    assert len(begun) <= max_parallel + 1
+    assert not any(psutil.pid_exists(int(name.partition("-")[2])) for name in begun)
+
+
+def test_wrong_calls_launch_nothing(tmp_path):
+    with pytest.raises(TypeError, match="missing a required argument"):
+        train()(lambda a, b: (tmp_path / "ran").touch()).map([1])
+    for max_parallel in 0, -1:
+        with pytest.raises(ValueError, match=f"max_parallel={max_parallel} is too small"):
+            train()(lambda a: (tmp_path / "ran").touch()).map([1], max_parallel=max_parallel)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pending_launches_do_not_run_at_exit(tmp_path):
+    """Whether the iterator was unused or partly used. Running launches are cancelled."""
+    run_script(
+        tmp_path,
+        """
+        import pathlib, time
+        from parawrap import Platform, wrapper
+
+        def touch(name):
+            pathlib.Path(name).touch()
+            time.sleep(0 if name == "left-0" else 600)
+
+        launchable = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(touch)
+        unused = launchable.map([f"unused-{i}" for i in range(30)], max_parallel=2)
+        left = launchable.map([f"left-{i}" for i in range(30)], max_parallel=2)
+        next(left)
+        """,
+    )
+    assert len(list(tmp_path.glob("*-*"))) <= 5
+
+
+@pytest.mark.parametrize(("max_parallel", "count"), [(1, 1), (2, 2)])
+def test_output_has_the_number_of_its_launch(max_parallel, count, capfd):
+    list(train(count, verbose=True, ipc_groups=None)(print).map(["a", "b"], max_parallel=max_parallel))
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"[{number}/rank {rank}] {item}" for number, item in enumerate("ab") for rank in range(count)]

@@ -1,0 +1,102 @@
+"""The command line as a whole: help, wrong usage, Ctrl-C, and closed streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import parawrap as package
+from tests.helpers.processes import is_gone
+from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.worlds import ROOT
+
+SUBCOMMANDS = ["doctor", "run", "timeline"]
+
+
+def test_help_has_subcommands_and_examples(here):
+    shown = here("--help")
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in SUBCOMMANDS)
+    assert "examples:" in shown.stdout
+    for name in SUBCOMMANDS:
+        assert f"parawrap {name} " in here(name, "--help").stdout.partition("examples:")[2]
+    assert here("--version").stdout == f"parawrap {package.__version__}\n"
+
+
+def test_help_does_not_import_torch():
+    """Help and timelines do not wait for torch."""
+    code = """
+import sys
+from parawrap.cli import main
+for args in ["--help"], ["run", "--help"], ["timeline", "none.json"]:
+    try:
+        main(args)
+    except SystemExit:
+        pass
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("doctr",), "invalid choice: 'doctr'"),
+        (("timeline", "a.json", "b.json"), "parawrap timeline: unrecognized arguments: b.json\n"),
+        (("doctor", "--timeout", "inf"), "inf is not a number of seconds above 0"),
+        (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
+        (("doctor", "--timeout", "nan"), "nan is not a number of seconds above 0"),
+        (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
+        (("doctor", "--", "1"), "doctor takes no arguments after --"),
+        (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
+    ],
+)
+def test_wrong_usage_has_one_line(here, args, message):
+    """The message names the wrong value. There is no traceback, and the exit code is 2."""
+    shown = here(*args)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_ctrl_c_ends_a_launch(folder):
+    """With exit code 130, one word, and no process that survives."""
+    started = folder / "started"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parawrap", "run", "train:forever", "--device", "cpu", "--", str(started)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    eventually(lambda: started.exists() or process.poll() is not None, "the start of the rank")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+    assert is_gone(int(started.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "out", "error"),
+    [
+        ("--version | true", 0, "", ""),
+        ("run json:dumps -- --help | true", 0, "", ""),
+        ("run json:dumps -- --help > /dev/full", 1, "", "the output cannot be written: No space left on device\n"),
+        ("run json:dumps -- --help >&-", 0, "", ""),
+        ("run gone:main 2>&-", 2, "", ""),
+    ],
+)
+def test_closed_streams(command, code, out, error):
+    """A reader that has gone or a closed output is no error, and a full disk is one. Errors do not go to the output."""
+    shown = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m parawrap {command}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (shown.returncode, shown.stdout, shown.stderr.removeprefix("parawrap run: ")) == (code, out, error)

@@ -1,0 +1,162 @@
+"""The batch job of a Slurm launch: its script and its submission. Scripts with fixed output replace Slurm's commands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+
+import pytest
+
+from parawrap.errors import PlatformError
+from parawrap.launch._platform import Platform
+from parawrap.launch.slurm import _batch_job
+from parawrap.launch.slurm._commands import JobState, job_state, requeue_job
+from parawrap.launch.slurm._launch_folder import Folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "launches"))
+    (folder,) = Folder.new("my job", 1)
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A function that replaces a command by a script and returns the file with the arguments of the last call."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def put(name, script):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\necho $* > {path}.args\n{script}\n")
+        path.chmod(0o755)
+        return path.with_suffix(".args")
+
+    return put
+
+
+def platform(**fields):
+    return Platform(**{"device": "slurm", "n_nodes": 2, "n_cpus": 4} | fields)
+
+
+def test_the_script_has_the_resources(folder):
+    """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
+    text = _batch_job.script(platform(n_gpus=2, ram=1.5), folder)
+    for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
+        assert f"#SBATCH {line}\n" in text
+    assert str(folder.submitit) in text
+    assert "--kill-on-bad-exit=1" in text
+    more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
+    text = _batch_job.script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
+        assert f"#SBATCH {line}\n" in text
+    assert text.index("echo before") < text.index("for PARAWRAP_ATTEMPT")
+
+
+@pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
+def test_contradicting_parameters_are_refused(name, folder):
+    with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
+        _batch_job.script(platform(slurm_additional_parameters={name: 1}), folder)
+
+
+def run_loop(folder, restarts, codes):
+    """Run the loop of a script with tasks that exit with these codes. Return its exit code and the attempts."""
+    parameters = _batch_job._parameters(platform(max_restarts=restarts), folder)
+    lines = ["end_with() { return $1; }", f"codes=({' '.join(map(str, codes))})", *parameters["setup"]]
+    task = ["echo $PARAWRAP_ATTEMPT", "end_with ${codes[$PARAWRAP_ATTEMPT]}"]
+    script = "\n".join([*lines, *task, *parameters["teardown"]])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.split()
+
+
+def test_the_script_runs_the_tasks_again(folder):
+    """The loop ends at a success, after max_restarts, or once the launch is over."""
+    assert run_loop(folder, 0, [1]) == (1, ["0"])
+    assert run_loop(folder, 2, [1, 0, 1]) == (0, ["0", "1"])
+    assert run_loop(folder, 1, [3, 4]) == (4, ["0", "1"])
+    folder.mark_over()
+    assert run_loop(folder, 2, [5, 0, 0]) == (5, ["0"])
+
+
+def test_sbatch_does_not_see_a_surrounding_job(folder, command, tmp_path, monkeypatch):
+    """It would read the variables of the job as options. This process keeps them."""
+    command("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 7")
+    for name in ("srun", "scontrol", "scancel"):
+        command(name, "")
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "here")
+    assert _batch_job.submit(platform(), [folder]) == ["7"]
+    assert os.environ["SLURM_JOB_ID"] == "here"
+    names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}
+
+
+def test_submitit_starts_guarded(folder):
+    """Slurm's signals stay pending, and the job exits before submitit unpickles files from a folder of others."""
+    show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
+    call = [*shlex.split(_batch_job._guarded_python()), "-c", show, str(folder.submitit / "any")]
+    blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
+    assert {str(int(signal.SIGUSR2)), str(int(signal.SIGTERM))} <= set(blocked)
+    folder.submitit.chmod(0o777)
+    refused = subprocess.run(call, check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == f"other users may write to {folder.submitit}\n"
+
+
+# -- other commands of Slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("JobId=7 ArrayTaskId=4-9%2 JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 NodeList=(null)",
+         JobState("PENDING", "JobArrayTaskLimit", 0, "", "")),
+        ("JobId=9 ArrayTaskId=4 JobState=RUNNING Reason=None Restarts=1 TimeLimit=01:00:00 NodeList=node[0-1]",
+         JobState("RUNNING", "None", 1, "node[0-1]", "01:00:00")),
+    ],
+    ids=["pending", "running"],
+)  # fmt: skip
+def test_job_state_is_parsed(text, state, command):
+    arguments = command("scontrol", f"echo '{text}'")
+    assert job_state("7_4") == state
+    assert arguments.read_text() == "--oneliner show job 7_4\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        ("slurm_load_jobs error: Invalid job id specified", "FORGOTTEN"),
+        ("Job 7_4 not found", "FORGOTTEN"),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", "UNKNOWN"),
+    ],
+)
+def test_a_forgotten_job_is_over(answer, name, command):
+    """A job does not count as over if the controller does not answer. No accounting is asked."""
+    accounts = command("sacct", "echo COMPLETED")
+    command("scontrol", f"echo '{answer}'; exit 1")
+    state = job_state("7_4")
+    assert (state.name, state.is_over) == (name, name == "FORGOTTEN")
+    assert not accounts.exists()
+
+
+def test_an_element_of_an_array_is_requeued_alone(command, monkeypatch):
+    """The SLURM_JOB_ID of one element is the number of the whole array."""
+    arguments = command("scontrol", "")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert requeue_job("7") is None
+    assert arguments.read_text() == "requeue 7\n"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "9")
+    assert requeue_job("7") is None
+    assert arguments.read_text() == "requeue 7_9\n"
+    command("scontrol", "echo Requested operation is presently disabled; exit 1")
+    assert requeue_job("7") == "Requested operation is presently disabled"
+
+
+@pytest.mark.parametrize("sign", ["TERM", "KILL"])
+def test_a_requeue_may_end_its_own_command(sign, command):
+    """Slurm ends all processes of the job, and the command that requeues the job is one of them."""
+    command("scontrol", f"kill -{sign} $$")
+    assert requeue_job("7") is None
