@@ -108,13 +108,6 @@ def test_each_task_runs_in_its_lane(pool):
     assert len(own_threads(pool)) == LANES - 1
 
 
-def test_fewer_tasks_start_fewer_threads(pool):
-    assert run(pool, threading.get_ident) == [threading.get_ident()]
-    assert own_threads(pool) == []
-    assert run(pool, *together(lambda lane: lane, 2)) == [0, 1]
-    assert [lane.thread is None for lane in pool.lanes] == [True, False, True]
-
-
 @pytest.mark.parametrize("turns", [None, "all"])
 def test_a_lane_runs_one_task_at_a_time(pool, turns):
     """A task of a call waits until the lane has finished a submitted task, and no other thread runs it."""
@@ -124,16 +117,6 @@ def test_a_lane_runs_one_task_at_a_time(pool, turns):
     found = run(pool, release.set, lambda: (order.append("behind"), threading.current_thread())[1], turns=turns)
     assert order == ["held", "behind"]
     assert found[1] is (threading.current_thread() if turns else pool.lanes[1].thread)
-
-
-def test_every_call_counts_its_tasks(pool):
-    run(pool, *[int] * LANES)
-    run(pool, *[int] * LANES, turns="all")
-    submit(pool, 0, int).result()
-    results([submit(pool, lane, int) for lane in range(LANES)])
-    results([submit(pool, lane, int) for lane in range(LANES)])  # a lane counts a task before it starts the next
-    assert [lane.tasks >= 3 + (index == 0) for index, lane in enumerate(pool.lanes)] == [True] * LANES
-    assert all(lane.busy_ns > 0 for lane in pool.lanes)
 
 
 def test_sixteen_callers_get_their_own_outcomes(pool):
@@ -198,13 +181,6 @@ def test_each_device_takes_its_own_turns():
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
     assert order == [2]
     mixed.close()
-
-
-def test_the_first_failure_ends_all_turns(pool):
-    ran = []
-    outcomes = outcomes_of(pool, lambda: ran.append(0), fail, lambda: ran.append(2), turns="all")
-    assert isinstance(outcomes[1].error, ValueError)
-    assert (ran, len(outcomes)) == ([0], LANES)
 
 
 # Errors

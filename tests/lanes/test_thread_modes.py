@@ -134,29 +134,6 @@ def test_an_error_leaves_the_lane_clean(pool):
     assert_clean(pool)
 
 
-def test_one_capture_serves_many_threads():
-    """Each run has its own copy of the captured context."""
-    token = setting.set("captured")
-    modes = Modes.capture("cpu")
-    setting.reset(token)
-    gate, found = threading.Barrier(4), []
-
-    def look(number):
-        gate.wait()
-        before = setting.get()
-        setting.set(str(number))
-        gate.wait()
-        found.append((before, setting.get()))
-
-    threads = [threading.Thread(target=modes.run, args=(lambda n=n: look(n), CPU, CPU)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [("captured", str(number)) for number in range(4)]
-    assert modes.run(setting.get, CPU, CPU) == "captured"
-
-
 def test_autocast_in_the_model_has_the_callers_dtype(pool):
     """Also while autocast is off in the caller."""
     before = torch.get_autocast_dtype("cpu")

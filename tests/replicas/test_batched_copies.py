@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parawrap.replicas import _batched_copies, lasting
-from parawrap.replicas._batched_copies import Parcel, bytes_of, copies_at
+from parawrap.replicas._batched_copies import bytes_of, copies_at
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,7 @@ def test_copies_keep_order_shape_and_values(sent):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert sorted(str(each.dtype) for each in sent) == ["torch.bool", "torch.float32", "torch.float64", "torch.int64"]
     assert copies_at(CPU, []) == []
+    assert (bytes_of(torch.ones(2, 3)), bytes_of(torch.eye(3).to_sparse())) == (24, 0)
 
 
 def test_large_tensors_are_not_packed(sent, monkeypatch):
@@ -49,18 +50,6 @@ def test_large_tensors_are_not_packed(sent, monkeypatch):
     arrived = copies_at(CPU, given)
     assert [each.unique().item() for each in arrived] == [16, 17, 1, 8, 8, 9]
     assert sorted(each.numel() for each in sent) == [17, 17, 25]
-
-
-def test_a_parcel_is_packed_once(monkeypatch):
-    packed, pack = [], _batched_copies._packed
-    monkeypatch.setattr(_batched_copies, "_packed", lambda tensors: packed.append(len(tensors)) or pack(tensors))
-    parcel = Parcel([torch.ones(2), torch.ones(3)])
-    for _ in range(2):
-        copies = [torch.empty(2), torch.empty(3)]
-        parcel.write(copies)
-        assert [each.tolist() for each in copies] == [[1] * 2, [1] * 3]
-    assert packed == [2]
-    assert (bytes_of(torch.ones(2, 3)), bytes_of(torch.eye(3).to_sparse())) == (24, 0)
 
 
 def test_lasting_tensors_outlive_the_callers_mode():

@@ -139,40 +139,6 @@ def test_containers_that_forward_returns(call):
     assert not model.outputs
 
 
-class Caches(nn.Module):
-    """Caches values computed from its weight until `train` clears them, like timm's LeViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4))
-        self.cache: dict[str, torch.Tensor] = {}
-        self.listed: list[torch.Tensor] = []
-
-    def train(self, mode=True):
-        if mode:
-            self.cache.clear()
-            self.listed.clear()
-        return super().train(mode)
-
-    def forward(self, x):
-        if "scale" not in self.cache:
-            self.cache["scale"] = self.scale * 2
-            self.listed.append(self.scale * 3)
-        return x * self.cache["scale"] + self.listed[0]
-
-
-@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_lanes_never_use_a_stale_cache():
-    model = Caches().eval()
-    with torch.no_grad(), parallel(model, TWO) as p:
-        for _ in range(3):
-            for call in CALLS.values():
-                assert_close(call(p, X), X * model.scale * 2 + model.scale * 3)
-            model.train()
-            model.scale.add_(1)
-            model.eval()
-
-
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_hooks_of_torch_compute_without_a_warning():
     """Weight norm and spectral norm set an attribute in each call."""

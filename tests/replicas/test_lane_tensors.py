@@ -19,31 +19,15 @@ X = torch.randn(5, 4)
 class Momentum(nn.Module):
     """A momentum encoder: each call moves the keys towards the queries."""
 
-    def __init__(self, *, through_data=False):
+    def __init__(self):
         super().__init__()
         self.queries, self.keys = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-        self.through_data = through_data
 
     @torch.no_grad()
     def forward(self, x):
         for query, key in zip(self.queries.parameters(), self.keys.parameters(), strict=True):
-            if self.through_data:
-                key.data = key.data * 0.9 + query.data * 0.1
-            else:
-                key.mul_(0.9).add_(query, alpha=0.1)
+            key.mul_(0.9).add_(query, alpha=0.1)
         return self.queries(x) + self.keys(x)
-
-
-class ActNorm(nn.Module):
-    """An activation norm: the first call sets the scale from its batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        self.scale.data.copy_(1 / x.detach().std(0))
-        return x * self.scale
 
 
 class Learned(nn.Module):
@@ -98,8 +82,6 @@ def with_data(change):
 
 WRITERS = {
     "momentum": (Momentum, "keys.weight"),
-    "momentum of data": (lambda: Momentum(through_data=True), "keys.weight"),
-    "norm": (ActNorm, "scale"),
     "learned": (Learned, "scale"),
     "embedding": (Rescaled, "embed.weight"),
     "counter": (lambda: Changing(counts), "calls"),

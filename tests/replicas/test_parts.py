@@ -7,7 +7,7 @@ import enum
 import functools
 import operator
 import types
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -15,16 +15,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from tests.helpers.odd_models import CASES, MODELS, check
+from tests.helpers.odd_models import BEHIND, CASES, MODELS, check, quiet
 
 TWO = ["cpu", "cpu"]
 X = torch.randn(9, 4)
 LANES = ((2, 17, {}), (3, 5, {}), (4, 2, {"out_dims": 0}))
-quiet = pytest.mark.filterwarnings(
-    "ignore:the model wrote:UserWarning",
-    "ignore:Calling .zero_grad:UserWarning",
-    "ignore:The .grad attribute:UserWarning",
-)
 
 
 @quiet
@@ -50,23 +45,7 @@ def test_zero_grad_in_forward_keeps_gradients():
     assert_close(model.a.bias.grad, torch.full((4,), 45.0, dtype=torch.float64))
 
 
-class Caller:
-    def __init__(self, model):
-        self.model = model
-
-    def __call__(self, x):
-        return self.model(x)
-
-
-BEHIND = {
-    "method": lambda model: model.forward,
-    "closure": lambda model: lambda x: model(x),
-    "partial": lambda model: functools.partial(nn.Module.__call__, model),
-    "object": Caller,
-}
-
-
-@pytest.mark.parametrize("behind", BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize("behind", BEHIND)
 def test_a_model_behind_a_callable_is_replicated(behind):
     model = MODELS["extractor"]()
     plain, x = copy.deepcopy(model), torch.randn(10, 4, dtype=torch.float64)
@@ -145,13 +124,3 @@ def test_containers_of_unusual_classes():
             output = model(X)
             assert_close(output["y"], expected)
             assert (output["tuple"], output["list"], output["dict"]) == ((), [], {})
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict])
-def test_lanes_follow_the_order_of_children(kind):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model._modules = kind(model._modules)
-    with torch.no_grad(), parallel(model, TWO):
-        model(X)
-        model._modules["0"] = model._modules.pop("0")
-        assert_close(model(X), model[1](torch.tanh(X)))

@@ -69,14 +69,6 @@ def test_replicas_have_the_structure_of_the_module():
         assert replica.original_of(torch.zeros(1)) is None
 
 
-def test_buffers_of_lane_0_are_written_back():
-    model = Holds()
-    made, modules = replicas(model)
-    modules[0].count += 5
-    made.current[0].write_back()
-    assert model.count.item() == 5
-
-
 CHANGES = {
     "in place": lambda model: model.count.fill_(4),
     "number": lambda model: setattr(model, "step", 7),

@@ -8,7 +8,6 @@ import decimal
 import enum
 import fractions
 import pathlib
-import threading
 import uuid
 from typing import Any
 
@@ -320,27 +319,6 @@ def test_a_shard_describes_itself(args, kwargs, text):
     assert plan.describe(0).startswith(text)
     assert plan.describe(1).startswith(text.replace("3", "2", 1))
     assert "..." not in plan.describe(0)
-
-
-def test_only_four_whole_arguments_are_named():
-    plan, _ = planned(cutter(), torch.zeros(5), 1, 2, 3, 4, 5)
-    assert plan.describe(0).endswith("Every lane got args[1], args[2], args[3], args[4], ... whole")
-
-
-def test_threads_can_share_a_cutter():
-    used, gate = cutter(), threading.Barrier(8)
-    found = {}
-
-    def plan(rows):
-        gate.wait()
-        found[rows] = [planned(used, torch.zeros(rows + step), lanes=3)[0].rows for step in range(50)]
-
-    threads = [threading.Thread(target=plan, args=(rows,)) for rows in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {rows: list(range(rows, rows + 50)) for rows in range(8)}
 
 
 def test_a_full_cache_of_plans_starts_again():
