@@ -177,11 +177,13 @@ def outcome_of(folder: Path, stage: str, limit_s: float) -> str:
     if child == 0:
         run_tests(folder, stage)
     end, ended = time.monotonic() + limit_s, 0
-    while not ended and time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
+    try:
+        while not ended and time.monotonic() < end:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
     if not ended:
         os.waitpid(child, 0)
         return "timed out"

@@ -211,18 +211,6 @@ def test_submitted_calls_keep_their_modes(pool):
         assert (future.result()["grad"], future.result()["autocast"]) == (False, False)
 
 
-def test_the_callers_profiler_records_lanes(pool):
-    def task():
-        with torch.profiler.record_function("seen-in-a-lane"):
-            return torch.ones(2, 2) @ torch.ones(2, 2)
-
-    with torch.profiler.profile() as profile:
-        run(pool, task)
-        pool.submit(pool.lanes[0], task, Modes.capture("cpu")).result()
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["seen-in-a-lane"] == counts["aten::mm"] == LANES + 1
-
-
 def test_tracers_of_one_thread_are_recognized():
     """They cannot follow into a lane. Gradient modes, autocast, and a default device can."""
     seen = []

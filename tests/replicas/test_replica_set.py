@@ -10,7 +10,6 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet, home_of
-from parawrap.replicas._private_names import uses_cuda_graphs
 
 CPU = torch.device("cpu")
 
@@ -172,12 +171,6 @@ def test_lazy_modules_are_ready_after_a_call():
     model(torch.zeros(1, 3))
     assert made.ready()
     assert made.is_ready
-
-
-@pytest.mark.parametrize(("mode", "has_graphs"), [("max-autotune-no-cudagraphs", False), ("reduce-overhead", True)])
-def test_cuda_graphs_of_compiled_models(mode, has_graphs):
-    """Lanes on GPUs refuse a model that is compiled to run as CUDA graphs; tests/cuda has the error."""
-    assert uses_cuda_graphs(torch.compile(nn.Linear(4, 4), mode=mode)) == has_graphs
 
 
 class Writes(nn.Module):

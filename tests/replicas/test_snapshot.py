@@ -16,7 +16,7 @@ from parawrap.replicas._snapshot import ABSENT
 class Slotted:
     """An object with a slot and without a `__dict__`."""
 
-    __slots__ = ("value",)
+    __slots__ = ("other", "value")
 
 
 class Net(nn.Sequential):
@@ -30,6 +30,7 @@ class Net(nn.Sequential):
         self.kinds = {"a"}
         self.state = SimpleNamespace(h=None)
         self.slotted = Slotted()
+        self.slotted.value = 1
         factor = 1.0
         self.scaled = lambda x: self[0](x) * factor
 
@@ -83,6 +84,7 @@ CHANGES = [
     (lambda net: net.kinds.add("b"), "kinds"),
     (lambda net: setattr(net.state, "h", 1), "state.h"),
     (lambda net: setattr(net.slotted, "value", 2), "slotted"),
+    (lambda net: setattr(net.slotted, "other", 3), "slotted"),
     (sets_a_cell, None),
 ]
 """Changes, and their places. None if a change has several, or none."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parawrap.shards import have_one_scale
+from tests.helpers.properties import given, st
 from tests.helpers.shards import OPTIONS, joined, refusal
 
 numpy = pytest.importorskip("numpy")

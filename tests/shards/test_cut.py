@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, Parameters
+from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, forward, planned, uncut
 
 META = torch.device("meta")
@@ -319,13 +318,6 @@ def test_a_shard_describes_itself(args, kwargs, text):
     assert plan.describe(0).startswith(text)
     assert plan.describe(1).startswith(text.replace("3", "2", 1))
     assert "..." not in plan.describe(0)
-
-
-def test_a_full_cache_of_plans_starts_again():
-    used = cutter()
-    assert [planned(used, torch.empty(rows))[0].rows for rows in range(1100)] == list(range(1100))
-    structures = [planned(used, torch.empty(3), {str(number): 1})[0].sizes for number in range(1100)]
-    assert structures == [(2, 1)] * 1100
 
 
 # Parameters

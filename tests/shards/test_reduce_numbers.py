@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
+from tests.helpers.properties import assume, given, st
 from tests.helpers.shards import OPTIONS, joined, refusal
 
 numpy = pytest.importorskip("numpy")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, register_split
 from parawrap.shards._register_split import splitter_of
+from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 
 META = torch.device("meta")

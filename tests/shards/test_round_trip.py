@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parawrap.shards import Cutter, JoinRules, balanced, equal, join, uneven
 from parawrap.tree import flatten, unflatten
+from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU
 
 rules = st.sampled_from([balanced, uneven, equal])
@@ -118,7 +117,6 @@ def is_number(leaf):
 
 
 @given(calls(), rules)
-@settings(deadline=None)
 def test_joined_shards_are_the_call(call, sizes):
     """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes."""
     value = call[:2]
@@ -134,7 +132,6 @@ def test_joined_shards_are_the_call(call, sizes):
 
 
 @given(calls())
-@settings(deadline=None)
 def test_sizes_that_differ_show_the_rows(call):
     """Without `out_dims`, uneven shards are joined to the call if it holds neither numbers nor lists."""
     _, plan, shards = cut(call, uneven)

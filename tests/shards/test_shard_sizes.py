@@ -6,10 +6,9 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parawrap.shards import Cutter, balanced, equal, in_units, uneven
+from tests.helpers.properties import given, st
 from tests.helpers.shards import planned
 
 EVERY = list(product(range(201), range(1, 17)))

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parawrap.tree import Opaque, addresses, flatten, flatten_call, keep_whole, mismatch, named_children, unflatten
 from parawrap.tree import with_children as rebuilt_with
+from tests.helpers.properties import given, st
 
 
 class Point(NamedTuple):
