@@ -43,6 +43,10 @@ SWAPPED = [
 OPERATORS = {**dict(SWAPPED), **{other: one for one, other in SWAPPED}, ast.Div: ast.Mult, ast.Mod: ast.Mult}
 
 
+NOTHING = ("None", "False")
+"""Values whose callers would read None in the same way."""
+
+
 class Mutant(NamedTuple):
     """The changed place of a file, its number among the places of that file, and its code before and after."""
 
@@ -75,7 +79,7 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not node.value)
         case ast.Constant(value=int()):
             yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
-        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+        case ast.Return(value=ast.expr()) if ast.unparse(node.value) not in NOTHING:
             yield ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call()):
             yield ast.Pass()

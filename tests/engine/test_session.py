@@ -98,17 +98,6 @@ def test_a_call_is_decided_from_the_call_alone(opened, name, lanes):
 
 
 @uneven_sizes
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_any_row_count_gives_the_plain_answer(opened, lanes):
-    session = opened(lambda x: (x * 2, {"l": list(map(str, x.tolist()))}), lanes)
-    for rows in range(40):
-        x = torch.arange(float(rows))
-        y, others = call(session, x)
-        assert_close(y, x * 2)
-        assert others["l"] == list(map(str, x.tolist()))
-
-
-@uneven_sizes
 def test_calls_that_cannot_be_cut_run_plainly(opened):
     """Once, in the caller, outside any lane, and unchecked: with at most one row, without tensors, and after `close`."""
     seen = []
@@ -167,17 +156,6 @@ def test_reductions_are_the_same_in_every_call(opened):
             assert_close(call(session, torch.arange(float(rows))), getattr(torch.arange(float(rows)), reduce)())
 
 
-def test_a_large_shard_warns_once_per_session(opened):
-    """It names the rows, the lanes, and out_dims=0. Balanced shards do not warn."""
-    session = opened(torch.neg)
-    call(session, torch.zeros(16))
-    with pytest.warns(UserWarning, match=r"a call of 8 rows on 2 lanes has a shard of 5 rows.*With out_dims=0") as caught:
-        call(session, torch.zeros(8))
-    assert len(caught) == 1
-    call(session, torch.zeros(6))
-    call(opened(torch.neg, out_dims=0), torch.zeros(8))
-
-
 @pytest.mark.parametrize("wrote", [True, False])
 def test_writes_into_whole_tensors_are_refused(opened, wrote):
     """Each lane would have written once."""
@@ -216,19 +194,6 @@ def test_submitted_calls_run_whole(opened):
     prepared = session.submit(entry, ({"x": torch.ones(4)},), {}, lambda batch: (batch, 3))
     assert prepared.result(PATIENCE_S).tolist() == [3] * 4
     assert (session.stats().calls, sum(lane.rows for lane in session.stats().lanes)) == (2, 7)
-
-
-def test_cancel_drops_calls_that_have_not_started(opened):
-    release, began = threading.Event(), threading.Event()
-    session = opened(lambda x: (began.set(), release.wait(PATIENCE_S), x)[2])
-    running, *waiting = [session.submit(Entry(session.target), (torch.zeros(1),), {}) for _ in range(9)]
-    assert began.wait(PATIENCE_S)
-    session.cancel()
-    release.set()
-    session.close()
-    assert running.done()
-    assert not running.cancelled()
-    assert sum(future.cancelled() for future in waiting) >= 7
 
 
 # Memory

@@ -135,18 +135,6 @@ def test_sixteen_callers_get_their_own_outcomes(pool):
     assert sum(lane.tasks for lane in pool.lanes) == 16 * 10 * LANES
 
 
-def test_two_pools_work_side_by_side(pool):
-    """A task of one pool may run tasks in another, and submit to its own lane and to others."""
-    other = LanePool([CPU] * 2)
-    try:
-        inner = run(pool, lambda: run(other, *[lambda: here.lane] * 2), lambda: here.lane)
-        assert inner == [list(other.lanes), pool.lanes[1]]
-    finally:
-        other.close()
-    later = submit(pool, 1, lambda: [submit(pool, lane, lambda: here.lane) for lane in (2, 1)]).result(PATIENCE_S)
-    assert results(later) == [pool.lanes[2], pool.lanes[1]]
-
-
 # Tasks in turns
 
 

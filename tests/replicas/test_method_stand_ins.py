@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -66,21 +65,6 @@ def test_a_plain_view_reads_like_the_plain_dict():
         assert made == plain
     assert own["training"] is True
     restore(model, replaced)
-
-
-def replicate(model):
-    return model._replicate_for_data_parallel()
-
-
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), replicate])
-def test_copies_made_inside_a_block_are_plain(clone):
-    model = nn.Linear(4, 4)
-    with parallel(model, ["cpu"] * 2):
-        model(X)
-        assert type(vars(clone(model))) is dict
-        assert "forward" not in vars(clone(model))
-        assert not isinstance(copy.deepcopy(model.forward), StandIn)
-        assert not isinstance(copy.copy(model.forward), StandIn)
 
 
 def test_a_clone_with_the_dict_of_the_model():

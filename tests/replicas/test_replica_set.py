@@ -164,15 +164,6 @@ def test_home_of_a_module():
     assert not ReplicaSet(torch.neg, [CPU]).has_model
 
 
-def test_lazy_modules_are_ready_after_a_call():
-    model = nn.Sequential(nn.LazyLinear(2))
-    made = ReplicaSet(model, [CPU] * 2)
-    assert not made.ready()
-    model(torch.zeros(1, 3))
-    assert made.ready()
-    assert made.is_ready
-
-
 class Writes(nn.Module):
     def forward(self, x):
         for name in "abcde":
