@@ -10,8 +10,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from tests.devices.zoo import SIMS
-from tests.helpers.odd_models import CASES, MODELS, check
-from tests.replicas.test_structure import BEHIND, quiet
+from tests.helpers.odd_models import BEHIND, CASES, MODELS, check, quiet
 
 
 def made_on(device, make):

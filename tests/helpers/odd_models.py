@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CASES", "MODELS", "check"]
+__all__ = ["BEHIND", "CASES", "MODELS", "check", "quiet"]
 
 WRITES = "the model wrote"  # start of the warning about attributes that lanes write and lose
 
@@ -298,6 +298,31 @@ EVENTS: dict[str, Callable[[nn.Module, int], None]] = {
     "dicts replaced": _dicts_replaced,
     "modes deep inside": _deep_modes,
 }
+
+
+class Caller:
+    """Calls a model that it holds."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+BEHIND = [
+    pytest.param(lambda model: model.forward, id="method"),
+    pytest.param(lambda model: lambda x: model(x), id="closure"),
+    pytest.param(lambda model: functools.partial(nn.Module.__call__, model), id="partial"),
+    pytest.param(Caller, id="object"),
+]
+"""Callables with a model in them."""
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:the model wrote:UserWarning",
+    "ignore:Calling .zero_grad:UserWarning",
+    "ignore:The .grad attribute:UserWarning",
+)
 
 
 _WITHOUT_GRAD = ("nothing", "parameters written through .data", "dicts replaced")

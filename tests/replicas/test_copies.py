@@ -15,37 +15,8 @@ from torch.testing import assert_close
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet
 
-CPU = torch.device("cpu")
 TWO = ["cpu"] * 2
 X = torch.randn(7, 4)
-
-
-def replicas(module, lanes=2):
-    made = ReplicaSet(module, [CPU] * lanes)
-    made.refresh()
-    return made
-
-
-class Shared(nn.Module):
-    """A buffer, and a view of it as another buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("whole", torch.zeros(6))
-        self.register_buffer("part", self.whole.view(2, 3)[1])
-
-    def forward(self, x):
-        self.part.add_(1)
-        return x + self.whole[3:].sum()
-
-
-def test_buffers_that_share_memory_share_it_in_a_replica():
-    """A write through one is seen through the other, and both go to the model."""
-    model = Shared()
-    with torch.no_grad(), parallel(model, TWO):
-        for calls in (1, 2, 3):
-            assert_close(model(X), X + 3 * calls)
-            assert_close(model.whole, torch.tensor([0.0, 0, 0, calls, calls, calls]))
 
 
 class Copied(nn.Linear):
@@ -66,10 +37,6 @@ def copies_attributes(layer, memo):
     return made
 
 
-def shares_itself(layer, memo):
-    return layer
-
-
 def makes_another(layer, memo):
     made = Copied(layer.how)
     made.load_state_dict(layer.state_dict())
@@ -77,21 +44,16 @@ def makes_another(layer, memo):
 
 
 def test_deepcopy_of_the_user_is_obeyed():
-    """Its result is the replica, with the parameters of the replica."""
+    """Its result is the replica. A module that lanes would share, and parameters that would not learn, are refused."""
     model = nn.Sequential(Copied(copies_attributes))
-    for replica in replicas(model).current:
+    made = ReplicaSet(model, [torch.device("cpu")] * 2)
+    made.refresh()
+    for replica in made.current:
         assert replica.module[0].was_copied
         assert replica.original_of(replica.module[0].weight) is model[0].weight
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [(shares_itself, "is the module itself"), (makes_another, "has another parameter 'weight'")],
-)
-def test_deepcopy_that_makes_no_replica_is_refused(how, says):
-    """A module that lanes would share, or parameters that would not learn, are named with their path."""
-    with pytest.raises(ReplicaError, match=rf"no replica of '0' can be made: .*{says}.*__deepcopy__"):
-        replicas(nn.Sequential(Copied(how)))
+    for how, says in ((lambda layer, memo: layer, "is the module itself"), (makes_another, "another parameter 'weight'")):
+        with pytest.raises(ReplicaError, match=rf"no replica of '0' can be made: .*{says}.*__deepcopy__"):
+            ReplicaSet(nn.Sequential(Copied(how)), [torch.device("cpu")] * 2).refresh()
 
 
 class Graphed(nn.Module):
@@ -119,21 +81,28 @@ def test_modules_of_torch_fx_are_copied():
 
 
 class Cached(nn.Linear):
-    """A layer with a cache of its class."""
+    """A layer with a cache of its class, and one of its own."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.own = functools.lru_cache(maxsize=2)(self._factor)
+
+    def _factor(self, number):
+        return self.weight.detach().sum() * number
 
     @functools.lru_cache(maxsize=8)  # noqa: B019
     def factor(self, number):
-        return self.weight.detach().sum() * number
+        return self._factor(number)
 
     def forward(self, x):
-        return super().forward(x) * self.factor(2)
+        return super().forward(x) * self.factor(2) * self.own(3)
 
 
 def test_a_cache_of_a_class_keeps_no_replica_alive():
     """`functools.lru_cache` holds the replicas that the method was called on until the block ends."""
-    model = Cached(4, 4)
+    model = Cached()
     with torch.no_grad(), parallel(model, TWO) as p:
-        assert_close(model(X), nn.Linear.forward(model, X) * model.weight.sum() * 2)
+        assert_close(model(X), nn.Linear.forward(model, X) * model.weight.sum() ** 2 * 6)
         found = [weakref.ref(replica.module) for replica in p._session.pool.refresh()]
     del p
     gc.collect()
@@ -164,41 +133,55 @@ class Referring(nn.Module):
         return self.wrapped(self.by_name["a"](x)) * scale + len(self.seen)
 
 
-def test_references_lead_to_the_modules_of_the_replica():
+def test_references_lead_to_the_replica():
     """Every lane runs its own modules, however the model refers to them."""
-    model = Referring()
-    modules = {}
+    model, modules = Referring(), {}
     for name in "abc":
-        getattr(model, name).register_forward_hook(
-            lambda module, *_, name=name: modules.setdefault(name, set()).add(module)
-        )
+        layer = getattr(model, name)
+        layer.register_forward_hook(lambda module, *_, name=name: modules.setdefault(name, []).append(module))
     want = model.c(model.b(model.a(X))) * 2 + 1
     modules.clear()
     with pytest.warns(UserWarning, match="the model wrote 'seen'"), torch.no_grad(), parallel(model, TWO):
         assert_close(model(X), want)
-    assert {name: len(found) for name, found in modules.items()} == {"a": 2, "b": 2, "c": 2}
+    assert {name: len(set(found)) for name, found in modules.items()} == {"a": 2, "b": 2, "c": 2}
     assert model.seen == []
-    assert not {model.a, model.b, model.c} & set().union(*modules.values())
+    assert not {model.a, model.b, model.c} & {*modules["a"], *modules["b"], *modules["c"]}
 
 
-def test_chains_that_are_too_long_are_refused():
-    """`copy.deepcopy` recurses once per object in a chain of lists. The error says what to do."""
-    model = nn.Linear(4, 4)
-    model.chain = chain = []
-    for _ in range(5000):
-        chain.append([])
-        chain = chain[0]
-    with pytest.raises(ReplicaError, match=r"too long for copy\.deepcopy.*setrecursionlimit"):
-        replicas(model)
+@pytest.mark.parametrize("refer", [weakref.proxy, lambda parent: weakref.WeakMethod(parent.scaled)])
+def test_weak_references_lead_to_the_replica(refer):
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(4, 4)
+            self.child.parent = refer(self)
+            self.now = None
+
+        def scaled(self):
+            return self.now
+
+        def forward(self, x):
+            self.now = x.sum(1, keepdim=True)
+            parent = self.child.parent
+            return self.child(x) * (parent.scaled() if isinstance(parent, weakref.ProxyTypes) else parent()())
+
+    model = Parent()
+    expected = model.child(X) * X.sum(1, keepdim=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="wrote 'now'"), parallel(model, TWO):
+        assert_close(model(X), expected)
 
 
-def test_fully_sharded_modules_are_refused(monkeypatch):
-    """A module that is parallel already is named."""
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
+def test_handles_and_attributes_of_hooks_are_followed():
+    """A model that keeps the handle of a hook that captures it, and a changed attribute of a hook function."""
 
-    class Sharded(nn.Linear):
-        pass
+    def hook(module, args, output):
+        return output * hook.scale * model.scale
 
-    monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
-    with pytest.raises(ReplicaError, match="no replica of submodule '0' can be made: Sharded is parallel already"):
-        replicas(nn.Sequential(Sharded(4, 4)))
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.scale = hook.scale = 1
+    plain = model(X)
+    model.handle = model[0].register_forward_hook(hook)
+    with torch.no_grad(), parallel(model, TWO):
+        for scale in (1, 2):
+            hook.scale, model.scale = scale, 3
+            assert_close(model(X), plain * scale * 3)

@@ -6,55 +6,68 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap.replicas._ledger import Ledger
+from parawrap.replicas import Ledger, buffers_written_unseen, may_be_written_unseen, with_other_buffers
 
 
-def half(tensor):
-    tensor.data = tensor.data.half()
-
-
-def other_memory(tensor):
-    tensor.data = tensor.data.clone()
-
-
-def transposed(tensor):
-    tensor.data = tensor.data.t()
-
-
-def fewer_rows(tensor):
-    tensor.data = tensor.data[:1]
-
-
-def freeze(tensor):
-    tensor.requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [half, other_memory, transposed, fewer_rows, freeze])
-def test_another_form_of_a_tensor_is_detected(change):
-    """The form of a tensor is its memory, strides, sizes, dtype, and requires_grad."""
+@pytest.mark.parametrize(
+    "change",
+    [torch.Tensor.half, torch.Tensor.clone, torch.Tensor.t, lambda data: data[:1], None],
+    ids=["dtype", "memory", "strides", "rows", "frozen"],
+)
+def test_another_form_is_detected(change):
     weight = nn.Parameter(torch.randn(3, 3))
     ledger = Ledger([weight], [])
     assert ledger.same_form()
-    change(weight)
+    if change is None:
+        weight.requires_grad_(False)
+    else:
+        weight.data = change(weight.data)
     assert not ledger.same_form()
+    assert bool(ledger.moved()) == (change is not None)
 
 
 def test_versions_show_writes_in_place():
-    """An in-place write to a copied tensor is detected until `enter_versions` is called."""
+    """Of copied tensors, until `enter_versions` is called."""
     weight, other = torch.zeros(2), torch.zeros(2)
     ledger = Ledger([weight, other], [weight])
-    weight.add_(1)
+    assert ledger.unwritten()
     other.add_(1)
+    assert ledger.unwritten()
+    weight.add_(1)
     assert not ledger.unwritten()
     assert [id(tensor) for tensor in ledger.written()] == [id(weight)]
     ledger.enter_versions()
     assert ledger.unwritten()
+    ledger.suspect([weight])
+    assert not ledger.unwritten()
+    assert ledger.written()[0] is weight
 
 
 def test_inference_tensors_count_as_written():
-    """A tensor made in inference mode has no version counter, so it always counts as written."""
+    """They have no versions."""
     with torch.inference_mode():
         weight = torch.zeros(2)
     ledger = Ledger([weight], [weight])
     assert not ledger.unwritten()
     assert ledger.written()[0] is weight
+
+
+def test_steps_of_optimizers_are_seen():
+    """Fused ones write parameters and leave their versions alone."""
+    model = nn.Linear(2, 2)
+    ledger, steps = Ledger([], []), torch.optim.SGD(model.parameters())
+    assert not ledger.has_seen_steps
+    steps.step()
+    assert ledger.has_seen_steps
+    ledger.enter_versions()
+    assert not ledger.has_seen_steps
+
+
+def test_buffers_that_a_forward_may_write_unseen():
+    """The statistics of a norm in train mode. With one written buffer go the others of its module."""
+    norm, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()
+    found = buffers_written_unseen([norm, other, nn.ReLU()])
+    assert list(map(id, found)) == [id(norm.running_mean), id(norm.running_var)]
+    assert not may_be_written_unseen(norm, norm.num_batches_tracked)
+    written = with_other_buffers([norm.num_batches_tracked], [norm, other])
+    assert {*map(id, written)} == {*map(id, norm.buffers())}

@@ -1,0 +1,123 @@
+"""The walk over a target: what is copied, what every lane shares, and what is refused with its path."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import operator
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import ReplicaError, parallel
+from parawrap.replicas import ReplicaSet, Survey
+
+CPU = torch.device("cpu")
+
+
+def replica_of(model):
+    made = ReplicaSet(model, [CPU] * 2)
+    made.refresh()
+    return made.current[1].module
+
+
+@pytest.mark.parametrize(
+    ("hold", "place"),
+    [
+        (lambda model: iter([model.a]), r"held is an iterator \(list_iterator\).*Keep its items in a list"),
+        (lambda model: (layer for layer in [model.a]), r"held is an iterator \(generator\)"),
+        (lambda model: types.MappingProxyType({"a": model.a}), r"held \(mappingproxy\) leads to a \(Linear\)"),
+    ],
+    ids=["iterator", "generator", "object of C"],
+)
+def test_opaque_objects_are_refused(hold, place):
+    """An iterator, or a C object that refers to a module."""
+    model = nn.Module()
+    model.a = nn.Linear(4, 4)
+    model.held = hold(model)
+    with pytest.raises(ReplicaError, match=place):
+        ReplicaSet(model, [CPU] * 2)
+
+
+def test_parallel_modules_are_refused(monkeypatch):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+
+    class Sharded(nn.Linear):
+        pass
+
+    monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
+    for model, place in ((nn.Sequential(Sharded(4, 4)), "submodule '0'"), (Sharded(4, 4), "the module")):
+        with pytest.raises(ReplicaError, match=f"no replica of {place} can be made: Sharded is parallel already"):
+            replica_of(model)
+
+
+def test_objects_without_the_model_are_shared():
+    """Locks, loggers, getters, arrays, plain objects, and a container that only a closure holds."""
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object(), torch.ones(2).numpy()]
+    assert all(mine is theirs for mine, theirs in zip(replica_of(model).held, model.held, strict=True))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with parallel(model, ["cpu"] * 2) as p:
+        p(torch.randn(9, 4))
+    assert seen == [5, 4]
+
+
+def test_deep_models_need_no_recursion():
+    """The deepest of 1,500 modules is copied first. A chain of lists is refused with a cure."""
+    model = inner = nn.Module()
+    for _ in range(1500):
+        inner.child = nn.Module()
+        inner = inner.child
+    inner, count = replica_of(model), 0
+    while inner is not None:
+        inner, count = getattr(inner, "child", None), count + 1
+    assert count == 1501
+    model = nn.Linear(4, 4)
+    model.chain = chain = []
+    for _ in range(5000):
+        chain.append([])
+        chain = chain[0]
+    with pytest.raises(ReplicaError, match=r"too long for copy\.deepcopy.*setrecursionlimit"):
+        replica_of(model)
+
+
+class Slotted:
+    """An object with a slot and without a `__dict__`."""
+
+    __slots__ = ("owner",)
+
+
+@pytest.mark.parametrize("hold", [lambda model: [model], lambda model: None, Slotted], ids=["list", "none", "slot"])
+@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))], ids=["norm"])
+def test_replicas_are_freed_without_a_collector(model, hold):
+    """At the end of the block, and when the model changes, also if objects refer to each other."""
+    model = model()
+    model.held = hold(model) if hold is not Slotted else Slotted()
+    if hold is Slotted:
+        model.held.owner = model
+    assert Survey(model).has_cycle == (model.held is not None)
+    gc.collect()
+    gc.disable()
+    try:
+        with parallel(model, ["cpu"] * 2) as p:
+            model(torch.randn(9, 4)).sum().backward()
+            found = [weakref.ref(replica.module[0]) for replica in p._session.pool.refresh()]
+            model.note = [1]
+            model(torch.randn(9, 4))
+            assert [reference() for reference in found] == [None, None]
+            found = [weakref.ref(replica.module[0]) for replica in p._session.pool.refresh()]
+        assert [reference() for reference in found] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_paths_read_like_python():
+    model = nn.Sequential(nn.Linear(1, 1))
+    model.held = {"k": [model, torch.zeros(1)], 3: (torch.zeros(1),)}
+    model.function = lambda x: model(x)
+    paths = {node.path for node in Survey(model).nodes.values()}
+    assert {"", "0", "0.weight", "held['k'][1]", "held[3][0]", "function"} <= paths

@@ -1,0 +1,135 @@
+"""Joined tensors and arrays: rows in lane order on one dim, padded if asked, on the output device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parawrap.shards import have_one_scale
+from tests.helpers.properties import given, st
+from tests.helpers.shards import OPTIONS, joined, refusal
+
+numpy = pytest.importorskip("numpy")
+
+META = torch.device("meta")
+DIMS = st.sampled_from([0, 1, -1, -2])
+
+
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), DIMS, st.sampled_from(["cat", "pad"]))
+def test_rows_are_concatenated_in_order(sizes, dim, how):
+    whole = torch.arange(float(sum(sizes) * 3)).view((-1, 3) if dim in (0, -2) else (3, -1))
+    parts = whole.split(sizes, dim)
+    for rules in ({"dim": dim}, {"out_dims": dim}, {"dim": dim, "out_dims": "ragged"}):
+        if len(set(sizes)) > 1 or "out_dims" in rules:
+            assert torch.equal(joined(*parts, sizes=tuple(sizes), join=how, **rules), whole)
+    found = joined(*(part.numpy() for part in parts), sizes=tuple(sizes), out_dims=dim)
+    assert numpy.array_equal(found, whole.numpy())
+
+
+def test_joined_tensors_have_gradients():
+    x = torch.arange(4.0, requires_grad=True)
+    joined(x[:3] ** 2, x[3:] ** 2).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
+def test_ragged_shapes_are_refused():
+    """The error names the shapes and join="pad"."""
+    message = refusal({"h": [torch.zeros(3, 5)]}, {"h": [torch.zeros(1, 7)]})
+    for part in ('output["h"][0]', "(3, 5), (1, 7)", "differ beyond dim 0", 'join="pad"', *OPTIONS):
+        assert part in message
+    assert "(3, 2), (1, 4)" in refusal(numpy.zeros((3, 2)), numpy.zeros((1, 4)))
+    assert "have no dim 1 in common" in refusal(torch.zeros(3), torch.zeros(1), dim=1, out_dims="ragged")
+    assert "(3,), (1,)" in refusal(numpy.zeros(3), numpy.zeros(1), dim=1, out_dims="ragged")
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("int64", "float32"), ("bool", "uint8")])
+def test_dtypes_must_agree(dtypes):
+    """With torch.cat, the joined dtype would differ from that of the plain call."""
+    one, other = (getattr(torch, name) for name in dtypes)
+    message = refusal(torch.zeros(3, dtype=one), torch.zeros(1, dtype=other))
+    assert f"tensors of {' and '.join(sorted(map(str, (one, other))))}" in message
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel")
+def test_quantized_parts_need_one_scale():
+    """torch.cat would take the scale of the first part."""
+
+    def quantized(rows, scale=0.5, zero=1):
+        return torch.quantize_per_tensor(torch.ones(rows, 2), scale, zero, torch.quint8)
+
+    found = joined(quantized(3), quantized(1))
+    assert (found.q_scale(), found.dequantize().tolist()) == (0.5, [[1.0, 1.0]] * 4)
+    scales, zeros = torch.ones(2), torch.zeros(2)
+    per_channel = [torch.quantize_per_channel(torch.ones(n, 2), scales, zeros, 1, torch.qint8) for n in (3, 1)]
+    for parts in ([quantized(3), quantized(1, 0.25)], [quantized(3), quantized(1, zero=2)], per_channel):
+        assert "quantized with different scales, or per channel" in refusal(*parts)
+        assert not have_one_scale(parts)
+    assert have_one_scale([torch.zeros(3), torch.zeros(1)])
+    assert not have_one_scale([quantized(3), torch.zeros(1)])
+
+
+# join="pad"
+
+
+@pytest.mark.parametrize("value", [0, -1, 7.5])
+def test_pad_fills_to_the_longest_lane(value):
+    """Every dim except the dim of the rows is padded at its end."""
+    found = joined(torch.ones(3, 5, 1), torch.ones(1, 4, 2), join="pad", pad_value=value)
+    assert found.shape == (4, 5, 2)
+    assert found[:3, :, :1].eq(1).all()
+    assert found[3:, :4, :].eq(1).all()
+    assert (found == value).sum() == 3 * 5 + 2
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_pad_keeps_the_dim_of_the_rows(dim):
+    found = joined(torch.ones(2, 3), torch.ones(4, 1), join="pad", dim=dim)
+    assert (found.shape, found.sum()) == ((4, 4), 10)
+    assert found[2:, :3].eq(0).all()
+
+
+def test_pad_is_differentiable():
+    one, other = torch.ones(3, 2, requires_grad=True), torch.ones(1, 4, requires_grad=True)
+    joined(one, other, join="pad").sum().backward()
+    assert (one.grad.sum(), other.grad.sum()) == (6, 4)
+
+
+def test_pad_refuses_what_it_cannot_mend():
+    """Other numbers of dims, and missing rows."""
+    assert "have no dim 0 in common" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
+    assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
+    assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
+
+
+# The output device
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (torch.ones(3, 2), torch.ones(1, 2)),
+        (torch.ones(2, 3).T, torch.ones(1, 2)),
+        (torch.ones(3, 2, requires_grad=True), torch.ones(1, 2)),
+        (torch.ones(3, 2, device="meta"), torch.ones(1, 2, device="meta")),
+        (torch.ones(3, 2), torch.ones(1, 2, device="meta")),
+    ],
+    ids=["plain", "strided", "graph", "there", "mixed"],
+)
+def test_joined_tensors_lie_on_the_output_device(parts):
+    found = joined(*parts, device=META)
+    assert (found.device, tuple(found.shape), found.dtype) == (META, (4, 2), torch.float32)
+    assert found.requires_grad == parts[0].requires_grad
+    assert joined(*(part.T for part in parts), dim=1, device=META).shape == (2, 4)
+
+
+def test_every_value_is_moved():
+    """Numbers, single outputs, lists, and shared tensors lie on the output device too."""
+    outputs = [{"y": torch.ones(rows), "v": "x", "loss": torch.tensor(1.0)} for rows in (3, 1)]
+    found = joined(*outputs, device=META, reduce="mean")
+    assert (found["y"].device, found["loss"].device, found["v"]) == (META, META, "x")
+    assert [one["y"].device for one in joined(*outputs, device=META, join="list")] == [META, META]
+    assert joined(outputs[0], sizes=(3,), device=META)["y"].device == META
+    assert joined([torch.zeros(2)] * 3, [torch.zeros(2)], device=META)[3].device == META
+    shared = torch.zeros(3)
+    assert joined(shared, shared, device=META).device == META
+    assert joined(shared, shared.clone(), device=META, out_dims=None).device == META

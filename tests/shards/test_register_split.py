@@ -1,0 +1,160 @@
+"""Classes with their own rules: registered by the user, packed sequences, and plain sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils import rnn
+
+from parawrap.errors import ShardError
+from parawrap.shards import Cutter, register_split
+from parawrap.shards._register_split import splitter_of
+from tests.helpers.properties import given, st
+from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
+
+META = torch.device("meta")
+
+
+def new_class(base=object):
+    """Return a new class with its `split` and `join`, so that tests do not share rules."""
+
+    class Words(base):
+        def __init__(self, items):
+            if base is list:
+                super().__init__(items)
+            self.items = list(items)
+
+        def __len__(self):
+            return len(self.items)
+
+    def split(words, sizes):
+        items = iter(words.items)
+        return [Words([next(items) for _ in range(size)]) for size in sizes]
+
+    return Words, split, lambda parts: Words([item for part in parts for item in part.items])
+
+
+def registered(base=object):
+    words, split, join = new_class(base)
+    register_split(words, split=split, join=join)
+    return words
+
+
+@pytest.mark.parametrize("base", [object, list])
+def test_a_registered_class_is_cut_and_joined(base):
+    """With the batch, as the batch, and in outputs, also if the class is a container."""
+    words = registered(base)
+    shards = cut(Cutter(), torch.zeros(3), {"w": [words("abc")]})
+    assert [shard.args[1]["w"][0].items for shard in shards] == [["a", "b"], ["c"]]
+    found = joined(*(shard.args[1] for shard in shards), sizes=(2, 1), out_dims={"w": [0]})
+    assert found["w"][0].items == ["a", "b", "c"]
+    assert [shard.rows for shard in cut(Cutter(), words("abcde"), lanes=3)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("held", ["ab", [torch.zeros(1), torch.zeros(2)]], ids=["texts", "tensors"])
+def test_a_class_can_be_registered_late(held):
+    """Its values are refused before, and cut afterwards, by the same cutter."""
+    words, split, join = new_class()
+    used, value = Cutter(), words(held)
+    says = "a state that each lane would change" if held == "ab" else "register_split(Words, split=..., join=...)"
+    assert says in uncut(used, torch.zeros(2), value)
+    register_split(words, split=split, join=join)
+    assert cut(used, torch.zeros(2), value)[1].args[1].items == [held[1]]
+
+
+def test_rows_can_replace_len():
+    class Table:
+        def __init__(self, height):
+            self.height = height
+
+    register_split(
+        Table,
+        split=lambda table, sizes: [Table(size) for size in sizes],
+        join=lambda parts: Table(sum(part.height for part in parts)),
+        rows=lambda table: table.height,
+    )
+    shards = cut(Cutter(), Table(5))
+    assert [shard.args[0].height for shard in shards] == [3, 2]
+    assert joined(*(shard.args[0] for shard in shards), sizes=(3, 2)).height == 5
+
+
+def test_registered_rows_must_agree():
+    """In the call, and in the output unless it is declared as ragged or as one value."""
+    words = registered()
+    assert "args[1] has 2 on dim 0, args[0] has 3" in uncut(Cutter(), torch.zeros(3), words("ab"))
+    outputs = words("ab"), words("c")
+    assert "the lanes had 3, 1 rows and returned a Words of 2, 1" in refusal(*outputs)
+    assert joined(*outputs, out_dims="ragged").items == ["a", "b", "c"]
+    assert joined(*outputs, as_torch=True).items == ["a", "b", "c"]
+    assert joined(*outputs, out_dims=None) is outputs[0]
+    assert joined(words(""), words("")).items == []
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_split_must_return_one_part_per_size(wrong):
+    words, _, join = new_class()
+    register_split(words, split=lambda value, sizes: [value] * wrong, join=join)
+    with pytest.raises(ShardError, match=f"the split of Words returned {wrong} parts for 2 sizes"):
+        cut(Cutter(), torch.zeros(4), words("abcd"))
+
+
+def test_one_registered_value_is_returned_once():
+    """From all lanes, and from one."""
+    value = registered()("ab")
+    assert joined(value, value, sizes=(2, 2)) is value
+    assert joined([value], sizes=(2,), device=CPU)[0] is value
+    assert joined([value], sizes=(2,), device=CPU, reduce="stack")[0] is value
+
+
+# Packed sequences
+
+
+lengths = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+
+
+@given(lengths, st.integers(1, 4), st.booleans())
+def test_packed_sequences_keep_their_order(lengths, lanes, is_sorted):
+    """Parts are whole sequences in the caller's order; the joined data, order, and indices are those of the original."""
+    lengths = sorted(lengths, reverse=True) if is_sorted else lengths
+    sequences = [torch.randn(length, 2) for length in lengths]
+    packed = rnn.pack_sequence(sequences, enforce_sorted=is_sorted)
+    shards = cut(Cutter(), packed, lanes=lanes)
+    parts = [shard.args[0] for shard in shards]
+    assert all(map(torch.equal, [each for part in parts for each in rnn.unpack_sequence(part)], sequences))
+    assert not is_sorted or {part.sorted_indices for part in parts} == {None}
+    found = joined(*parts, sizes=tuple(shard.rows for shard in shards), out_dims=0)
+    for one, other in zip(found, packed, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_gradients_flow_through_packed_sequences():
+    x = torch.ones(3, requires_grad=True)
+    packed = rnn.pack_sequence([x, x[:2] * 2])
+    sum(shard.args[0].data.sum() for shard in cut(Cutter(), packed)).backward()
+    assert x.grad.tolist() == [3, 3, 1]
+
+
+def test_packed_sequences_follow_the_options():
+    """`in_dims` and `out_dims` of None, a wrong row count, one object from all lanes, and another output device."""
+    packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):
+        assert torch.equal(shard.args[1].data, packed.data)
+    again = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    assert len(rnn.unpack_sequence(joined(packed, again, out_dims=None))) == 2
+    assert "the lanes had 3, 1 rows and returned a PackedSequence of 2, 2" in refusal(packed, again)
+    assert joined({"p": packed}, {"p": packed})["p"] is packed
+    for outputs in ([packed], [packed, again]):
+        assert joined(*outputs, sizes=(2,) * len(outputs), device=META).data.device == META
+
+
+# Plain sequences
+
+
+@given(st.text(max_size=8), st.integers(0, 8), st.sampled_from([list, tuple, str]))
+def test_sequences_are_cut_by_slices(text, place, kind):
+    value, rules = kind(text), splitter_of(text)
+    sizes = (min(place, len(text)), len(text) - min(place, len(text)))
+    parts = rules.split(value, sizes)
+    assert (tuple(map(len, parts)), rules.rows(value)) == (sizes, len(text))
+    assert rules.join(parts) == value
+    assert rules.to([torch.zeros(1), "a"], META)[0].device == META
