@@ -1,0 +1,167 @@
+"""`p.trace`: when each lane works."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import SessionError, ShardError, parallel
+from tests.helpers.waiting import PATIENCE_S
+
+TWO = ["cpu"] * 2
+
+
+def events_in(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+class Net(nn.Linear):
+    def embed(self, x):
+        return self(x)
+
+
+def test_a_trace_has_the_calls_of_its_block(tmp_path):
+    """The file has one complete event per task and a name for each lane. Traces may overlap."""
+    with parallel(torch.tanh, TWO, out_dims=0) as p:
+        p(torch.zeros(4))
+        with p.trace(tmp_path / "outer.json") as outer:
+            p(torch.zeros(4))
+            with p.trace(tmp_path / "inner.json") as inner:
+                p(torch.zeros(4))
+        p(torch.zeros(4))
+    assert (len(outer.spans), len(inner.spans)) == (4, 2)
+    events = events_in(tmp_path / "outer.json")
+    work = [event for event in events if event["ph"] == "X"]
+    assert [event["tid"] for event in work].count(1) == 2
+    assert (len(work), min(event["dur"] for event in work) >= 0) == (4, True)
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [f"lane {i} on cpu" for i in range(2)]
+
+
+def test_spans_have_method_batch_and_rows(tmp_path):
+    """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no lane."""
+    with torch.no_grad(), parallel(Net(4, 2), TWO, out_dims=0, methods=("forward", "embed")) as p:
+        with p.trace(tmp_path / "t.json") as trace:
+            p.target(torch.zeros(7, 4))
+            list(p.method("embed").map([torch.zeros(rows, 4) for rows in (1, 5)]))
+            p.method("forward").submit(torch.zeros(3, 4)).result(PATIENCE_S)
+            p.target(torch.zeros(1, 4))
+    assert {(span.lane is None, *span.work) for span in trace.spans} == {
+        (False, "forward", None, 4),
+        (False, "forward", None, 3),
+        (False, "embed", 0, 1),
+        (False, "embed", 1, 5),
+        (True, "forward", None, None),
+    }
+    assert {str(span.work) for span in trace.spans} >= {"embed, batch 0, 1 row", "embed, batch 1, 5 rows"}
+
+
+def test_functions_and_prepare_have_spans(tmp_path):
+    """`prepare` is a span before the call of its batch. A call inside a lane is part of the lane's span."""
+
+    def double(x):
+        return p(x[:, 0]) if x.dim() == 2 else 2 * x
+
+    with parallel(double, TWO) as p, p.trace(tmp_path / "t.json") as trace:
+        list(p.map([torch.zeros(3, 1)] * 4, prepare=lambda batch: batch + 1))
+    for number in range(4):
+        prepare, call = (span for span in trace.spans if span.work.batch == number)
+        assert [prepare.work.method, call.work.method] == ["prepare", "double"]
+        assert (prepare.lane, call.work.rows) == (call.lane, 3)
+        assert prepare.end <= call.start
+
+
+def test_a_call_that_began_before(tmp_path):
+    """A call that runs when a trace is opened is not part of it, also if another trace is open."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(x):
+        begun.set()
+        assert go.wait(PATIENCE_S)
+        return x
+
+    with parallel(wait, TWO) as p, p.trace(tmp_path / "outer.json") as outer:
+        early = p.submit(torch.zeros(2))
+        assert begun.wait(PATIENCE_S)
+        with p.trace(tmp_path / "inner.json") as inner:
+            go.set()
+            early.result(PATIENCE_S)
+            p.submit(torch.zeros(3)).result(PATIENCE_S)
+    assert [span.work.rows for span in outer.spans] == [2, 3]
+    assert [span.work.rows for span in inner.spans] == [3]
+
+
+def test_the_place_of_the_file(tmp_path, monkeypatch):
+    """A relative path is relative to the folder of the call of `trace`, and ~ is the home folder."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with parallel(torch.tanh, TWO) as p, p.trace("t.json"), p.trace("~/home.json"):
+        p(torch.zeros(7))
+        os.chdir("other")
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["home.json", "t.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gone/t.html", r"the folder of '.*gone/t\.html' does not exist\. Create '.*gone' first"),
+        ("t.png", r"'.*t\.png' is not NAME\.html"),
+        ("a\0.html", r"'.*a\\x00\.html' cannot be written: embedded null"),
+    ],
+    ids=["folder", "suffix", "null"],
+)
+def test_files_that_cannot_be_written(tmp_path, name, says):
+    """`trace` raises before the block, and creates nothing."""
+    with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match=says):
+        p.trace(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_after_an_exception(tmp_path):
+    """The file has the spans of the call that raised. If it cannot be written, a note of the exception says so."""
+    (folder := tmp_path / "folder").mkdir()
+    with parallel(lambda x: 1 / 0, TWO) as p:
+        with pytest.raises(ZeroDivisionError), p.trace(tmp_path / "t.json"):
+            p(torch.zeros(7))
+        with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
+            folder.rmdir()
+            p(torch.zeros(7))
+        assert "the trace could not be written" in caught.value.__notes__[-1]
+        folder.mkdir()
+        with pytest.raises(FileNotFoundError), p.trace(folder / "t.json"):
+            folder.rmdir()
+    errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
+    assert errors == ["ZeroDivisionError"] * 2
+
+
+def test_a_trace_is_used_once(tmp_path):
+    with parallel(torch.tanh, TWO, out_dims=0) as p:
+        with p.trace(tmp_path / "t.json") as trace:
+            p(torch.zeros(4))
+            with pytest.raises(SessionError, match=r"t\.json' was already used\. Call p\.trace\(\.\.\.\) for each"):
+                trace.__enter__()
+        with pytest.raises(SessionError, match="was already used"):
+            trace.__enter__()
+    assert len(events_in(tmp_path / "t.json")) == 4
+
+
+class GrowingSpans(list):
+    """Spans that get a plain call after each iteration."""
+
+    def __iter__(self):
+        spans = tuple(super().__iter__())
+        yield from spans
+        self.append(spans[0]._replace(lane=None))
+
+
+def test_a_timeline_while_calls_run(tmp_path):
+    """It has the calls up to now, also if another thread adds the first plain call meanwhile."""
+    with parallel(torch.tanh, TWO, out_dims=0) as p, p.trace(tmp_path / "t.json") as trace:
+        p(torch.zeros(4))
+        trace.spans = GrowingSpans(trace.spans)
+        assert "2 spans" in str(trace.timeline())
