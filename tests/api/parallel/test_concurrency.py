@@ -85,19 +85,6 @@ def test_a_model_in_training_does_not_race():
     assert torch.isfinite(model[1].running_var).all()
 
 
-def test_blocks_of_threads_on_separate_models():
-    def work(index):
-        model, x = mlp(), torch.randn(5, 4)
-        plain = model(x)
-        for _ in range(3):
-            with parallel(model, TWO):
-                assert_close(model(x), plain)
-        assert "forward" not in vars(model)
-
-    in_threads(8, work)
-    assert not lanes()
-
-
 def test_blocks_of_threads_on_one_model():
     """They may overlap in any order. After both, the model is plain."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
@@ -400,37 +387,6 @@ def test_a_model_can_call_itself():
         assert_close(model(x), plain)
 
 
-class Deep(nn.Module):
-    """Calls itself `depth` times."""
-
-    def forward(self, x, depth):
-        return self(x, depth - 1) if depth else x + 1
-
-
-@pytest.mark.parametrize("rows", [1, 7], ids=["plain", "cut"])
-def test_recursion_is_about_as_deep_as_plain(rows):
-    """A block adds a fixed number of stack frames, and at most one frame per level, which has three without it."""
-    model, x = Deep(), torch.zeros(rows)
-
-    def deepest():
-        reached, beyond = 1, sys.getrecursionlimit()
-        while beyond - reached > 1:
-            depth = (reached + beyond) // 2
-            try:
-                model(x, depth)
-            except RecursionError:
-                beyond = depth
-            else:
-                reached = depth
-        return reached
-
-    plain = deepest()
-    with parallel(model, THREE):
-        inside = deepest()
-    of_the_engine, per_level = 60, 4 if rows == 1 else 3
-    assert per_level * inside >= 3 * plain - of_the_engine
-
-
 def test_a_function_can_use_its_own_block():
     """A call, `submit`, and `map` inside a lane run plainly in that lane."""
 
@@ -467,25 +423,6 @@ def test_a_plain_call_may_use_its_block(how, is_module):
     with parallel(target, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
         future = other.submit(torch.no_grad()(target if is_module else p), torch.ones(1, 3))
         assert future.result(PATIENCE_S).shape == (1, 2)
-
-
-def test_a_thread_pool_inside_forward():
-    """Threads that forward starts can call modules, also parallel ones."""
-    helper = nn.Linear(4, 4)
-
-    class Threaded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.helper = helper
-
-        def forward(self, x):
-            with ThreadPoolExecutor(2) as executor:
-                return sum(executor.map(self.helper, [x, x * 2]))
-
-    model, x = Threaded(), torch.randn(7, 4)
-    plain = model(x)
-    with parallel(model, THREE), parallel(helper, TWO):
-        assert_close(model(x), plain)
 
 
 @torch.no_grad()

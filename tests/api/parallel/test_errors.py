@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import re
 import threading
 import traceback
-import warnings
-import weakref
 
 import pytest
 import torch
@@ -44,16 +40,10 @@ def rows(count):
 
 
 @pytest.fixture(params=[True, False], ids=["in turns", "at the same time"])
-def _in_turns(request):
+def in_turns(request):
     """Enable or disable gradients: with gradients, the lanes of a model that learns run one after another."""
     with torch.set_grad_enabled(request.param):
-        yield
-
-
-IN_TURNS_OR_NOT = pytest.mark.usefixtures("_in_turns")
-
-
-# -- calls
+        yield request.param
 
 
 class MyError(Exception):
@@ -64,47 +54,35 @@ class MyError(Exception):
         self.detail = detail
 
 
-@IN_TURNS_OR_NOT
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_the_error_of_a_lane(bad):
-    """It is the same object, with its cause and attributes. A note names the lane; the traceback reaches the user's line."""
+def test_the_error_of_a_lane(bad, in_turns):
+    """It is the same object, with its cause. A note names the lane, and the traceback reaches the user's line.
+
+    The other lanes finish, or do not start.
+    """
     error = MyError(7, detail="more")
     error.__cause__ = cause = KeyError("why")
-    with parallel(Fails({bad}, lambda value: error), THREE, out_dims=0) as p, pytest.raises(MyError) as caught:
+    model = Fails({bad}, lambda value: error)
+    with parallel(model, THREE, out_dims=0) as p, pytest.raises(MyError) as caught:
         p(rows(3))
     assert caught.value is error
     assert (error.args, error.detail, error.__cause__) == ((7,), "more", cause)
     assert error.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3: 1 of 3 rows"]
     assert "the user's line" in traceback.extract_tb(error.__traceback__)[-1].line
+    assert sorted(model.ran) == [*range(bad + 1 if in_turns else 3)]
 
 
-def test_errors_of_several_lanes():
-    """The first lane's exception is raised, and notes name the others. Lanes that run at the same time finish."""
-    model = Fails({1, 2})
+@pytest.mark.parametrize("shared", [False, True])
+def test_errors_of_several_lanes(shared):
+    """The first lane's exception is raised, and notes name the others. One object of all lanes has one note."""
+    error = ValueError("row 1")
+    model = Fails({1, 2}, lambda value: error if shared else ValueError(f"row {value}"))
     with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
         model(rows(3))
     assert caught.value.__notes__ == [
         "in lane 1 on cpu, shard 1 of 3: 1 of 3 rows",
-        "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
+        *([] if shared else ["also in lane 2 on cpu, shard 2 of 3: ValueError: row 2"]),
     ]
-    assert sorted(model.ran) == [0, 1, 2]
-
-
-def test_an_error_ends_the_turns():
-    """If lanes run one after another, those after the lane that fails do not run."""
-    model = Fails({1})
-    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1"):
-        model(rows(3))
-    assert model.ran == [0, 1]
-
-
-def test_one_exception_object_of_all_lanes():
-    """It has one note."""
-    error = ValueError("shared")
-    model = Fails({0, 1, 2}, lambda value: error)
-    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="shared"):
-        model(rows(3))
-    assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3: 1 of 3 rows"]
 
 
 class Unprintable(Exception):
@@ -114,7 +92,7 @@ class Unprintable(Exception):
         raise AttributeError("no text")
 
 
-@IN_TURNS_OR_NOT
+@pytest.mark.usefixtures("in_turns")
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, Unprintable])
 def test_exceptions_of_every_type(kind):
     """They reach the caller from any lane, also through a future, and the block stays usable."""
@@ -128,57 +106,6 @@ def test_exceptions_of_every_type(kind):
                 p.submit(rows(2)).result(PATIENCE_S)
             model.on.clear()
             assert model(rows(2)).shape == p.submit(rows(2)).result(PATIENCE_S).shape == (2, 1)
-
-
-def test_errors_of_plain_calls_have_no_note():
-    with parallel(Fails({0}), THREE) as p, pytest.raises(ValueError) as caught:
-        p(rows(1))
-    assert not getattr(caught.value, "__notes__", [])
-
-
-@IN_TURNS_OR_NOT
-def test_an_error_leaves_no_reference_cycle():
-    """The call's tensors are freed without garbage collection."""
-    model = Fails({1})
-    with parallel(model, TWO, out_dims=0):
-        x = rows(2)
-        alive = weakref.ref(x)
-        gc.collect()
-        gc.disable()
-        try:
-            with contextlib.suppress(ValueError):
-                model(x)
-            del x
-            assert alive() is None
-        finally:
-            gc.enable()
-
-
-def test_a_warning_that_is_an_error():
-    def target(x):
-        warnings.warn("careful", DeprecationWarning, stacklevel=1)
-        return x
-
-    with parallel(target, TWO) as p, pytest.raises(DeprecationWarning, match="careful") as caught:
-        p(torch.zeros(5))
-    assert "in lane 0 on cpu" in caught.value.__notes__[0]
-
-
-def test_an_error_in_backward():
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(_ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(_ctx, _grad):
-            raise MyError(3, detail="backward")
-
-    with parallel(Broken.apply, TWO) as p:
-        y = p(torch.randn(5, 2, requires_grad=True))
-        with pytest.raises(MyError):
-            y.sum().backward()
-        assert p(torch.zeros(5, 2)).shape == (5, 2)
 
 
 def test_an_interrupt_leaves_the_block_usable():
@@ -219,9 +146,10 @@ def source_that_fails():
     raise ValueError("disk")  # the user's line
 
 
+OF_BATCH_0 = ["in lane 0 on cpu", "in batch 0 of the stream, counted from 0"]
 SOURCES = {
-    "model": (lambda: [rows(1), rows(2)], None, ["in lane 0 on cpu", "in batch 0 of the stream, counted from 0"]),
-    "prepare": (lambda: [rows(1)], refuse, ["in lane 0 on cpu", "in batch 0 of the stream, counted from 0"]),
+    "model": (lambda: [rows(1), rows(2)], None, OF_BATCH_0),
+    "prepare": (lambda: [rows(1)], refuse, OF_BATCH_0),
     "source": (source_that_fails, None, ["while batch 1 of the stream was read, counted from 0"]),
 }
 
@@ -255,20 +183,26 @@ def test_errors_of_a_submitted_call():
 def test_a_stop_iteration_does_not_end_a_stream():
     """It becomes a RuntimeError at its batch's position."""
     outputs = []
-    with parallel(lambda x: next(iter(())) if x[0] == 3 else x, TWO) as p:
-        with pytest.raises(RuntimeError, match="StopIteration") as caught:
-            outputs.extend(output.item() for output in p.map(torch.arange(6.0).split(1)))
+    with (
+        parallel(lambda x: next(iter(())) if x[0] == 3 else x, TWO) as p,
+        pytest.raises(RuntimeError, match="StopIteration") as caught,
+    ):
+        outputs.extend(output.item() for output in p.map(torch.arange(6.0).split(1)))
     assert outputs == [0, 1, 2]
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@pytest.mark.parametrize("cure", ["prepare=tuple", "prepare=lambda batch: (batch,)"])
-def test_type_errors_name_the_forms_of_a_batch(cure):
-    """A list is one argument, and a dict is keyword arguments. The cure works."""
-    batch = [torch.ones(2), torch.ones(2)] if cure == "prepare=tuple" else {"a": torch.ones(2), "b": torch.ones(2)}
-    target = (lambda x, y: x + y) if cure == "prepare=tuple" else (lambda weights: weights["a"] + weights["b"])
-    prepare = tuple if cure == "prepare=tuple" else lambda batch: (batch,)
-    with parallel(target, TWO) as p:
+@pytest.mark.parametrize(
+    ("batch", "cure", "prepare"),
+    [
+        ([torch.ones(2), torch.ones(2)], "prepare=tuple", tuple),
+        ({"a": torch.ones(2)}, "prepare=lambda batch: (batch,)", lambda batch: (batch, torch.ones(2))),
+    ],
+    ids=["list", "dict"],
+)
+def test_type_errors_name_the_forms_of_a_batch(batch, cure, prepare):
+    """A list is one argument, and a dict is keyword arguments."""
+    with parallel(lambda x, y: y + 1, TWO) as p:
         with pytest.raises(TypeError) as caught:
             list(p.map([batch]))
         assert cure in caught.value.__notes__[-1]

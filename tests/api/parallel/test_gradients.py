@@ -24,6 +24,17 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Scaled(nn.Linear):
+    """A model with a buffer that backward needs."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.rand(4) + 1)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class Normed(nn.Module):
     """A linear layer followed by a norm."""
 
@@ -35,24 +46,7 @@ class Normed(nn.Module):
         return self.norm(self.linear(x))
 
 
-class Scaled(nn.Module):
-    """A model with a buffer that backward needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.rand(4) + 1)
-
-    def forward(self, x):
-        return self.linear(x) * self.scale
-
-
 # -- gradients
-
-
-def step(model, x):
-    """Run one backward pass, as in training."""
-    model(x).square().sum().backward()
 
 
 def penalty(model, x):
@@ -72,7 +66,6 @@ def checkpointed(model, x, *, reentrant):
 
 
 WAYS = {
-    "step": step,
     "penalty": penalty,
     "two calls": two_calls,
     "checkpoint": lambda model, x: checkpointed(model, x, reentrant=False),
@@ -96,15 +89,24 @@ def test_ways_to_run_backward(make, way):
             assert_close(gradients(), plain)
 
 
-def test_backward_after_the_block():
-    model, x = mlp(), torch.randn(7, 4)
-    step(model, x)
-    plain = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), None], ids=["batch norm", "spectral"])
+def test_running_statistics_break_no_graph(norm):
+    """Two calls with one backward, as in training a GAN, work although each call updates the statistics."""
+    model, x = Normed(norm) if norm else parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(10, 4)
     with parallel(model, THREE):
-        loss = model(x).square().sum()
+        model(x)
+        two_calls(model, x)
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_backward_after_the_block():
+    """A hook on a parameter runs once and gets the sum of the lanes' gradients."""
+    model, x, seen = nn.Linear(4, 1, bias=False), torch.randn(7, 4), []
+    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    with parallel(model, THREE):
+        loss = model(x).sum()
     loss.backward()
-    assert_close([parameter.grad for parameter in model.parameters()], plain)
+    assert_close([model.weight.grad, *seen], [x.sum(0, keepdim=True)] * 2)
 
 
 def test_frozen_parameters_get_no_gradient():
@@ -123,40 +125,17 @@ def test_frozen_parameters_get_no_gradient():
         assert not model(x).requires_grad
 
 
-def test_hooks_on_a_parameter_run_once():
-    """They get the sum of the lanes' gradients."""
-    model, x, seen = nn.Linear(4, 1, bias=False), torch.randn(7, 4), []
-    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
-    with parallel(model, THREE):
-        for calls in (1, 2):
-            model(x).sum().backward()
-            assert len(seen) == calls
-            assert_close(seen[-1], x.sum(0, keepdim=True))
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), None], ids=["batch norm", "spectral"])
-def test_running_statistics_break_no_graph(norm):
-    """Two calls with one backward, as in training a GAN, work although each call updates the statistics."""
-    model = Normed(norm) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
-    x = torch.randn(10, 4)
-    with parallel(model, THREE):
-        model(x)
-        two_calls(model, x)
-    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
-def test_training_equals_plain_training(optimizer):
+def test_training_equals_plain_training():
     plain = mlp()
     model = copy.deepcopy(plain)
     batches = [(torch.randn(11, 4), torch.randn(11, 3)) for _ in range(20)]
 
     def train(net):
-        steps = optimizer(net.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
         for x, y in batches:
-            steps.zero_grad()
+            optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
-            steps.step()
+            optimizer.step()
 
     train(plain)
     with parallel(model, THREE):
@@ -202,25 +181,6 @@ def test_function_transforms():
         assert_close(transforms(), plain)
 
 
-def test_a_sparse_buffer_trains():
-    """Each step after the first copies the buffer again."""
-
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-            self.register_buffer("mixing", torch.eye(3).to_sparse())
-
-        def forward(self, x):
-            return torch.sparse.mm(self.mixing, (x * self.weight).T).T
-
-    model, x = Mixing(), torch.randn(7, 3)
-    with parallel(model, THREE):
-        for count in range(1, 4):
-            model(x).sum().backward()
-            assert_close(model.weight.grad, count * x.sum(0))
-
-
 # -- batch norm and other buffers
 
 
@@ -248,7 +208,7 @@ def test_evaluation_between_training_steps(options):
     """Every lane has lane 0's new statistics, also in inference mode."""
     model, x = Normed(nn.BatchNorm1d(4, **options)), torch.randn(10, 4)
     with parallel(model, THREE):
-        for _ in range(3):
+        for _ in range(2):
             model(torch.randn(10, 4) * 3 + 1).sum().backward()
             model.eval()
             for mode in (torch.no_grad(), torch.inference_mode()):
@@ -257,28 +217,19 @@ def test_evaluation_between_training_steps(options):
             model.train()
 
 
-def test_a_norm_in_eval_mode_keeps_its_statistics():
-    model = Normed()
-    model.norm.eval()
-    before = model.norm.running_mean.clone()
-    with parallel(model, THREE):
-        model(torch.randn(10, 4)).sum().backward()
-    assert torch.equal(model.norm.running_mean, before)
-
-
 def test_buffers_of_lane_0_come_back():
-    """A buffer that forward writes or replaces in training keeps lane 0's value. Every lane starts the next call from it."""
+    """What forward writes or replaces in training keeps lane 0's value. Every lane starts the next call from it."""
 
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
             self.register_buffer("added", torch.zeros(()))
-            self.register_buffer("replaced", torch.zeros(2, 2))
+            self.register_buffer("replaced", torch.zeros(2, 2).to_sparse())
 
         def forward(self, x):
-            before = self.added + self.replaced.sum()
+            before = self.added + self.replaced.to_dense().sum()
             self.added += 1
-            self.replaced = self.replaced + 1
+            self.replaced = (self.replaced.to_dense() + 1).to_sparse()
             return x + before
 
     model = Counts()
@@ -286,4 +237,4 @@ def test_buffers_of_lane_0_come_back():
         for calls in range(3):
             assert model(torch.zeros(7)).tolist() == [5.0 * calls] * 7
     assert model.added.item() == 3
-    assert model.replaced.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert model.replaced.to_dense().unique().tolist() == [3.0]

@@ -17,40 +17,29 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, ShardError, parallel
-from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
 
 class Net(nn.Module):
-    """A model with a buffer, a plain attribute, and a second method."""
+    """A model with a buffer, a plain attribute, and a second method. It counts the rows of each call."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.register_buffer("shift", torch.arange(3.0))
         self.scale = 2.0
+        type(self).seen = []  # on the class, because a replica has its own attributes
 
     def forward(self, x):
+        self.seen.append(len(x))
         return self.linear(x) * self.scale + self.shift
 
     def generate(self, x, steps=2):
         for _ in range(steps):
             x = x + self(x).mean(1, keepdim=True)
         return x
-
-
-class Sizes(nn.Module):
-    """Doubles its input, and records the row count of each call."""
-
-    def __init__(self):
-        super().__init__()
-        type(self).seen = []  # on the class, because a replica has its own attributes
-
-    def forward(self, x):
-        self.seen.append(len(x))
-        return x * 2
 
 
 def state_of(module):
@@ -64,29 +53,28 @@ def state_of(module):
 # -- the model
 
 
-@pytest.mark.parametrize("end", ["normal", "error of the block", "error of a lane"])
-def test_the_model_is_unchanged_after(end):
+@pytest.mark.parametrize(("error", "columns"), [(None, 4), (ZeroDivisionError, 4), (RuntimeError, 5)])
+def test_the_model_is_unchanged_after(error, columns):
+    """Also after an exception of the block, and one of a lane."""
     model = Net()
     before = state_of(model)
 
     def use():
         with parallel(model, THREE):
-            model(torch.randn(7, 4)).sum()
-            if end == "error of the block":
-                raise ZeroDivisionError
-            if end == "error of a lane":
-                model(torch.randn(7, 5))
+            model(torch.randn(7, columns)).sum()
+            if error is not None:
+                raise error
 
-    if end == "normal":
+    if error is None:
         use()
     else:
-        with pytest.raises(ZeroDivisionError if end == "error of the block" else RuntimeError):
+        with pytest.raises(error):
             use()
     assert state_of(model) == before
 
 
 def test_the_model_inside_the_block():
-    """The type, the keys of the state_dict, the names of parameters, and the signature are those of the model."""
+    """The type, the keys of the state_dict, the names of parameters, and the methods' signatures are those of the model."""
     model = Net()
     keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
     signature = inspect.signature(model.generate)
@@ -94,10 +82,8 @@ def test_the_model_inside_the_block():
         model(torch.randn(5, 4))
         assert isinstance(p, Parallel)
         assert type(model) is Net
-        assert list(model.state_dict()) == keys
-        assert [name for name, _ in model.named_parameters()] == names
-        assert inspect.signature(model.generate) == signature
-        assert model.generate.__name__ == "generate"
+        assert (list(model.state_dict()), [name for name, _ in model.named_parameters()]) == (keys, names)
+        assert (inspect.signature(model.generate), model.generate.__name__) == (signature, "generate")
         assert (model.forward.__self__, model.forward.__func__) == (model, Net.forward)
 
 
@@ -115,20 +101,14 @@ def test_a_forward_on_the_instance():
     assert vars(model)["forward"] is new
 
 
-def test_references_in_other_modules():
-    """A model that is a submodule elsewhere is parallel when it is called from there."""
-    encoder = Sizes()
-    outer = nn.Sequential(encoder, nn.Identity())
-    with parallel(encoder, THREE):
-        assert outer(torch.ones(7, 1)).tolist() == [[2.0]] * 7
-    assert sorted(encoder.seen) == [2, 2, 3]
-
-
-def test_bound_methods_cross_the_block():
-    """`model.forward` from before the block works inside it, and from inside the block works after it."""
-    model, x = Net(), torch.randn(5, 4)
-    before, plain = model.forward, model(x)
-    with parallel(model, TWO):
+def test_every_reference_is_parallel():
+    """A submodule elsewhere is, too. `model.forward` of before the block works inside it, and of inside after it."""
+    model, x = Net(), torch.randn(7, 4)
+    outer, before, plain = nn.Sequential(model, nn.Identity()), model.forward, model(x)
+    model.seen.clear()
+    with parallel(model, THREE):
+        assert_close(outer(x), plain)
+        assert sorted(model.seen) == [2, 2, 3]
         assert_close(before(x), plain)
         inside = model.forward
     assert_close(inside(x), plain)
@@ -152,7 +132,7 @@ def test_methods_are_parallel_by_name():
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
 
 
-class _Unusual(nn.Module):
+class Unusual(nn.Module):
     """Has a decorated forward that looks like a bound method, and static, class, and partial methods."""
 
     def __init__(self):
@@ -184,7 +164,7 @@ class _Unusual(nn.Module):
 
 @pytest.mark.parametrize(("method", "value"), [("forward", 3), ("double", 2), ("triple", 3), ("times_four", 4)])
 def test_unusual_methods_run_in_every_lane(method, value):
-    model = _Unusual()
+    model = Unusual()
     with parallel(model, THREE, methods=(method,)) as p:
         assert getattr(model, method)(torch.ones(7, 1)).tolist() == [[value]] * 7
         assert p.stats().shards == (3, 2, 2)
@@ -192,126 +172,17 @@ def test_unusual_methods_run_in_every_lane(method, value):
     assert method not in vars(model)
 
 
-# -- hooks
-
-
-def test_root_hooks_run_once_on_the_whole_batch():
-    """They run in the caller's thread, and what they return is used."""
-    model, seen = Net(), []
-    model.register_forward_pre_hook(lambda m, args: seen.append((len(args[0]), threading.get_ident(), m is model)))
-    model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-    model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
-    model.register_forward_hook(lambda m, args, out: (out, out))
-    model.register_full_backward_hook(lambda m, gi, go: seen.append(len(go[0])))
-    x = torch.randn(7, 4, requires_grad=True)
-    plain = model(x)
-    seen.clear()
-    with parallel(model, THREE):
-        output = model(x)
-        assert_close(output, plain)
-        assert seen == [(7, threading.get_ident(), True)] * 2
-        output[0].sum().backward()
-    assert seen[2:] == [7]
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-def test_submodule_hooks_run_in_every_lane(grad):
-    """Also if they are registered or removed inside the block. Each call has the same hooks on the same shards."""
-    model, rows, backward_rows = Net(), [], []
-
-    def hook(module, args, out):
-        rows.append(len(out))
-        return out * 0
-
-    with torch.set_grad_enabled(grad), parallel(model, THREE):
-        x = torch.randn(7, 4, requires_grad=grad)
-        model(x)
-        handle = model.linear.register_forward_hook(hook)
-        model.linear.register_full_backward_hook(lambda m, gi, go: backward_rows.append(len(go[0])))
-        for calls in (1, 2, 3):
-            output = model(x)
-            assert_close(output, model.shift.expand(7, 3))
-            assert sorted(rows) == sorted([3, 2, 2] * calls)
-        if grad:
-            output.sum().backward()
-            assert sorted(backward_rows) == [2, 2, 3]
-        handle.remove()
-        model(x)
-        assert len(rows) == 9
-
-
-# -- copies made in the block
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("make", [Net, lambda: torch.fx.symbolic_trace(Net())], ids=["module", "fx"])
-def test_copies_are_plain_models(make, duplicate):
-    """They have their own parameters, no parallel `forward`, and can have a block of their own."""
-    model, x = make(), torch.randn(7, 4)
-    plain, keys = model(x), set(vars(duplicate(model)))
-    with parallel(model, THREE) as p:
-        model(x)
-        clone = duplicate(model)
-        assert_close(clone(x), plain)
-        assert p.stats().calls == 1
-        with parallel(clone, TWO) as own:
-            assert_close(clone(x), model(x))
-            assert own.stats().shards == (4, 3)
-    assert set(vars(clone)) == keys
-    with torch.no_grad():
-        clone.linear.weight.zero_()
-    assert_close(model(x), plain)
-    assert not torch.equal(clone(x), plain)
-
-
-def test_a_shallow_copy_calls_itself():
-    model, x = Net(), torch.randn(7, 4)
-    with parallel(model, TWO):
-        clone = copy.copy(model)
-        clone.scale = 0.0
-        assert_close(clone(x), model.shift.expand(7, 3))
-    assert_close(clone(x), model.shift.expand(7, 3))
-
-
-# -- other targets
-
-
-class _Callable:
-    def __call__(self, x):
-        return x.abs()
-
-
 @pytest.mark.parametrize(
     "target",
-    [lambda x: x.abs(), functools.partial(torch.abs), _Callable(), _Callable().__call__, torch.abs, torch.Tensor.abs],
-    ids=["lambda", "partial", "object", "method", "builtin", "descriptor"],
+    [lambda x: x.abs(), functools.partial(torch.abs), torch.nn.ReLU().forward, torch.abs, torch.Tensor.abs],
+    ids=["lambda", "partial", "method", "builtin", "descriptor"],
 )
 def test_any_callable_is_parallel(target):
-    x = torch.randn(7, 2)
-    with parallel(target, THREE) as p:
-        assert torch.equal(p(x), x.abs())
-        assert p.stats().shards == (3, 2, 2)
-
-
-def test_p_without_a_with_block():
-    """`p(x)` opens the lanes, and close() ends them."""
-    model = Sizes()
-    p = parallel(model, THREE)
-    p(torch.ones(7, 1))
-    assert sorted(model.seen) == [2, 2, 3]
-    assert "forward" not in vars(model)
+    """Also without a `with` block, until close()."""
+    x = torch.rand(7, 2)
+    p = parallel(target, THREE)
+    assert torch.equal(p(x), x)
+    assert p.stats().shards == (3, 2, 2)
     p.close()
 
 
@@ -332,94 +203,129 @@ def test_one_cpu_lane_is_the_plain_call():
     assert seen == [(model, 7, threading.get_ident())]
 
 
-# -- the decorator
+# -- hooks
+
+
+def test_root_hooks_run_once_on_the_whole_batch():
+    """They run in the caller's thread, and what they return is used."""
+    model, seen = Net(), []
+    model.register_forward_pre_hook(lambda m, args: seen.append((len(args[0]), threading.get_ident(), m is model)))
+    model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
+    model.register_forward_hook(lambda m, args, out: (out, out))
+    model.register_full_backward_hook(lambda m, gi, go: seen.append(len(go[0])))
+    x = torch.randn(7, 4, requires_grad=True)
+    plain = model(x)
+    seen.clear()
+    with parallel(model, THREE):
+        output = model(x)
+        assert_close(output, plain)
+        output[0].sum().backward()
+    assert seen == [(7, threading.get_ident(), True)] * 2 + [7]
+
+
+def test_submodule_hooks_run_in_every_lane():
+    """Also if they are registered or removed inside the block. Each call has the same hooks on the same shards."""
+    model, rows, backward_rows, x = Net(), [], [], torch.randn(7, 4, requires_grad=True)
+    with parallel(model, THREE):
+        model(x)
+        handle = model.linear.register_forward_hook(lambda m, args, out: (rows.append(len(out)), out * 0)[1])
+        model.linear.register_full_backward_hook(lambda m, gi, go: backward_rows.append(len(go[0])))
+        for calls in (1, 2):
+            output = model(x)
+            assert_close(output, model.shift.expand(7, 3))
+            assert sorted(rows) == sorted([3, 2, 2] * calls)
+        output.sum().backward()
+        assert sorted(backward_rows) == [2, 2, 3]
+        handle.remove()
+        model(x)
+        assert len(rows) == 6
+
+
+# -- copies made in the block
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("is_graph", [False, True], ids=["module", "fx"])
+def test_copies_are_plain_models(is_graph, duplicate):
+    """They have their own parameters, no parallel `forward`, and can have a block of their own."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
+    model = torch.fx.symbolic_trace(model) if is_graph else model
+    plain, keys = model(x), set(vars(duplicate(model)))
+    with parallel(model, THREE) as p:
+        model(x)
+        clone = duplicate(model)
+        assert_close(clone(x), plain)
+        assert p.stats().calls == 1
+        with parallel(clone, TWO) as own:
+            assert_close(clone(x), model(x))
+            assert own.stats().shards == (4, 3)
+    assert set(vars(clone)) == keys
+    with torch.no_grad():
+        clone.get_submodule("0").weight.zero_()
+    assert_close(model(x), plain)
+    assert not torch.equal(clone(x), plain)
+
+
+def test_a_shallow_copy_calls_itself():
+    model, x = Net(), torch.randn(7, 4)
+    with parallel(model, TWO):
+        clone = copy.copy(model)
+        clone.scale = 0.0
+        assert_close(clone(x), model.shift.expand(7, 3))
+    assert_close(clone(x), model.shift.expand(7, 3))
+
+
+# -- the decorator and the end
 
 
 def test_a_decorated_function_opens_the_block():
     """Each call of the function is a block, which ends with the outermost call or its exception."""
-    model = Sizes()
-
-    @parallel(model, TWO)
-    def evaluate(x, *, depth):
-        """Evaluate the model."""
-        y = model(x)
-        return evaluate(y, depth=depth - 1) if depth else {}[y] if depth < 0 else y
-
-    assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Evaluate the model.")
-    assert evaluate(torch.ones(5, 1), depth=3).tolist() == [[16.0]] * 5
-    assert sorted(model.seen) == [2] * 4 + [3] * 4
-    assert "forward" not in vars(model)
-
-    @parallel(model, TWO)
-    def fail():
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail()
-    assert "forward" not in vars(model)
-
-
-def test_a_decorated_method_keeps_its_self():
-    model = Sizes()
+    model = Net()
 
     class Trainer:
-        factor = 3
-
         @parallel(model, TWO)
-        def step(self, x):
-            return model(x) * self.factor
+        def evaluate(self, x, *, depth):
+            """Evaluate the model."""
+            model(x)
+            return self.evaluate(x, depth=depth - 1) if depth else 1 / len(x)
 
-    assert Trainer().step(torch.ones(5, 1)).tolist() == [[6.0]] * 5
-    assert sorted(model.seen) == [2, 3]
-
-
-def test_a_decorated_function_in_many_threads():
-    """Each call returns its own output, and the model is plain after the last call."""
-    model, barrier, wrong = Net(), threading.Barrier(8), []
-
-    @parallel(model, TWO)
-    def evaluate(x):
-        return model(x)
-
-    def work(seed):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
-        barrier.wait(PATIENCE_S)
-        for _ in range(10):
-            if not torch.allclose(evaluate(x), model.linear(x) * model.scale + model.shift, atol=1e-5):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not wrong
+    trainer = Trainer()
+    assert (trainer.evaluate.__name__, trainer.evaluate.__doc__) == ("evaluate", "Evaluate the model.")
+    assert trainer.evaluate(torch.ones(5, 4), depth=3) == 0.2
+    assert sorted(model.seen) == [2] * 4 + [3] * 4
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate(torch.ones(0, 4), depth=0)
     assert "forward" not in vars(model)
-
-
-class Applies(nn.Module):
-    """Applies a function that it gets."""
-
-    def forward(self, function):
-        return function(torch.ones(3))
 
 
 def test_a_function_as_the_only_argument():
     """Inside the block it is the model's argument. Before the block, it is decorated."""
+
+    class Applies(nn.Module):
+        def forward(self, function):
+            return function(torch.ones(3))
+
     model = Applies()
     with parallel(model, TWO) as p:
         assert p(torch.sum) == model(torch.sum) == 3
-
-    @parallel(model, TWO)
-    def total():
-        return model(torch.sum)
-
-    assert total() == 3
+    assert parallel(model, TWO)(lambda: model(torch.sum))() == 3
 
 
 def test_functions_that_run_later_are_refused():
     """A coroutine or a generator would run after its block has ended."""
-    block = parallel(Net(), TWO)
 
     async def later():
         return None
@@ -429,31 +335,22 @@ def test_functions_that_run_later_are_refused():
 
     for function in (later, items):
         with pytest.raises(ShardError, match="Open the block inside it"):
-            block(function)
+            parallel(Net(), TWO)(function)
 
 
-# -- closed blocks
-
-
-def test_a_closed_block_is_refused():
-    with parallel(Net(), TWO) as p:
-        pass
-    x = torch.randn(5, 4)
-    for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
-        with pytest.raises(SessionError, match="closed"):
-            use()
-
-
-def test_a_block_can_be_entered_again():
-    """Also after close(), which may be called at any time and more than once."""
-    model = Sizes()
+def test_a_closed_block():
+    """It is refused, and can be entered again. close() may be called at any time and more than once."""
+    model, x = Net(), torch.ones(5, 4)
     p = parallel(model, TWO)
     p.close()
-    for calls in (1, 2):
+    for _ in range(2):
         with p:
-            model(torch.ones(5, 1))
-            assert sorted(model.seen) == [2] * calls + [3] * calls
+            model.seen.clear()
+            model(x)
+            assert sorted(model.seen) == [2, 3]
             p.close()
             p.close()
             assert "forward" not in vars(model)
-        assert "forward" not in vars(model)
+        for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
+            with pytest.raises(SessionError, match="closed"):
+                use()

@@ -7,38 +7,34 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from parawrap import DataParallel, parallel
+from parawrap.backends import backend_of
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
-small = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 TWO = ["cpu"] * 2
-THREE = ["cpu"] * 3
 
 
+@pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 @pytest.mark.parametrize(
     ("rows", "lanes", "sizes"),
     [
         (9, 2, (5, 4)),
         (8, 2, (5, 3)),
-        (16, 2, (9, 7)),
-        (3, 2, (2, 1)),
-        (9, 3, (4, 3, 2)),
-        (6, 3, (4, 2)),
+        (4, 2, ()),
         (3, 3, (2, 1)),
+        (6, 3, (4, 2)),
         (8, 4, (3, 3, 2)),
         (16, 4, (5, 4, 4, 3)),
-        (4, 4, (2, 1, 1)),
     ],
 )
-@small
 def test_the_sizes_of_shards_differ(rows, lanes, sizes):
     x = torch.randn(rows, 2)
     with parallel(torch.tanh, ["cpu"] * lanes) as p:
-        for _ in range(2):
-            assert torch.equal(p(x), torch.tanh(x))
-            assert p.stats().shards == sizes
+        assert torch.equal(p(x), torch.tanh(x))
+        assert p.stats().shards == sizes
 
 
 @pytest.mark.parametrize(
@@ -50,65 +46,47 @@ def test_declared_outputs_balance_shards(options):
         assert p.stats().shards == (2, 2, 2, 2)
         p(torch.zeros(2, 3))
         assert p.stats().shards == (1, 1)
-        assert [lane.rows for lane in p.stats().lanes] == [3, 3, 2, 2]
 
 
-@small
-def test_later_calls_do_not_change_how_a_call_is_cut():
-    """Row counts, training flags, and grad modes of calls in between have no effect."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-    seen = []
-    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
-
-    def sizes(rows, training):
-        model.train(training)
-        seen.clear()
-        with torch.inference_mode(not training):
-            model(torch.randn(rows, 3))
-        return sorted(seen)
-
-    cases = [(rows, training) for rows in (4, 9, 12) for training in (True, False)]
-    alone = []
-    for case in cases:
-        with parallel(model, THREE):
-            alone.append(sizes(*case))
-    with parallel(model, THREE):
-        for _ in range(2):
-            assert [sizes(*case) for case in cases] == alone
+@pytest.mark.parametrize(("rows", "sizes"), [(8, (4, 4)), (5, (3, 2)), (2, (1, 1))])
+def test_equal_shards_where_sizes_compile(rows, sizes, monkeypatch):
+    """If each shard size costs a compilation, all shards but the last are equal, and outputs have their rows on `dim`."""
+    monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
+    model, x = nn.Linear(3, 2), torch.randn(rows, 3)
+    with parallel(model, TWO) as p:
+        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
+        assert p.stats().shards == sizes
 
 
 @pytest.mark.parametrize(
-    ("rows", "lanes", "says"),
+    ("rows", "unit", "says"),
     [
-        (8, 2, "a call of 8 rows on 2 lanes has a shard of 5 rows, .* With out_dims=0, the largest shard has 4 of them"),
-        (14, 2, "a call of 14 rows on 2 lanes has a shard of 8 rows, .* With out_dims=0, the largest shard has 7 of them"),
-        (4, 2, "a call of 4 rows on 2 lanes runs whole, .* With out_dims=0, the largest shard has 2 of them"),
-        (16, 2, None),
-        (9, 2, None),
-        (1, 2, None),
-        (0, 2, None),
+        (8, 1, "a call of 8 rows on 2 lanes has a shard of 5 rows, .* With out_dims=0, the largest shard has 4 of them"),
+        (4, 1, "a call of 4 rows on 2 lanes runs whole, .* With out_dims=0, the largest shard has 2 of them"),
+        (24, 4, "a call of 24 rows on 2 lanes has a shard of 16 rows.*the largest shard has 12 of them"),
+        (16, 1, None),
+        (1, 1, None),
     ],
 )
-def test_unbalanced_shards_warn_once(rows, lanes, says):
-    """A shard may be an eighth larger than a balanced one. `unit` counts whole units. Whole calls do not warn."""
+def test_unbalanced_shards_warn_once(rows, unit, says):
+    """A shard may be an eighth larger than a balanced one. Whole calls and DataParallel do not warn."""
+    x = torch.zeros(rows, 3)
 
     def use():
-        with parallel(torch.tanh, ["cpu"] * lanes) as p:
-            for size in (rows, 9, rows):
-                p(torch.zeros(size, 3))
+        with parallel(torch.tanh, TWO, unit=unit) as p:
+            for _ in range(3):
+                p(x)
 
     def use_whole():
-        x = torch.zeros(rows, 3)
         with parallel(torch.tanh, TWO) as p:
             p.submit(x).result(PATIENCE_S)
             list(p.map([x] * 3))
         DataParallel(nn.Linear(3, 3), TWO)(x)
 
-    messages = warnings_of(use)
-    assert len(messages) == (says is not None)
-    if says is not None:
-        with parallel(torch.tanh, TWO, unit=4) as p, pytest.warns(UserWarning, match=f"a call of {4 * rows} rows on 2"):
-            p(torch.zeros(4 * rows))
-        with pytest.warns(UserWarning, match=says), parallel(torch.tanh, ["cpu"] * lanes) as p:
-            p(torch.zeros(rows, 3))
+    if says is None:
+        assert warnings_of(use) == []
+    else:
+        with pytest.warns(UserWarning, match=says):
+            use()
+        assert len(warnings_of(use)) == 1
     assert warnings_of(use_whole) == []

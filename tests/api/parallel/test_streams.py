@@ -194,18 +194,6 @@ def test_a_stream_ends_with_its_block():
 # -- errors
 
 
-class Uncounted:
-    """A batch whose rows cannot be counted if its value is 3."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __len__(self):
-        if self.value == 3:
-            raise LookupError("three")
-        return 1
-
-
 class RefusedError(LookupError):
     """An exception that a weak reference may point to."""
 
@@ -254,14 +242,6 @@ def test_return_exceptions(ordered):
     assert [by_number[number][0].item() for number in (0, 2, 4)] == [0, 2, 0]
 
 
-def test_an_error_of_the_source_is_not_returned():
-    """A source that raised cannot give further batches."""
-    outputs = []
-    with parallel(lambda x: x, TWO) as p, pytest.raises(LookupError):
-        outputs.extend(p.map(source_that_fails(), return_exceptions=True))
-    assert first_values(outputs) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["in the caller", "in a lane"])
 def test_yielded_errors_are_freed(inside):
     """Neither the stream nor its frames refer to an exception that the user dropped."""
@@ -306,25 +286,6 @@ def test_prepare_runs_in_the_lane():
     assert [output.tolist() for _, output in pairs] == [[2, 4], [6], [8], [10]]
     assert all(batch is given for (batch, _), given in zip(pairs, source, strict=True))
     assert lanes == {0, 1}
-
-
-def test_prepare_inside_a_lane():
-    """A stream that a lane reads runs in that lane, with the same outputs."""
-
-    def in_a_lane(x):
-        return torch.cat(list(inner.map([x, x], prepare=lambda batch: batch + 1)))
-
-    inner = parallel(lambda x: x + 1, TWO)
-    with inner, parallel(in_a_lane, TWO) as p, torch.no_grad():
-        assert p.submit(torch.zeros(1, 1)).result(PATIENCE_S).tolist() == [[2], [2]]
-
-
-def test_a_shuffled_loader_gives_pairs():
-    """A second iteration of the loader would have another order."""
-    loader = torch.utils.data.DataLoader(torch.arange(32.0)[:, None], batch_size=4, shuffle=True)
-    with parallel(lambda x: x + 1, TWO) as p:
-        for batch, output in p.map(loader, with_inputs=True):
-            assert torch.equal(output, batch + 1)
 
 
 def test_a_batch_is_freed_with_its_output():

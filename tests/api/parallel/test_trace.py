@@ -148,20 +148,3 @@ def test_a_trace_is_used_once(tmp_path):
         with pytest.raises(SessionError, match="was already used"):
             trace.__enter__()
     assert len(events_in(tmp_path / "t.json")) == 4
-
-
-class GrowingSpans(list):
-    """Spans that get a plain call after each iteration."""
-
-    def __iter__(self):
-        spans = tuple(super().__iter__())
-        yield from spans
-        self.append(spans[0]._replace(lane=None))
-
-
-def test_a_timeline_while_calls_run(tmp_path):
-    """It has the calls up to now, also if another thread adds the first plain call meanwhile."""
-    with parallel(torch.tanh, TWO, out_dims=0) as p, p.trace(tmp_path / "t.json") as trace:
-        p(torch.zeros(4))
-        trace.spans = GrowingSpans(trace.spans)
-        assert "2 spans" in str(trace.timeline())
