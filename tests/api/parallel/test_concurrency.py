@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import gc
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -31,65 +30,34 @@ def lanes():
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
 
 
-def in_threads(count, work):
-    """Run `work(index)` in `count` threads that start together. Raise the first error."""
-    barrier = threading.Barrier(count)
-
-    def start(index):
-        barrier.wait(PATIENCE_S)
-        return work(index)
-
-    with ThreadPoolExecutor(count) as executor:
-        return [future.result(PATIENCE_S) for future in [executor.submit(start, index) for index in range(count)]]
-
-
 # -- threads
 
 
 def test_many_threads_call_one_model():
     """Each gets the outputs and input gradients of its own rows. Calls, `submit`, and `map` share the lanes."""
-    model = mlp()
+    model, barrier = mlp(), threading.Barrier(12)
     plain = copy.deepcopy(model)
 
     def work(index):
         generator = torch.Generator().manual_seed(index)
+        barrier.wait(PATIENCE_S)
         for _ in range(8):
             x = torch.randn(1 + index % 7, 4, generator=generator, requires_grad=True)
-            if index % 3 == 0:
-                outputs = [model(x)]
-            elif index % 3 == 1:
-                outputs = [p.submit(x).result(PATIENCE_S)]
-            else:
-                outputs = list(p.map([x] * 3))
-            for y in outputs:
+            ways = (lambda x: [model(x)], lambda x: [p.submit(x).result(PATIENCE_S)], lambda x: list(p.map([x] * 3)))
+            for y in ways[index % 3](x):
                 assert_close(y, plain(x))
                 (grad,) = torch.autograd.grad(y.sum(), x)
                 assert_close(grad, torch.autograd.grad(plain(x).sum(), x)[0])
 
-    with parallel(model, THREE, out_dims=0) as p:
-        in_threads(12, work)
-
-
-def test_a_model_in_training_does_not_race():
-    """Each call of a batch norm is counted once."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    def work(index):
-        generator = torch.Generator().manual_seed(index)
-        for _ in range(8):
-            model(torch.randn(10, 4, generator=generator)).sum().backward()
-
-    with parallel(model, THREE):
-        in_threads(6, work)
-    assert model[1].num_batches_tracked.item() == 48
-    assert torch.isfinite(model[1].running_var).all()
+    with parallel(model, THREE, out_dims=0) as p, ThreadPoolExecutor(12) as executor:
+        for future in [executor.submit(work, index) for index in range(12)]:
+            future.result(PATIENCE_S)
 
 
 def test_blocks_of_threads_on_one_model():
     """They may overlap in any order. After both, the model is plain."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
-    plain = model(x)
-    entered, left = threading.Event(), threading.Event()
+    plain, entered, left = model(x), threading.Event(), threading.Event()
 
     def first():
         with parallel(model, TWO):
@@ -126,19 +94,18 @@ def test_a_block_that_another_thread_leaves():
             p.submit(torch.ones(1, 4))
             submitted.set()
 
-    thread = threading.Thread(target=leave)
-    thread.start()
-    try:
-        assert submitted.wait(PATIENCE_S)
-        eventually(lambda: "forward" not in vars(model), "the thread leaves the block and waits for its lane")
-        with p:
-            model(torch.randn(5, 4))
-            assert p.stats().shards == (3, 2)
-        assert "forward" not in vars(model)
-        assert thread.is_alive()
-    finally:
-        hold.set()
-        thread.join(PATIENCE_S)
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(leave)
+        try:
+            assert submitted.wait(PATIENCE_S)
+            eventually(lambda: "forward" not in vars(model), "the thread leaves the block and waits for its lane")
+            with p:
+                model(torch.randn(5, 4))
+                assert p.stats().shards == (3, 2)
+            assert "forward" not in vars(model)
+            assert not future.done()
+        finally:
+            hold.set()
 
 
 def test_calls_during_a_close_do_not_raise():
@@ -168,7 +135,7 @@ _waits, _goes_on = threading.Event(), threading.Event()
 class Counting(nn.Module):
     """Counts its calls in a buffer, or in another tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
 
-    def __init__(self, *, as_buffer=True):
+    def __init__(self, *, as_buffer):
         super().__init__()
         self.linear = nn.Linear(3, 2)
         if as_buffer:
@@ -199,10 +166,9 @@ def slow_call(call, x):
         future.result(PATIENCE_S)
 
 
-def sixes(row):
-    """Return six rows. One of them is sevens."""
+def six_rows(*, sevens):
     x = torch.ones(6, 3)
-    x[row] = 7
+    x[sevens] = 7
     return x
 
 
@@ -214,19 +180,19 @@ def sixes(row):
 def test_calls_keep_what_other_calls_write(as_buffer, training, rows, change):
     """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
     model, begun = Counting(as_buffer=as_buffer).train(training), threading.Event()
+
+    @torch.no_grad()
+    def call():
+        begun.set()
+        return model(torch.ones(rows, 3))
+
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
         model(torch.ones(6, 3))
-        with slow_call(model, sixes(5)):
+        with slow_call(model, six_rows(sevens=5)):
             if change == "refresh":
                 p.refresh()
             elif change == "attribute":
                 model.linear.tag = [change]
-
-            @torch.no_grad()
-            def call():
-                begun.set()
-                return model(torch.ones(rows, 3))
-
             during = another.submit(call)
             assert begun.wait(PATIENCE_S)
         during.result(PATIENCE_S)
@@ -235,36 +201,23 @@ def test_calls_keep_what_other_calls_write(as_buffer, training, rows, change):
 
 @torch.no_grad()
 def test_whole_calls_next_to_a_cut_call():
-    """What a whole call writes in lane 1, behind its part of the cut call, is not compared with lane 0's part."""
+    """What whole calls write in lane 1, or before it in lane 0, is not compared with the other part of a cut call."""
     model = Counting(as_buffer=False).eval()
     with parallel(model, TWO, out_dims=0) as p:
         model(torch.ones(6, 3))
         futures = [p.submit(torch.ones(6, 3)) for _ in range(50)]
-        with slow_call(model, sixes(0)):
+        with slow_call(model, six_rows(sevens=0)):
             eventually(lambda: sum(future.done() for future in futures) > 1, "whole calls of lane 1")
         assert [len(future.result(PATIENCE_S)) for future in futures] == [6] * 50
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "tensor"])
-def test_parts_around_a_whole_call(as_buffer):
-    """Lane 1 runs its part while a whole call in lane 0 goes on, which then writes the model."""
-    passed = threading.Event()
-
-    class Passing(Counting):
-        def forward(self, x):
-            output = super().forward(x)
-            if (x == 5).any():
-                passed.set()
-            return output
-
-    model, x = Passing(as_buffer=as_buffer).eval(), torch.ones(6, 3)
-    x[5] = 5
-    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
-        with slow_call(lambda x: p.submit(x).result(PATIENCE_S), torch.full((6, 3), 7.0)):
-            cut = other.submit(torch.no_grad()(model), x)
-            assert passed.wait(PATIENCE_S)
-        assert len(cut.result(PATIENCE_S)) == 6
+        done = threading.Event()
+        model.linear.register_forward_hook(lambda module, args, output: done.set() if (args[0] == 5).any() else None)
+        with ThreadPoolExecutor(1) as other:
+            with slow_call(lambda x: p.submit(x).result(PATIENCE_S), torch.full((6, 3), 7.0)):
+                x = torch.ones(6, 3)
+                x[5] = 5
+                cut = other.submit(torch.no_grad()(model), x)
+                assert done.wait(PATIENCE_S)  # lane 1 ran its part
+            assert len(cut.result(PATIENCE_S)) == 6
 
 
 def test_submitted_calls_see_no_later_write():
@@ -295,35 +248,22 @@ def test_submitted_calls_see_no_later_write():
 # -- nested blocks
 
 
-def test_a_block_entered_twice():
-    """The model stays parallel until the outermost end."""
-    model = mlp()
-    with parallel(model, TWO) as p:
-        with p:
-            model(torch.randn(5, 4))
-        model(torch.randn(5, 4))
-        assert (p.stats().calls, p.stats().plain) == (2, 0)
-    assert "forward" not in vars(model)
-
-
 def test_blocks_on_one_model_nest():
     """The inner block's lanes run calls while it is open. Closing the outer one first is refused and changes nothing."""
     model, x = mlp(), torch.randn(7, 4)
     plain = model(x)
-    outer, inner = parallel(model, TWO), parallel(model, THREE)
-    outer.__enter__()
-    inner.__enter__()
-    before = {key: id(value) for key, value in vars(model).items()}
-    for close in (lambda: outer.__exit__(None, None, None), outer.close):
+    with parallel(model, TWO) as outer:
+        with outer:  # entered twice
+            pass
+        inner = parallel(model, THREE)
+        inner.__enter__()
         with pytest.raises(SessionError, match="close that one first"):
-            close()
-    assert {key: id(value) for key, value in vars(model).items()} == before
-    assert_close(model(x), plain)
-    assert (outer.stats().shards, inner.stats().shards) == ((), (3, 2, 2))
-    inner.close()
-    assert_close(model(x), plain)
-    assert outer.stats().shards == (4, 3)
-    outer.close()
+            outer.close()
+        assert_close(model(x), plain)
+        assert (outer.stats().shards, inner.stats().shards) == ((), (3, 2, 2))
+        inner.close()
+        assert_close(model(x), plain)
+        assert outer.stats().shards == (4, 3)
     assert "forward" not in vars(model)
 
 
@@ -335,24 +275,24 @@ def test_blocks_on_a_model_and_its_submodule():
         with parallel(first, TWO):
             assert_close(model(x), plain)
             with parallel(second, THREE):
-                assert_close(model(x), plain)
-                assert_close(model[0](x), plain_first)
+                assert_close((model(x), model[0](x)), (plain, plain_first))
             assert_close(model(x), plain)
     assert not any("forward" in vars(part) for part in model.modules())
 
 
 def test_blocks_on_models_that_call_each_other():
-    """Blocks on different models close in any order."""
-    one, two = mlp(), nn.Linear(3, 4)
+    """Blocks on different models close in any order. A model may also call itself."""
 
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
-            self.others = [one, two]
+            self.others = [one, two, self]
 
-        def forward(self, x):
-            return self.others[1](self.others[0](x))
+        def forward(self, x, depth=2):
+            x = self.others[1](self.others[0](x))
+            return self.others[2](x, depth=depth - 1) + self(x, depth - 1) if depth else x
 
+    one, two = mlp(), nn.Linear(3, 4)
     both, x = Both(), torch.randn(7, 4)
     plain = both(x)
     blocks = [parallel(target, devices) for target, devices in ((one, TWO), (two, THREE), (both, TWO))]
@@ -360,7 +300,6 @@ def test_blocks_on_models_that_call_each_other():
         block.__enter__()
     for block in blocks:
         assert_close(both(x), plain)
-        assert_close(two(one(x)), plain)
         block.close()
     assert "forward" not in vars(one)
 
@@ -368,61 +307,32 @@ def test_blocks_on_models_that_call_each_other():
 # -- calls inside lanes and plain calls
 
 
-class Recursive(nn.Module):
-    """Calls itself, directly and through a reference in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.me = [self]
-
-    def forward(self, x, depth=2):
-        return self.linear(x) if depth == 0 else self(x, depth=depth - 1) + self.me[0](x, depth - 1)
-
-
-def test_a_model_can_call_itself():
-    model, x = Recursive(), torch.randn(7, 4)
-    plain = model(x)
-    with parallel(model, THREE):
-        assert_close(model(x), plain)
-
-
-def test_a_function_can_use_its_own_block():
-    """A call, `submit`, and `map` inside a lane run plainly in that lane."""
-
-    def target(x, depth=1):
-        if depth == 0:
-            return x + 1
-        return p(x, 0) + p.submit(x, 0).result(PATIENCE_S) + next(iter(p.map([(x, 0)])))
-
-    with parallel(target, THREE) as p:
-        assert p(torch.zeros(7)).tolist() == [3.0] * 7
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["submit", "map", "call", "refresh"])
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
-def test_a_plain_call_may_use_its_block(how, is_module):
-    """A call of one row runs the model itself. What its forward asks of the block then runs plainly."""
+@pytest.mark.parametrize("rows", [1, 7], ids=["plain", "in a lane"])
+def test_a_call_may_use_its_block(how, is_module, rows):
+    """What forward asks of its block runs plainly, in the same thread."""
 
     class Asking(nn.Linear):
         def forward(self, x):
             return ask(super().forward, x)
 
     def ask(forward, x):
-        if len(x) > 1:
+        if len(x) == 9:
             return forward(x)
-        six = torch.ones(6, 3)
-        p.refresh()
+        nine = torch.ones(9, 3)
+        if rows == 1:
+            p.refresh()
         uses = {
-            "submit": lambda: p.submit(six).result(PATIENCE_S), "map": lambda: next(p.map([six])), "call": lambda: p(six)
+            "submit": lambda: p.submit(nine).result(PATIENCE_S), "map": lambda: next(p.map([nine])), "call": lambda: p(nine)
         }  # fmt: skip
-        return uses.get(how, lambda: forward(six))()[:1]
+        return uses.get(how, lambda: forward(nine))()[: len(x)]
 
     target = Asking(3, 2) if is_module else functools.partial(ask, nn.Linear(3, 2))
     with parallel(target, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
-        future = other.submit(torch.no_grad()(target if is_module else p), torch.ones(1, 3))
-        assert future.result(PATIENCE_S).shape == (1, 2)
+        future = other.submit(torch.no_grad()(target if is_module else p), torch.ones(rows, 3))
+        assert future.result(PATIENCE_S).shape == (rows, 2)
 
 
 @torch.no_grad()
@@ -443,38 +353,20 @@ def test_close_from_inside_the_model(lane):
     """From any lane."""
     closed = threading.Event()
 
-    class Closes(nn.Module):
-        def forward(self, x):
-            if x[0].item() == lane and not closed.is_set():
-                closed.set()
-                p.close()
-            return x + 1
+    def target(x):
+        if x[0].item() == lane and not closed.is_set():
+            closed.set()
+            p.close()
+        return x + 1
 
-    model = Closes()
-    p = parallel(model, THREE, out_dims=0)
-    with p:
-        assert model(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
+    with parallel(target, THREE, out_dims=0) as p:
+        assert p(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
         assert closed.is_set()
-    assert "forward" not in vars(model)
 
 
-def test_close_leaves_no_thread():
-    """Outputs and graphs that are used after the block keep no thread alive."""
-    model, before = mlp(), set(threading.enumerate())
-    with parallel(model, THREE) as p:
-        with torch.no_grad():
-            model(torch.randn(7, 4))
-        assert len(lanes()) == 2  # the caller runs lane 0 itself
-        cut, whole = model(torch.randn(7, 4)), p.submit(torch.randn(7, 4)).result(PATIENCE_S)
-        list(p.map(torch.randn(8, 4).split(2)))
-        assert lanes()
-    assert set(threading.enumerate()) == before
-    (cut.sum() + whole.sum()).backward()
-
-
-def test_close_leaves_no_replica():
-    """After the block, the replicas are freed, and the model itself can be freed."""
-    seen = []
+def test_nothing_is_left_after_close():
+    """No thread, although outputs and graphs are used after the block, and no replica. The model itself can be freed."""
+    seen, before = [], set(threading.enumerate())
 
     class Model(nn.Linear):
         def forward(self, x):
@@ -483,10 +375,14 @@ def test_close_leaves_no_replica():
 
     model = Model(4, 4)
     with parallel(model, THREE) as p:
-        model(torch.randn(7, 4)).sum().backward()
+        cut, whole = model(torch.randn(7, 4)), p.submit(torch.randn(7, 4)).result(PATIENCE_S)
         assert len({id(ref()) for ref in seen}) == 3
+        assert lanes()
+    assert set(threading.enumerate()) == before
+    (cut.sum() + whole.sum()).backward()
+    del cut, whole
     gc.collect()
-    assert [ref() for ref in seen if ref() is not None] == []
+    assert [ref() for ref in seen if ref() not in (None, model)] == []
     alive = weakref.ref(model)
     del model, p
     gc.collect()

@@ -62,9 +62,9 @@ class Spy:
 
 
 WHOLE = [
-    3, 2.5, np.int64(2), "text", None, Color.RED, int, torch.relu, torch.float32, torch.device("cpu"), torch.Size((ROWS, 2)),
-    slice(1, ROWS), pathlib.Path("a/b"), re.compile("a"), [1, 2], {"a": [1, "b"], "c": {"d": (2.0, None)}}, ["a"] * (ROWS - 1),
-    (), Fields(2.0, ["a", "b"]), torch.tensor(3.0), torch.zeros(1, 2),
+    3, 2.5, np.int64(2), "text", None, Color.RED, int, torch.relu, torch.float32, torch.device("cpu"), slice(1, ROWS),
+    pathlib.Path("a/b"), re.compile("a"), [1, 2], {"a": [1, "b"], "c": {"d": (2.0, None)}}, ["a"] * (ROWS - 1), (),
+    torch.Size((ROWS, 2)), Fields(2.0, ["a", "b"]), torch.tensor(3.0), torch.zeros(1, 2),
 ]  # fmt: skip
 
 

@@ -230,9 +230,9 @@ def test_reduce_of_scalars(reduce, rows, want):
     with parallel(torch.sum, THREE, reduce=reduce) as p, torch.autocast("cpu", dtype=torch.bfloat16):
         assert p(torch.ones(rows)).tolist() == want
     seen = []
-    with parallel(torch.sum, TWO, reduce=lambda vector: seen.append(torch.is_autocast_enabled("cpu")) or vector.sum()) as p:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            p(torch.ones(9))
+    reduced = parallel(torch.sum, TWO, reduce=lambda vector: seen.append(torch.is_autocast_enabled("cpu")) or vector.sum())
+    with torch.autocast("cpu", dtype=torch.bfloat16), reduced as p:
+        p(torch.ones(9))
     assert seen == [False]
 
 

@@ -179,7 +179,9 @@ def test_an_error_comes_at_its_position(where, buffersize):
         assert first_values(outputs) == [0, 1, 2]
         if where == "model":
             pairs = list(p.map([*source(), {"y": 1}], return_exceptions=True, with_inputs=True))
-            assert [type(output) for _, output in pairs] == [torch.Tensor] * 3 + [RefusedError] + [torch.Tensor] * 2 + [TypeError]
+            assert [type(output) for _, output in pairs] == [torch.Tensor] * 3 + [RefusedError] + [torch.Tensor] * 2 + [
+                TypeError
+            ]
             assert pairs[3][1].__notes__[-1] == "in batch 3 of the stream, counted from 0"
 
 
@@ -269,7 +271,7 @@ def test_progress(capfd, options, text):
 
 
 def test_submitted_calls_run_in_idle_lanes():
-    """They are not cut. While one lane is blocked, the others run all later calls. close() waits, and `stats` counts all."""
+    """They are not cut. While one lane is blocked, the others run all later calls. close() waits, and `stats` counts."""
     hold, started = threading.Event(), threading.Event()
 
     def target(x, *, names=None):
