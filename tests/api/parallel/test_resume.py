@@ -232,19 +232,13 @@ def test_a_folder_that_cannot_be_read_or_locked(tmp_path, monkeypatch):
     assert run(tmp_path / "No locks", batches(2)) == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ('{"format": 1, "target": "Counting.forward"}', "was written by another release of parawrap"),
-        *((text, r"stream\.json is damaged") for text in ("", "[]", "null")),
-    ],
-    ids=["release", "empty", "list", "null"],
-)
-def test_manifests_that_are_refused(tmp_path, content, says):
+def test_manifests_that_are_refused(tmp_path):
     """Another release has other digests. A power failure may leave an empty file."""
-    (tmp_path / "stream.json").write_text(content)
-    with pytest.raises(ResumeError, match=says):
-        run(tmp_path, batches(1))
+    for content in ('{"format": 1, "target": "Counting.forward"}', "", "[]", "null"):
+        (tmp_path / "stream.json").write_text(content)
+        says = "was written by another release of parawrap" if "format" in content else r"stream\.json is damaged"
+        with pytest.raises(ResumeError, match=says):
+            run(tmp_path, batches(1))
 
 
 def test_two_streams_cannot_share_a_folder(tmp_path):
