@@ -72,6 +72,19 @@ def test_the_error_of_a_lane(bad, in_turns):
     assert sorted(model.ran) == [*range(bad + 1 if in_turns else 3)]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_errors_of_several_lanes(shared):
+    """The first lane's exception is raised, and notes name the others. One object of all lanes has one note."""
+    error = ValueError("row 1")
+    model = Fails({1, 2}, lambda value: error if shared else ValueError(f"row {value}"))
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
+        model(rows(3))
+    assert caught.value.__notes__ == [
+        "in lane 1 on cpu, shard 1 of 3: 1 of 3 rows",
+        *([] if shared else ["also in lane 2 on cpu, shard 2 of 3: ValueError: row 2"]),
+    ]
+
+
 class Unprintable(Exception):
     """An exception whose text cannot be made."""
 

@@ -196,8 +196,10 @@ def test_out_dims_unlike_the_output():
         p(torch.zeros(5, 2))
 
 
-def test_out_dims_ragged():
-    """Rows are joined in order, whatever their number."""
+def test_out_dims_ragged_and_items():
+    """Rows are joined in order, whatever their number; a list with one item per row needs no different sizes."""
+    with parallel(lambda x: [0] * len(x), TWO, out_dims="items") as p:
+        assert (p(torch.zeros(8)), p.stats().shards) == ([0] * 8, (4, 4))
     x = columns(9)
     with parallel(lambda x: x[x[:, 0] > 2], TWO, out_dims="ragged") as p:
         assert_close(p(x), x[x[:, 0] > 2])

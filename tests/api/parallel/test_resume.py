@@ -79,6 +79,21 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert [computed[index] for index in range(4)] == [1] * 4
 
 
+def test_a_failed_batch_is_computed_again(tmp_path):
+    """Exceptions are not saved, also with `return_exceptions`."""
+    failed = []
+
+    def once(x):
+        if x[0].item() == 1 and not failed:
+            failed.append(x)
+            raise ValueError("once")
+        return x * 2
+
+    with torch.no_grad(), parallel(once, TWO) as p:
+        assert isinstance(list(p.map(batches(3), resume=tmp_path, return_exceptions=True))[1], ValueError)
+        assert [output[0].item() for output in p.map(batches(3), resume=tmp_path)] == [0, 2, 4]
+
+
 # -- outputs
 
 

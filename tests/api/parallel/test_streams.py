@@ -1,7 +1,4 @@
-"""`map` and `submit`: whole calls, each in one lane.
-
-`tests/workers/test_lane_contract_streams.py` tests the rules that hold for lanes of every kind.
-"""
+"""`map` and `submit`: whole calls, each in one lane."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import GatherError, SessionError, ShardError, parallel
+from parawrap.lanes import here
 from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
@@ -31,6 +29,20 @@ def first_values(outputs):
 
 
 # -- map
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(2), torch.zeros(2)), {"x": torch.ones(2), "y": torch.zeros(2)}], ids=type)
+def test_map_spreads_tuples_and_dicts(batch):
+    """Any other batch is one argument. `prepare` runs in a lane and returns the arguments in the same forms."""
+    with parallel(lambda x, y: x - y, TWO) as p:
+        assert [out.tolist() for out in p.map([batch] * 2)] == [[1.0, 1.0]] * 2
+        pairs = list(
+            p.map([3, 4], prepare=lambda count: (torch.ones(count), torch.full((1,), here.lane.index)), with_inputs=True)
+        )
+        assert [(count, len(output)) for count, output in pairs] == [(3, 3), (4, 4)]
+        assert sum(lane.rows for lane in p.stats().lanes) == 11
+    with parallel(lambda batch: batch, TWO) as p:
+        assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +331,15 @@ def test_cancelled_calls_never_run():
         use()
     assert ran == [0]
     assert all(future.cancelled() for future in futures[1:])
+
+
+def test_a_callback_can_submit_again():
+    done = threading.Event()
+    with parallel(lambda x: x + 1, TWO) as p:
+        p.submit(torch.zeros(1)).add_done_callback(
+            lambda future: p.submit(future.result()).add_done_callback(lambda again: done.set())
+        )
+        assert done.wait(PATIENCE_S)
 
 
 def test_stats_count_calls_rows_and_tasks():
