@@ -11,7 +11,6 @@ import pathlib
 import random
 import re
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from torch import nn
 from torch.nn.utils import rnn
 from torch.testing import assert_close
 
-from parawrap import GatherError, ShardError, parallel
+from parawrap import ShardError, parallel
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -162,50 +161,6 @@ def test_lists_of_one_row_tensors():
         assert torch.equal(p(x, boxes), scaled(x, boxes))
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "says"),
-    [
-        ((torch.zeros(6, 3), torch.zeros(2)), {}, r"args\[1\] has 2 .*args\[0\] has 6.*in_dims=\{\"mask\": None\}"),
-        ((torch.zeros(4, 3), None), {"dim": 2}, r"out of range.*\(4, 3\)"),
-        ((torch.zeros(5), 1), {"in_dims": {"x": {"y": 0}}}, "'x' is a Tensor"),
-        (({"x": torch.zeros(5)}, 1), {"in_dims": {"x": {"y": 0}}}, r"\[\"y\"\] is declared.*a dict with \['x'\]"),
-        (((torch.zeros(5), torch.zeros(5)), 1), {"in_dims": {"x": (0,)}}, "declares 1 items"),
-        (
-            (torch.zeros(18, 3), None),
-            {"unit": 4},
-            r"args\[0\] has 18 rows, which is not a multiple of unit=4.*16 or 20 rows",
-        ),
-    ],
-    ids=["row counts", "dim", "no parts", "misspelled", "short tuple", "unit"],
-)
-def test_calls_that_cannot_be_cut(args, options, says):
-    with parallel(lambda x, mask: x, TWO, **options) as p, pytest.raises(ShardError, match=says):
-        p(*args)
-
-
-def test_nested_tensors_are_refused():
-    """As arguments and as outputs."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns once that they are a prototype
-        nested = torch.nested.nested_tensor([torch.randn(size, 3) for size in (2, 4, 1, 3, 2, 5, 3)])
-    with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=r"nested.*in_dims"):
-        p(nested)
-    nest = parallel(lambda x: torch.nested.nested_tensor(list(x)), TWO)
-    with nest as p, pytest.raises(GatherError, match='join="list"'):
-        p(torch.randn(9, 3))
-
-
-@pytest.mark.parametrize("step", [torch.tensor(0.0), torch.zeros(1, 2)], ids=["0-d", "one row"])
-def test_writes_to_broadcast_tensors(step):
-    """Each lane would repeat the write, so the call is refused."""
-
-    def target(x, step):
-        step += 1
-        return x * step
-
-    with parallel(target, TWO) as p, pytest.raises(ShardError, match="in place"):
-        p(torch.ones(9, 2), step.clone())
-
-
 # -- in_dims
 
 
@@ -222,24 +177,6 @@ def test_in_dims_by_position_and_keyword():
     with parallel(model, TWO, in_dims={"table": None, "columns": 1}) as p:
         assert_close(model(ids, table, columns), plain)
         assert_close(p(columns=columns, table=table, ids=ids), plain)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [Fields, collections.namedtuple("Named", "x mask"), lambda x, mask: {"x": x, "mask": mask}],
-    ids=["dataclass", "namedtuple", "dict"],
-)
-def test_declarations_have_the_type_of_a_value(kind):
-    """`in_dims` and `out_dims` take the dataclass, namedtuple, or dict that the target gets and returns."""
-
-    def target(batch):
-        x, mask = (batch["x"], batch["mask"]) if isinstance(batch, dict) else (batch.x, batch.mask)
-        assert len(mask) == 7
-        return kind(x + len(mask), mask)
-
-    batch = kind(torch.randn(7, 2), torch.arange(7.0))
-    with parallel(target, TWO, in_dims={"batch": kind(0, None)}, out_dims=kind(0, None)) as p:
-        assert_same(p(batch), target(batch))
 
 
 def test_texts_without_tensors_warn():
@@ -306,17 +243,3 @@ def test_rows_of_a_unit_stay_in_one_lane(clips, options, clips_per_lane):
     with parallel(minus_the_mean_of_the_clip, TWO, unit=4, **options) as p:
         assert_close(p(frames), minus_the_mean_of_the_clip(frames))
         assert p.stats().shards == tuple(4 * count for count in clips_per_lane)
-
-
-def test_a_unit_applies_to_every_argument():
-    """Also to lists that are cut by item, and to tensors with their rows on another dim."""
-    seen = []
-
-    def target(x, columns, names):
-        seen.append((len(x), columns.shape[1], names))
-        return x + columns.T
-
-    x, columns = torch.randn(6, 2), torch.randn(2, 6)
-    with parallel(target, TWO, in_dims={"columns": 1, "names": "items"}, unit=2) as p:
-        assert_close(p(x, columns, list("abcdef")), x + columns.T)
-    assert sorted(seen) == [(2, 2, ["e", "f"]), (4, 4, ["a", "b", "c", "d"])]

@@ -112,25 +112,3 @@ def test_refresh_copies_again():
         model.running_mean.data.add_(1)
         p.refresh()
         assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
-
-
-def test_attributes_of_scripted_modules():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = 2.0
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-        def forward(self, x):
-            return x @ self.weight * self.scale
-
-    model, x = torch.jit.script(Scaled()), torch.ones(7, 2)
-    with parallel(model, THREE):
-        model(x)
-        model.scale = 5.0
-        assert model(x).unique().tolist() == [10.0]
-        model.weight = nn.Parameter(torch.zeros(2, 2))
-        assert model(x).unique().tolist() == [0.0]
-        with torch.no_grad():
-            model.weight.fill_(1)
-        assert model(x).unique().tolist() == [10.0]

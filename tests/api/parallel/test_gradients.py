@@ -215,26 +215,3 @@ def test_evaluation_between_training_steps(options):
                 with mode:
                     assert_close(model(x).clone(), model.norm(model.linear(x)))
             model.train()
-
-
-def test_buffers_of_lane_0_come_back():
-    """What forward writes or replaces in training keeps lane 0's value. Every lane starts the next call from it."""
-
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("added", torch.zeros(()))
-            self.register_buffer("replaced", torch.zeros(2, 2).to_sparse())
-
-        def forward(self, x):
-            before = self.added + self.replaced.to_dense().sum()
-            self.added += 1
-            self.replaced = (self.replaced.to_dense() + 1).to_sparse()
-            return x + before
-
-    model = Counts()
-    with parallel(model, THREE):
-        for calls in range(3):
-            assert model(torch.zeros(7)).tolist() == [5.0 * calls] * 7
-    assert model.added.item() == 3
-    assert model.replaced.to_dense().unique().tolist() == [3.0]

@@ -17,26 +17,6 @@ from tests.helpers.waiting import PATIENCE_S
 TWO = ["cpu"] * 2
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
-@pytest.mark.parametrize(
-    ("rows", "lanes", "sizes"),
-    [
-        (9, 2, (5, 4)),
-        (8, 2, (5, 3)),
-        (4, 2, ()),
-        (3, 3, (2, 1)),
-        (6, 3, (4, 2)),
-        (8, 4, (3, 3, 2)),
-        (16, 4, (5, 4, 4, 3)),
-    ],
-)
-def test_the_sizes_of_shards_differ(rows, lanes, sizes):
-    x = torch.randn(rows, 2)
-    with parallel(torch.tanh, ["cpu"] * lanes) as p:
-        assert torch.equal(p(x), torch.tanh(x))
-        assert p.stats().shards == sizes
-
-
 @pytest.mark.parametrize(
     "options", [{"out_dims": 0}, {"out_dims": (0, 0)}, {"join": "list"}, {"out_dims": "ragged"}], ids=str
 )
