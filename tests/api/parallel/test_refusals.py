@@ -99,6 +99,10 @@ def on_meta(tmp_path):
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
 
 
+def wholly_on_meta(tmp_path):
+    return on_meta(tmp_path).to("meta")
+
+
 def with_iterator(tmp_path):
     model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
     model[1].layers = iter([model[0]])
@@ -113,8 +117,13 @@ def distributed(tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "says"),
-    [(on_meta, r"1\.weight.*meta"), (with_iterator, r"1\.layers is an iterator"), (distributed, "'1'")],
-    ids=["meta", "iterator", "distributed"],
+    [
+        (on_meta, r"1\.weight.*meta"),
+        (wholly_on_meta, r"0\.weight.*meta"),
+        (with_iterator, r"1\.layers is an iterator"),
+        (distributed, "'1'"),
+    ],
+    ids=["meta", "all meta", "iterator", "distributed"],
 )
 def test_models_that_cannot_be_copied(tmp_path, make, says):
     """The error names the place, and the model is unchanged."""

@@ -237,6 +237,17 @@ def test_a_batch_is_freed_with_its_output():
             assert [ref() for ref in alive[: index + 1]] == [None] * (index + 1)
 
 
+def test_a_stream_inside_a_lane():
+    """It runs in that lane, also `prepare`, with the same outputs."""
+
+    def in_a_lane(x):
+        return torch.cat(list(inner.map([x, x], prepare=lambda batch: batch + 1)))
+
+    inner = parallel(lambda x: x + 1, TWO)
+    with inner, parallel(in_a_lane, TWO) as p:
+        assert p.submit(torch.zeros(1, 1)).result(PATIENCE_S).tolist() == [[2], [2]]
+
+
 class Coder(nn.Module):
     def forward(self, x):
         return x + 1

@@ -114,6 +114,9 @@ def test_a_trace_after_an_exception(tmp_path):
             p(torch.zeros(7))
         with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
             p(torch.zeros(1))
+        folder.mkdir()
+        with pytest.raises(FileNotFoundError), p.trace(folder / "t.json"):
+            folder.rmdir()
     assert "the trace could not be written" in caught.value.__notes__[-1]
     errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
     assert errors == ["ZeroDivisionError"] * 2
