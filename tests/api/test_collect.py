@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.second(self.second(self.first(x) * scale).tanh())
 
 
-def test_outputs_and_gradients_of_layers():
+def test_outputs_of_layers():
     """They are those of the plain call. No hook stays, and the modes of layers do not change."""
     model, x = Net(), torch.randn(9, 3)
     model.second.eval()
@@ -61,7 +61,7 @@ def test_wrong_names_are_refused(layers, says):
         collect(Net(), layers)
 
 
-def test_an_output_that_a_later_layer_overwrites():
+def test_an_output_that_is_overwritten():
     """The output before ReLU(inplace=True) is refused; in inference mode, which counts no writes, it is kept."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.randn(9, 3)
     with pytest.raises(GatherError, match=r"wrote the output of '0' in place.*Name the later layer"):

@@ -265,7 +265,7 @@ def test_the_model_is_restored(fails_in):
     assert "forward" not in vars(model)
 
 
-def test_each_way_starts_from_the_same_random_state():
+def test_ways_start_from_one_random_state():
     """All ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
     drawn, state = [], torch.get_rng_state()
 
@@ -279,7 +279,7 @@ def test_each_way_starts_from_the_same_random_state():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from /proc")
-def test_extra_memory_counts_what_a_call_allocates():
+def test_extra_memory_of_a_call():
     """A call that allocates 64 MiB has a peak of about 64 MiB of extra memory, also in later rounds."""
     plain, *_ = compare(lambda x: x + torch.ones(2**24).sum(), torch.randn(9, 3), ["cpu"], **SHORT).ways
     if plain.extra_bytes is None:

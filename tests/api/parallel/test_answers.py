@@ -176,7 +176,7 @@ def test_rows_may_lie_on_any_dim(dim):
         assert_close(p(x), torch.tanh(x))
 
 
-def test_lazy_modules_get_shapes_plainly():
+def test_lazy_modules_run_plainly_first():
     model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU()).eval(), torch.randn(7, 5)
     with torch.no_grad(), parallel(model, THREE) as p:
         first = model(x)
@@ -252,7 +252,7 @@ def test_rows_written_under_enable_grad():
         assert_close(p(torch.ones(9, 4)), torch.ones(9, 4))
 
 
-def test_rows_with_a_graph_cannot_be_written():
+def test_writes_to_rows_with_a_graph():
     """Lanes would race in the graph of the caller's tensor."""
     model, x = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(7, 4, requires_grad=True)
     with parallel(model, THREE), pytest.raises(RuntimeError, match="modified inplace") as caught:

@@ -74,7 +74,7 @@ def test_compiled_models_are_parallel(name):
     assert_close(model(x), plain[0])
 
 
-def test_changes_inside_a_compiled_module():
+def test_changes_in_a_compiled_module():
     inner = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     model, x = torch.compile(inner, backend="eager"), torch.randn(7, 4)
     with parallel(model, THREE):
@@ -88,7 +88,7 @@ def test_changes_inside_a_compiled_module():
 
 
 @pytest.mark.parametrize("first", ["outside", "inside"])
-def test_a_compiled_function_around_the_model(first):
+def test_a_compiled_function_around(first):
     """It has the plain output before, inside, and after the block. Inside, the call breaks the graph."""
     model, x = nn.Linear(4, 3), torch.randn(7, 4)
     plain = model(x) + 1

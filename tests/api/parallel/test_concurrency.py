@@ -76,7 +76,7 @@ def test_blocks_of_threads_on_one_model():
     assert_close(model(x), plain)
 
 
-def test_a_block_that_another_thread_leaves():
+def test_a_block_another_thread_leaves():
     """If a thread enters a block while another thread still leaves it, the model is parallel."""
     hold, submitted = threading.Event(), threading.Event()
 
@@ -108,7 +108,7 @@ def test_a_block_that_another_thread_leaves():
             hold.set()
 
 
-def test_calls_during_a_close_do_not_raise():
+def test_calls_during_a_close():
     """Calls of other threads have the plain output while a block ends."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     plain, stop = model(x), threading.Event()
@@ -177,7 +177,7 @@ def six_rows(*, sevens):
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
 @pytest.mark.parametrize("change", ["nothing", "refresh", "attribute"])
-def test_calls_keep_what_other_calls_write(as_buffer, training, rows, change):
+def test_calls_keep_others_writes(as_buffer, training, rows, change):
     """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
     model, begun = Counting(as_buffer=as_buffer).train(training), threading.Event()
 
@@ -220,7 +220,7 @@ def test_whole_calls_next_to_a_cut_call():
             assert len(cut.result(PATIENCE_S)) == 6
 
 
-def test_submitted_calls_see_no_later_write():
+def test_submitted_calls_and_writes():
     """A call whose parameters are written before it ran, or while it runs, raises. Later calls are right."""
     started, go = threading.Semaphore(0), threading.Event()
 
@@ -267,7 +267,7 @@ def test_blocks_on_one_model_nest():
     assert "forward" not in vars(model)
 
 
-def test_blocks_on_a_model_and_its_submodule():
+def test_blocks_on_model_and_submodule():
     """Whichever is opened first, also after the first call."""
     model, x = mlp(), torch.randn(7, 4)
     plain, plain_first = model(x), model[0](x)
@@ -280,7 +280,7 @@ def test_blocks_on_a_model_and_its_submodule():
     assert not any("forward" in vars(part) for part in model.modules())
 
 
-def test_blocks_on_models_that_call_each_other():
+def test_blocks_on_related_models():
     """Blocks on different models close in any order. A model may also call itself."""
 
     class Both(nn.Module):
@@ -389,7 +389,7 @@ def test_nothing_is_left_after_close():
     assert alive() is None
 
 
-def test_an_abandoned_block_ends_its_lanes():
+def test_an_abandoned_block():
     """A Parallel that is garbage-collected without close() leaves no thread."""
     p = parallel(torch.tanh, THREE)
     p.submit(torch.zeros(4)).result(PATIENCE_S)

@@ -164,7 +164,7 @@ def test_lists_of_one_row_tensors():
 # -- in_dims
 
 
-def test_in_dims_by_position_and_keyword():
+def test_in_dims_of_any_argument():
     """For a module, the names are parameters of forward. None gives the whole value to every lane."""
 
     class Model(nn.Module):
@@ -202,7 +202,7 @@ def test_texts_without_tensors_warn():
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
 @pytest.mark.parametrize("rows", [2, 8])
-def test_packed_sequences_are_cut_by_rows(rows, in_order):
+def test_packed_sequences_are_cut(rows, in_order):
     """Outputs keep the order of rows, and gradients are the plain ones. `map` passes a packed batch as one argument."""
 
     class OnPacked(nn.LSTM):
@@ -238,7 +238,7 @@ def minus_the_mean_of_the_clip(frames):
     ("clips", "options", "clips_per_lane"),
     [(0, {}, ()), (1, {}, ()), (5, {}, (3, 2)), (7, {"out_dims": 0}, (4, 3)), (2, {"out_dims": 0}, (1, 1))],
 )
-def test_rows_of_a_unit_stay_in_one_lane(clips, options, clips_per_lane):
+def test_rows_of_a_unit_stay_together(clips, options, clips_per_lane):
     frames = torch.randn(4 * clips, 3)
     with parallel(minus_the_mean_of_the_clip, TWO, unit=4, **options) as p:
         assert_close(p(frames), minus_the_mean_of_the_clip(frames))

@@ -108,7 +108,7 @@ def test_exceptions_of_every_type(kind):
             assert model(rows(2)).shape == p.submit(rows(2)).result(PATIENCE_S).shape == (2, 1)
 
 
-def test_an_interrupt_leaves_the_block_usable():
+def test_a_block_after_an_interrupt():
     """The caller is interrupted in its own lane while another lane is busy."""
     entered, interrupted = threading.Event(), threading.Event()
 
@@ -180,7 +180,7 @@ def test_errors_of_a_submitted_call():
     assert "lane 0 on cpu" in error.__notes__[0]
 
 
-def test_a_stop_iteration_does_not_end_a_stream():
+def test_stop_iteration_ends_no_stream():
     """It becomes a RuntimeError at its batch's position."""
     outputs = []
     with (
@@ -200,7 +200,7 @@ def test_a_stop_iteration_does_not_end_a_stream():
     ],
     ids=["list", "dict"],
 )
-def test_type_errors_name_the_forms_of_a_batch(batch, cure, prepare):
+def test_type_errors_name_batch_forms(batch, cure, prepare):
     """A list is one argument, and a dict is keyword arguments."""
     with parallel(lambda x, y: y + 1, TWO) as p:
         with pytest.raises(TypeError) as caught:

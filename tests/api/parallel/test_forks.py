@@ -53,7 +53,7 @@ class Rows(Dataset):
             return self.model(torch.full((5, 1), float(index)))
 
 
-def test_a_forked_worker_calls_the_model():
+def test_a_forked_worker_calls_a_model():
     """In a child, which has no lanes, the model runs plainly."""
     model = nn.Linear(1, 1)
     with parallel(model, TWO) as p:
@@ -64,7 +64,7 @@ def test_a_forked_worker_calls_the_model():
 
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "refresh", "close", "new block"])
-def test_a_child_waits_for_no_thread_of_its_parent(use):
+def test_a_child_waits_for_no_thread(use):
     """Also if the parent's lanes are at work, and a thread of the parent waits to copy the model."""
     waits, goes_on, begun = threading.Event(), threading.Event(), threading.Event()
 
@@ -103,7 +103,7 @@ def test_a_child_waits_for_no_thread_of_its_parent(use):
         assert slow.result(PATIENCE_S).shape == waiting.result(PATIENCE_S).shape == (6, 2)
 
 
-def test_a_program_with_an_open_block_exits(tmp_path):
+def test_programs_with_open_blocks_exit(tmp_path):
     script = """
         import torch
         from parawrap import parallel

@@ -90,7 +90,7 @@ def test_ways_to_run_backward(make, way):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), None], ids=["batch norm", "spectral"])
-def test_running_statistics_break_no_graph(norm):
+def test_statistics_break_no_graph(norm):
     """Two calls with one backward, as in training a GAN, work although each call updates the statistics."""
     model, x = Normed(norm) if norm else parametrizations.spectral_norm(nn.Linear(4, 4)), torch.randn(10, 4)
     with parallel(model, THREE):
@@ -109,7 +109,7 @@ def test_backward_after_the_block():
     assert_close([model.weight.grad, *seen], [x.sum(0, keepdim=True)] * 2)
 
 
-def test_frozen_parameters_get_no_gradient():
+def test_frozen_parameters():
     """Also if they are frozen or unfrozen inside the block. A frozen model has outputs without a graph."""
     model, x = mlp(), torch.randn(7, 4)
     model[0].requires_grad_(requires_grad=False)
@@ -143,7 +143,7 @@ def test_training_equals_plain_training():
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), atol=1e-5, rtol=1e-4)
 
 
-def test_functional_calls_train_the_given_parameters():
+def test_functional_calls_train():
     """torch.func.functional_call swaps the parameters for one call."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     with parallel(model, THREE) as p:
@@ -204,7 +204,7 @@ def test_batch_norm_in_training(make):
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": None}, {"affine": False}], ids=str)
-def test_evaluation_between_training_steps(options):
+def test_evaluation_between_steps(options):
     """Every lane has lane 0's new statistics, also in inference mode."""
     model, x = Normed(nn.BatchNorm1d(4, **options)), torch.randn(10, 4)
     with parallel(model, THREE):

@@ -79,7 +79,7 @@ def test_outputs_with_rows(target):
     ],
     ids=["constant", "array", "size", "sum", "cat", "filter", "histogram", "text", "objects", "distances"],
 )
-def test_outputs_without_rows_are_refused(target):
+def test_outputs_without_rows(target):
     """Also if a shard has as many rows as the output is long."""
     assert_refused(target)
 
@@ -96,7 +96,7 @@ def test_outputs_without_rows_are_refused(target):
     ],
     ids=["int", "bool", "count", "loss", "numpy", "list"],
 )
-def test_numbers_are_refused_without_reduce(target):
+def test_numbers_without_reduce(target):
     assert_refused(target, option="reduce")
 
 
@@ -115,7 +115,7 @@ def test_hidden_states(kind, layers):
         assert_joined(kind(3, 2, layers), lambda rows: torch.randn(5, rows, 3), rows=(2, 9), dim=1, out_dims=1)
 
 
-def test_a_call_does_not_follow_earlier_outputs():
+def test_earlier_outputs_do_not_count():
     """Hidden states are refused also after calls whose output followed the rows."""
 
     class Hidden(nn.LSTM):
@@ -133,7 +133,7 @@ def test_a_call_does_not_follow_earlier_outputs():
             model(torch.randn(9, 5, 3))
 
 
-def test_outputs_that_hold_a_layer_are_refused():
+def test_outputs_that_hold_a_layer():
     """A lane's copy of a layer ends with the block. The rule holds in calls, `map`, and `submit`."""
 
     class Returns(nn.Linear):
@@ -151,7 +151,7 @@ def test_outputs_that_hold_a_layer_are_refused():
 
 
 @pytest.mark.parametrize("constant", [torch.arange(3), np.arange(3), 3], ids=["tensor", "array", "number"])
-def test_out_dims_none_returns_the_value_once(constant):
+def test_out_dims_none_returns_one_value(constant):
     """It is checked to be the same in every lane."""
     assert_joined(lambda x: (x, constant), out_dims=(0, None))
     with parallel(lambda x: (x, x[0]), TWO, out_dims=(0, None)) as p, pytest.raises(GatherError, match=r"output\[1\]"):

@@ -153,7 +153,7 @@ def test_the_profiler_records_the_lanes():
 # -- modes that lanes do not see
 
 
-def test_a_dispatch_mode_sees_the_whole_call():
+def test_dispatch_modes_see_whole_calls():
     """A FLOP counter counts as in the plain call. `submit` and `map` join outputs as a call does, and count once."""
 
     class Mean(nn.Linear):
@@ -171,7 +171,7 @@ def test_a_dispatch_mode_sees_the_whole_call():
     assert_close(outputs, [model(x) + 1] * 3)
 
 
-def test_tracing_and_export_give_the_plain_program():
+def test_tracing_and_export_are_plain():
     model, x = nn.Sequential(nn.Linear(4, 2), nn.ReLU()), torch.randn(10, 4)
     with parallel(model, THREE), parallel(model[0], THREE):
         traced = torch.jit.trace(model, x)
@@ -181,7 +181,7 @@ def test_tracing_and_export_give_the_plain_program():
         assert_close(program(x), model(x))
 
 
-def test_saved_tensor_hooks_of_the_caller():
+def test_saved_tensor_hooks_of_callers():
     """They get the tensors of the whole batch, as in the plain call."""
     model, packed = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)

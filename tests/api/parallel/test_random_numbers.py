@@ -53,7 +53,7 @@ class Drops(nn.Module):
 @small
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["inside", "around", "both"])
-def test_checkpoints_recompute_the_same_dropout(where, reentrant):
+def test_checkpoints_recompute_dropout(where, reentrant):
     model = Drops()
     model.reentrant = None if where == "around" else reentrant
     for rows in (2, 5, 12):
@@ -98,7 +98,7 @@ def messages_of(target, mode=torch.enable_grad):
     return warnings_of(use)
 
 
-def test_draws_at_the_same_time_warn_once():
+def test_simultaneous_draws_warn_once():
     """With gradients, lanes run in turns."""
     (message,) = messages_of(nn.Dropout(0.5), torch.no_grad)
     assert "drew from it at the same time, so a seed does not reproduce this call" in message
@@ -106,7 +106,7 @@ def test_draws_at_the_same_time_warn_once():
     assert messages_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))) == messages_of(torch.tanh) == []
 
 
-def test_eval_mode_with_gradients_warns_once():
+def test_eval_with_gradients_warns_once():
     """Without gradients, and for frozen models, no warning is due."""
     model = nn.Linear(3, 2).eval()
     (message,) = messages_of(model)

@@ -79,7 +79,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert [computed[index] for index in range(4)] == [1] * 4
 
 
-def test_a_failed_batch_is_computed_again(tmp_path):
+def test_a_failed_batch_runs_again(tmp_path):
     """Exceptions are not saved, also with `return_exceptions`."""
     failed = []
 
@@ -158,7 +158,7 @@ def test_outputs_that_cannot_be_saved(tmp_path, wrap, says):
 # -- the source and the target
 
 
-def test_a_source_that_changed_is_refused(tmp_path):
+def test_a_source_that_changed(tmp_path):
     """The error names the first batch that differs; the outputs before it come out. Outputs are never dropped silently."""
     run(tmp_path, batches(5))
     first, *others = batches(5)
@@ -236,7 +236,7 @@ def test_other_files_are_kept(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_read_or_locked(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
     """Missing permissions and file systems without locks are no running stream."""
     failures = {"No locks": (fcntl, "flock", errno.ENOLCK), "Permission denied": (os, "scandir", errno.EACCES)}
     for says, (module, name, number) in failures.items():
@@ -256,7 +256,7 @@ def test_manifests_that_are_refused(tmp_path):
             run(tmp_path, batches(1))
 
 
-def test_two_streams_cannot_share_a_folder(tmp_path):
+def test_streams_cannot_share_a_folder(tmp_path):
     """Neither by another path, nor after a refusal. The folder is free when the stream ends."""
     (link := tmp_path.parent / f"{tmp_path.name}-link").symlink_to(tmp_path)
     with torch.no_grad(), parallel(torch.neg, TWO) as p:
@@ -280,7 +280,7 @@ with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
 """
 
 
-def test_two_processes_cannot_share_a_folder(tmp_path):
+def test_processes_cannot_share_a_folder(tmp_path):
     """The error names the process. Copying the folder, which closes its files, keeps the lock; the copy is free."""
     with torch.no_grad(), parallel(torch.neg, TWO) as p:
         stream = p.map([torch.ones(1)] * 3, resume=tmp_path / "out")
@@ -292,7 +292,7 @@ def test_two_processes_cannot_share_a_folder(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_cannot_share_the_folder(tmp_path):
+def test_a_fork_cannot_share_a_folder(tmp_path):
     """Closing the child's copy of the parent's stream does not unlock the folder."""
     stale, folder = OutputFolder(tmp_path, "target"), OutputFolder(tmp_path, "target")
     with stale:
@@ -326,7 +326,7 @@ with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
 """
 
 
-def test_a_killed_run_does_not_keep_the_lock(tmp_path):
+def test_a_killed_run_keeps_no_lock(tmp_path):
     """Also if a child that it forked, such as a worker of a DataLoader, outlives it."""
     with running_script(tmp_path, OPEN_STREAM, tmp_path / "out", tmp_path) as script:
         (child,) = pids_in(tmp_path, 1)
@@ -357,7 +357,7 @@ def test_a_stream_that_is_collected(tmp_path, monkeypatch):
 # -- damage
 
 
-def test_damaged_outputs_are_computed_again(tmp_path, caplog):
+def test_damaged_outputs_run_again(tmp_path, caplog):
     """A checksum finds damage, and a log message names the file. An empty file, or one that is deleted, is damage, too."""
     run(tmp_path, batches(5))
     files = sorted(tmp_path.glob("*.output"))

@@ -119,13 +119,13 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_different_batches_are_told_apart(kind):
+def test_different_batches_differ(kind):
     assert len({digest_value(value) for value in DIFFERENT[kind]}) == len(DIFFERENT[kind])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*nested tensors")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "nested"])
-def test_sparse_and_nested_batches_differ(layout):
+def test_sparse_and_nested_batches(layout):
     """Their digest covers the values, not only the shape."""
     forms = {
         "coo": torch.Tensor.to_sparse,
@@ -176,7 +176,7 @@ print([digest_value(sample).hex() for sample in samples])
 """
 
 
-def test_digests_do_not_depend_on_the_process():
+def test_digests_in_another_process():
     """Sets and hashes of strings have another order in each process."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     here = io.StringIO()

@@ -163,7 +163,7 @@ class Unusual(nn.Module):
 
 
 @pytest.mark.parametrize(("method", "value"), [("forward", 3), ("double", 2), ("triple", 3), ("times_four", 4)])
-def test_unusual_methods_run_in_every_lane(method, value):
+def test_unusual_methods_are_parallel(method, value):
     model = Unusual()
     with parallel(model, THREE, methods=(method,)) as p:
         assert getattr(model, method)(torch.ones(7, 1)).tolist() == [[value]] * 7
@@ -206,7 +206,7 @@ def test_one_cpu_lane_is_the_plain_call():
 # -- hooks
 
 
-def test_root_hooks_run_once_on_the_whole_batch():
+def test_root_hooks_see_the_whole_batch():
     """They run in the caller's thread, and what they return is used."""
     model, seen = Net(), []
     model.register_forward_pre_hook(lambda m, args: seen.append((len(args[0]), threading.get_ident(), m is model)))
@@ -224,7 +224,7 @@ def test_root_hooks_run_once_on_the_whole_batch():
     assert seen == [(7, threading.get_ident(), True)] * 2 + [7]
 
 
-def test_submodule_hooks_run_in_every_lane():
+def test_submodule_hooks_run_in_lanes():
     """Also if they are registered or removed inside the block. Each call has the same hooks on the same shards."""
     model, rows, backward_rows, x = Net(), [], [], torch.randn(7, 4, requires_grad=True)
     with parallel(model, THREE):
@@ -291,7 +291,7 @@ def test_a_shallow_copy_calls_itself():
 # -- the decorator and the end
 
 
-def test_a_decorated_function_opens_the_block():
+def test_a_decorated_function():
     """Each call of the function is a block, which ends with the outermost call or its exception."""
     model = Net()
 
@@ -311,7 +311,7 @@ def test_a_decorated_function_opens_the_block():
     assert "forward" not in vars(model)
 
 
-def test_a_function_as_the_only_argument():
+def test_a_function_as_only_argument():
     """Inside the block it is the model's argument. Before the block, it is decorated."""
 
     class Applies(nn.Module):
@@ -324,7 +324,7 @@ def test_a_function_as_the_only_argument():
     assert parallel(model, TWO)(lambda: model(torch.sum))() == 3
 
 
-def test_functions_that_run_later_are_refused():
+def test_functions_that_run_later():
     """A coroutine or a generator would run after its block has ended."""
 
     async def later():

@@ -20,7 +20,7 @@ TWO = ["cpu"] * 2
 @pytest.mark.parametrize(
     "options", [{"out_dims": 0}, {"out_dims": (0, 0)}, {"join": "list"}, {"out_dims": "ragged"}], ids=str
 )
-def test_declared_outputs_balance_shards(options):
+def test_declared_outputs_are_balanced(options):
     with warnings.catch_warnings(action="error"), parallel(lambda x: (x, x + 1), ["cpu"] * 4, **options) as p:
         p(torch.zeros(8, 3))
         assert p.stats().shards == (2, 2, 2, 2)
@@ -29,7 +29,7 @@ def test_declared_outputs_balance_shards(options):
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(8, (4, 4)), (5, (3, 2)), (2, (1, 1))])
-def test_equal_shards_where_sizes_compile(rows, sizes, monkeypatch):
+def test_equal_shards_if_sizes_compile(rows, sizes, monkeypatch):
     """If each shard size costs a compilation, all shards but the last are equal, and outputs have their rows on `dim`."""
     monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
     model, x = nn.Linear(3, 2), torch.randn(rows, 3)

@@ -87,7 +87,7 @@ def test_batches_in_flight(buffersize, ordered):
     assert (sorted(outputs) if not ordered else outputs, most) == ([*range(12)], buffersize or 4)
 
 
-def test_batches_run_whole_in_every_lane():
+def test_batches_run_whole_in_all_lanes():
     """Both lanes run at the same time, hooks of the model see whole batches, and gradients are the plain ones."""
     barrier, rows = threading.Barrier(2), []
     model = nn.Linear(1, 1)
@@ -121,7 +121,7 @@ def test_the_source_is_read_ahead(ordered):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_ordered_outputs_wait_for_a_slow_batch(ordered):
+def test_outputs_behind_a_slow_batch(ordered):
     """With ordered=False, each output comes as soon as it is computed."""
     release, seen = threading.Event(), []
 
@@ -222,7 +222,7 @@ def test_yielded_errors_are_freed(inside):
     assert alive == []
 
 
-def test_a_batch_is_freed_with_its_output():
+def test_batches_are_freed():
     """A stream of large batches keeps no batch that is done."""
     alive = []
 
@@ -293,7 +293,7 @@ def test_progress(capfd, options, text):
 # -- submit and stats
 
 
-def test_submitted_calls_run_in_idle_lanes():
+def test_submitted_calls_use_idle_lanes():
     """They are not cut. While one lane is blocked, the others run all later calls. close() waits, and `stats` counts."""
     hold, started = threading.Event(), threading.Event()
 
@@ -353,7 +353,7 @@ def test_a_callback_can_submit_again():
         assert done.wait(PATIENCE_S)
 
 
-def test_stats_count_calls_rows_and_tasks():
+def test_stats_count_calls_and_rows():
     """Also after the block. A call whose output is refused does not count."""
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
         for rows in (7, 0, 4):

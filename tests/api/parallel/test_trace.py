@@ -25,7 +25,7 @@ class Net(nn.Linear):
         return self(x)
 
 
-def test_spans_have_method_batch_and_rows(tmp_path):
+def test_spans_name_their_work(tmp_path):
     """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no lane."""
     with torch.no_grad(), parallel(Net(4, 2), TWO, out_dims=0, methods=("forward", "embed")) as p:
         with p.trace(tmp_path / "t.json") as trace:
