@@ -265,7 +265,7 @@ def test_the_model_is_restored(fails_in):
     assert "forward" not in vars(model)
 
 
-def test_ways_start_from_one_random_state():
+def test_the_random_state_of_each_way():
     """All ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
     drawn, state = [], torch.get_rng_state()
 

@@ -151,7 +151,7 @@ def test_outputs_that_hold_a_layer():
 
 
 @pytest.mark.parametrize("constant", [torch.arange(3), np.arange(3), 3], ids=["tensor", "array", "number"])
-def test_out_dims_none_returns_one_value(constant):
+def test_out_dims_none_is_one_value(constant):
     """It is checked to be the same in every lane."""
     assert_joined(lambda x: (x, constant), out_dims=(0, None))
     with parallel(lambda x: (x, x[0]), TWO, out_dims=(0, None)) as p, pytest.raises(GatherError, match=r"output\[1\]"):

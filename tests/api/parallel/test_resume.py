@@ -280,7 +280,7 @@ with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
 """
 
 
-def test_processes_cannot_share_a_folder(tmp_path):
+def test_processes_share_no_folder(tmp_path):
     """The error names the process. Copying the folder, which closes its files, keeps the lock; the copy is free."""
     with torch.no_grad(), parallel(torch.neg, TWO) as p:
         stream = p.map([torch.ones(1)] * 3, resume=tmp_path / "out")
