@@ -1,0 +1,399 @@
+"""Calls from several threads, nested blocks, and recursion. After close(), no thread, replica, or memory is left."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import ReplicaError, SessionError, parallel
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def lanes():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+
+
+# -- threads
+
+
+def test_many_threads_call_one_model():
+    """Each gets the outputs and input gradients of its own rows. Calls, `submit`, and `map` share the lanes."""
+    model, barrier = mlp(), threading.Barrier(12)
+    plain = copy.deepcopy(model)
+
+    def work(index):
+        generator = torch.Generator().manual_seed(index)
+        barrier.wait(PATIENCE_S)
+        for _ in range(8):
+            x = torch.randn(1 + index % 7, 4, generator=generator, requires_grad=True)
+            ways = (lambda x: [model(x)], lambda x: [p.submit(x).result(PATIENCE_S)], lambda x: list(p.map([x] * 3)))
+            for y in ways[index % 3](x):
+                assert_close(y, plain(x))
+                (grad,) = torch.autograd.grad(y.sum(), x)
+                assert_close(grad, torch.autograd.grad(plain(x).sum(), x)[0])
+
+    with parallel(model, THREE, out_dims=0) as p, ThreadPoolExecutor(12) as executor:
+        for future in [executor.submit(work, index) for index in range(12)]:
+            future.result(PATIENCE_S)
+
+
+def test_blocks_of_threads_on_one_model():
+    """They may overlap in any order. After both, the model is plain."""
+    model, x = nn.Linear(4, 2), torch.randn(7, 4)
+    plain, entered, left = model(x), threading.Event(), threading.Event()
+
+    def first():
+        with parallel(model, TWO):
+            entered.set()
+            left.wait(PATIENCE_S)
+            assert_close(model(x), plain)
+
+    with ThreadPoolExecutor(1) as executor:
+        with parallel(model, TWO):
+            future = executor.submit(first)
+            entered.wait(PATIENCE_S)
+            assert_close(model(x), plain)
+        left.set()
+        future.result(PATIENCE_S)
+    assert "forward" not in vars(model)
+    assert_close(model(x), plain)
+
+
+def test_a_block_another_thread_leaves():
+    """If a thread enters a block while another thread still leaves it, the model is parallel."""
+    hold, submitted = threading.Event(), threading.Event()
+
+    class Held(nn.Linear):
+        def forward(self, x):
+            if len(x) == 1:
+                hold.wait(PATIENCE_S)
+            return super().forward(x)
+
+    model = Held(4, 4)
+    p = parallel(model, TWO)
+
+    def leave():
+        with p:
+            p.submit(torch.ones(1, 4))
+            submitted.set()
+
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(leave)
+        try:
+            assert submitted.wait(PATIENCE_S)
+            eventually(lambda: "forward" not in vars(model), "the thread leaves the block and waits for its lane")
+            with p:
+                model(torch.randn(5, 4))
+                assert p.stats().shards == (3, 2)
+            assert "forward" not in vars(model)
+            assert not future.done()
+        finally:
+            hold.set()
+
+
+def test_calls_during_a_close():
+    """Calls of other threads have the plain output while a block ends."""
+    model, x = nn.Linear(4, 2), torch.randn(7, 4)
+    plain, stop = model(x), threading.Event()
+
+    def call():
+        while not stop.is_set():
+            assert_close(model(x), plain)
+
+    with ThreadPoolExecutor(2) as executor:
+        futures = [executor.submit(call) for _ in range(2)]
+        for _ in range(100):
+            with parallel(model, TWO):
+                model(x)
+        stop.set()
+        for future in futures:
+            future.result(PATIENCE_S)
+
+
+# -- what a call writes while others run
+
+_waits, _goes_on = threading.Event(), threading.Event()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, or in another tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
+
+    def __init__(self, *, as_buffer):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        if as_buffer:
+            self.register_buffer("count", torch.zeros(()))
+        else:
+            self.count = torch.zeros(())
+
+    def forward(self, x):
+        if (x == 7).any():
+            _waits.set()
+            assert _goes_on.wait(PATIENCE_S)
+        self.count.add_(1 if len(x) <= 3 else 2)
+        return self.linear(x)
+
+
+@contextlib.contextmanager
+def slow_call(call, x):
+    """Run a call in another thread. Its sevens wait until the end of the block."""
+    _waits.clear()
+    _goes_on.clear()
+    with ThreadPoolExecutor(1) as other:
+        try:
+            future = other.submit(torch.no_grad()(call), x)
+            assert _waits.wait(PATIENCE_S)
+            yield
+        finally:
+            _goes_on.set()
+        future.result(PATIENCE_S)
+
+
+def six_rows(*, sevens):
+    x = torch.ones(6, 3)
+    x[sevens] = 7
+    return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "tensor"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
+@pytest.mark.parametrize("change", ["nothing", "refresh", "attribute"])
+def test_calls_keep_others_writes(as_buffer, training, rows, change):
+    """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
+    model, begun = Counting(as_buffer=as_buffer).train(training), threading.Event()
+
+    @torch.no_grad()
+    def call():
+        begun.set()
+        return model(torch.ones(rows, 3))
+
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
+        model(torch.ones(6, 3))
+        with slow_call(model, six_rows(sevens=5)):
+            if change == "refresh":
+                p.refresh()
+            elif change == "attribute":
+                model.linear.tag = [change]
+            during = another.submit(call)
+            assert begun.wait(PATIENCE_S)
+        during.result(PATIENCE_S)
+    assert model.count == 3
+
+
+@torch.no_grad()
+def test_whole_calls_next_to_a_cut_call():
+    """What whole calls write in lane 1, or before it in lane 0, is not compared with the other part of a cut call."""
+    model = Counting(as_buffer=False).eval()
+    with parallel(model, TWO, out_dims=0) as p:
+        model(torch.ones(6, 3))
+        futures = [p.submit(torch.ones(6, 3)) for _ in range(50)]
+        with slow_call(model, six_rows(sevens=0)):
+            eventually(lambda: sum(future.done() for future in futures) > 1, "whole calls of lane 1")
+        assert [len(future.result(PATIENCE_S)) for future in futures] == [6] * 50
+        done = threading.Event()
+        model.linear.register_forward_hook(lambda module, args, output: done.set() if (args[0] == 5).any() else None)
+        with ThreadPoolExecutor(1) as other:
+            with slow_call(lambda x: p.submit(x).result(PATIENCE_S), torch.full((6, 3), 7.0)):
+                x = torch.ones(6, 3)
+                x[5] = 5
+                cut = other.submit(torch.no_grad()(model), x)
+                assert done.wait(PATIENCE_S)  # lane 1 ran its part
+            assert len(cut.result(PATIENCE_S)) == 6
+
+
+def test_submitted_calls_and_writes():
+    """A call whose parameters are written before it ran, or while it runs, raises. Later calls are right."""
+    started, go = threading.Semaphore(0), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            started.release()
+            assert go.wait(PATIENCE_S)
+            return super().forward(x)
+
+    model, x = Waiting(2, 2), torch.ones(3, 2)
+    with torch.no_grad(), parallel(model, TWO) as p:
+        futures = [p.submit(x) for _ in range(3)]
+        for _ in range(2):  # both lanes run, and the third call waits
+            assert started.acquire(timeout=PATIENCE_S)
+        model.weight.fill_(1)
+        go.set()
+        for future in futures[:2]:
+            with pytest.raises(ReplicaError, match="'weight' was written during a call"):
+                future.result(PATIENCE_S)
+        with pytest.raises(SessionError, match="was written after this call was submitted"):
+            futures[2].result(PATIENCE_S)
+        assert torch.equal(p.submit(x).result(PATIENCE_S), model(x))
+
+
+# -- nested blocks
+
+
+def test_blocks_on_one_model_nest():
+    """The inner block's lanes run calls while it is open. Closing the outer one first is refused and changes nothing."""
+    model, x = mlp(), torch.randn(7, 4)
+    plain = model(x)
+    with parallel(model, TWO) as outer:
+        with outer:  # entered twice
+            pass
+        inner = parallel(model, THREE)
+        inner.__enter__()
+        with pytest.raises(SessionError, match="close that one first"):
+            outer.close()
+        assert_close(model(x), plain)
+        assert (outer.stats().shards, inner.stats().shards) == ((), (3, 2, 2))
+        inner.close()
+        assert_close(model(x), plain)
+        assert outer.stats().shards == (4, 3)
+    assert "forward" not in vars(model)
+
+
+def test_blocks_on_model_and_submodule():
+    """Whichever is opened first, also after the first call."""
+    model, x = mlp(), torch.randn(7, 4)
+    plain, plain_first = model(x), model[0](x)
+    for first, second in ((model, model[0]), (model[0], model)):
+        with parallel(first, TWO):
+            assert_close(model(x), plain)
+            with parallel(second, THREE):
+                assert_close((model(x), model[0](x)), (plain, plain_first))
+            assert_close(model(x), plain)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_blocks_on_related_models():
+    """Blocks on different models close in any order. A model may also call itself."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.others = [one, two, self]
+
+        def forward(self, x, depth=2):
+            x = self.others[1](self.others[0](x))
+            return self.others[2](x, depth=depth - 1) + self(x, depth - 1) if depth else x
+
+    one, two = mlp(), nn.Linear(3, 4)
+    both, x = Both(), torch.randn(7, 4)
+    plain = both(x)
+    blocks = [parallel(target, devices) for target, devices in ((one, TWO), (two, THREE), (both, TWO))]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks:
+        assert_close(both(x), plain)
+        block.close()
+    assert "forward" not in vars(one)
+
+
+# -- calls inside lanes and plain calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["submit", "map", "call", "refresh"])
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("rows", [1, 7], ids=["plain", "in a lane"])
+def test_a_call_may_use_its_block(how, is_module, rows):
+    """What forward asks of its block runs plainly, in the same thread."""
+
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return ask(super().forward, x)
+
+    def ask(forward, x):
+        if len(x) == 9:
+            return forward(x)
+        nine = torch.ones(9, 3)
+        if rows == 1:
+            p.refresh()
+        uses = {
+            "submit": lambda: p.submit(nine).result(PATIENCE_S), "map": lambda: next(p.map([nine])), "call": lambda: p(nine)
+        }  # fmt: skip
+        return uses.get(how, lambda: forward(nine))()[: len(x)]
+
+    target = Asking(3, 2) if is_module else functools.partial(ask, nn.Linear(3, 2))
+    with parallel(target, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        future = other.submit(torch.no_grad()(target if is_module else p), torch.ones(rows, 3))
+        assert future.result(PATIENCE_S).shape == (rows, 2)
+
+
+@torch.no_grad()
+def test_whole_calls_of_a_lazy_model():
+    """The first calls give it its shapes, also next to the first call of another thread."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(2) as others:
+        futures = [others.submit(lambda: p.submit(torch.ones(6, 3)).result(PATIENCE_S)) for _ in range(4)]
+        assert [future.result(PATIENCE_S).shape for future in futures] == [(6, 2)] * 4
+        assert model(torch.ones(6, 3)).shape == (6, 2)
+
+
+# -- close
+
+
+@pytest.mark.parametrize("lane", [0, 2])
+def test_close_from_inside_the_model(lane):
+    """From any lane."""
+    closed = threading.Event()
+
+    def target(x):
+        if x[0].item() == lane and not closed.is_set():
+            closed.set()
+            p.close()
+        return x + 1
+
+    with parallel(target, THREE, out_dims=0) as p:
+        assert p(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
+        assert closed.is_set()
+
+
+def test_nothing_is_left_after_close():
+    """No thread, although outputs and graphs are used after the block, and no replica. The model itself can be freed."""
+    seen, before = [], set(threading.enumerate())
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            seen.append(weakref.ref(self))
+            return super().forward(x)
+
+    model = Model(4, 4)
+    with parallel(model, THREE) as p:
+        cut, whole = model(torch.randn(7, 4)), p.submit(torch.randn(7, 4)).result(PATIENCE_S)
+        assert len({id(ref()) for ref in seen}) == 3
+        assert lanes()
+    assert set(threading.enumerate()) == before
+    (cut.sum() + whole.sum()).backward()
+    del cut, whole
+    gc.collect()
+    assert [ref() for ref in seen if ref() not in (None, model)] == []
+    alive = weakref.ref(model)
+    del model, p
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_abandoned_block():
+    """A Parallel that is garbage-collected without close() leaves no thread."""
+    p = parallel(torch.tanh, THREE)
+    p.submit(torch.zeros(4)).result(PATIENCE_S)
+    assert lanes()
+    del p
+    gc.collect()
+    assert not lanes()

@@ -1,0 +1,245 @@
+"""How arguments are cut: which every lane gets whole, which are refused, and that each cure of an error works."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import enum
+import functools
+import pathlib
+import random
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+from torch.testing import assert_close
+
+from parawrap import ShardError, parallel
+from tests.helpers.same import assert_same
+from tests.helpers.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+TWO = ["cpu"] * 2
+ROWS = 9
+Color = enum.Enum("Color", "RED")
+
+
+@dataclasses.dataclass
+class Fields:
+    """A dataclass of a user."""
+
+    x: object
+    mask: object
+
+
+class Mine:
+    """An object of a user's class."""
+
+    def __init__(self, held=None):
+        self.held = held
+
+
+class Spy:
+    """A target that returns its first argument plus 1, and keeps what each lane got."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, x, extra=None):
+        self.seen.append((int(x[0]), len(x), extra))
+        return x + 1
+
+    def in_row_order(self):
+        """Return the row counts and the arguments of the lanes of the last call."""
+        lanes, self.seen = sorted(self.seen, key=lambda each: each[0]), []
+        return [rows for _, rows, _ in lanes], [extra for *_, extra in lanes]
+
+
+WHOLE = [
+    3, 2.5, np.int64(2), "text", None, Color.RED, int, torch.relu, torch.float32, torch.device("cpu"), slice(1, ROWS),
+    pathlib.Path("a/b"), re.compile("a"), [1, 2], {"a": [1, "b"], "c": {"d": (2.0, None)}}, ["a"] * (ROWS - 1), (),
+    torch.Size((ROWS, 2)), Fields(2.0, ["a", "b"]), torch.tensor(3.0), torch.zeros(1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", WHOLE, ids=lambda value: type(value).__name__)
+def test_values_that_every_lane_gets(value):
+    spy, x = Spy(), torch.arange(float(ROWS))
+    with parallel(spy, TWO) as p:
+        for call in (lambda: p(x, value), lambda: p(x=x, extra=value)):
+            assert_close(call(), x + 1)
+            sizes, found = spy.in_row_order()
+            assert sizes == [5, 4]
+            assert_same(found, [value, value])
+
+
+ITEMS = {
+    "texts": lambda: list("abcdefghi"),
+    "lists": lambda: [[index] * 2 for index in range(ROWS)],
+    "tuple": lambda: tuple(range(ROWS)),
+    "deque": lambda: collections.deque(range(ROWS)),
+    "range": lambda: range(ROWS),
+    "array": lambda: np.arange(ROWS),
+}
+"""Sequences with one item per row."""
+
+OTHERS = {
+    "short array": lambda: np.arange(3),
+    "iterator": lambda: iter("abcdefghi"),
+    "generator": lambda: (index for index in range(ROWS)),
+    "set": lambda: {1, 2},
+    "random": lambda: random.Random(1),
+    "lock": threading.Lock,
+    "object": Mine,
+    "object in a list": lambda: [Mine(), 1],
+    "object in a dict": lambda: {"a": {"b": Mine()}},
+    "tensor in an object": lambda: Mine([{"layer": (torch.zeros(ROWS),)}]),
+}
+"""Values that cannot be one item per row, and that may have a state."""
+
+
+def cures_of(message):
+    """Return the values of `in_dims` that an error names."""
+    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
+    assert found, message
+    return [ast.literal_eval(each) for each in found]
+
+
+@pytest.mark.parametrize("name", [*ITEMS, *OTHERS])
+def test_other_values_are_refused(name):
+    """The error names the argument and the values of `in_dims`. With each of them, the call has the plain output."""
+    make, x, spy = {**ITEMS, **OTHERS}[name], torch.arange(float(ROWS)), Spy()
+    with parallel(spy, TWO) as p:
+        with pytest.raises(ShardError, match=r"^kwargs\[\"extra\"\]"):
+            p(x, extra=make())
+        with pytest.raises(ShardError, match=r"^args\[1\]") as caught:
+            p(x, make())
+        assert spy.seen == []
+        whole = make()
+        p.submit(x, whole).result(PATIENCE_S)
+        if name != "tensor in an object":  # which is refused at every size
+            p(x[:1], whole)
+        assert all(got is whole for got in spy.in_row_order()[1])  # calls that are not cut
+    assert ("register_split" in str(caught.value)) == (name == "tensor in an object")
+    assert ("torch.from_numpy" in str(caught.value)) == ("array" in name)
+    cures = cures_of(str(caught.value))
+    below = ("a", "b") if name == "object in a dict" else ()
+    entries = [functools.reduce(dict.__getitem__, ("extra", *below), in_dims) for in_dims in cures]
+    assert {None, "items"} >= set(entries) >= ({None, "items"} if name in ITEMS else {None})
+    for in_dims, entry in zip(cures, entries, strict=True):
+        value = make()
+        with parallel(spy, TWO, in_dims=in_dims) as p:
+            if entry == "items" and name not in ITEMS:
+                with pytest.raises(ShardError):
+                    p(x, value)
+                continue
+            assert_close(p(x, value), x + 1)
+        sizes, found = spy.in_row_order()
+        assert sizes == [5, 4]
+        if entry is None:
+            assert all(got is value or got == value for got in found)
+        else:
+            assert [len(part) for part in found] == sizes
+            assert [item for part in found for item in part] == list(value)
+
+
+def test_lists_of_one_row_tensors():
+    """Each of them would go whole to every lane, so a list as long as the batch is refused."""
+
+    def scaled(x, boxes):
+        return torch.stack([row * box.sum() for row, box in zip(x, boxes, strict=False)])
+
+    x, boxes = torch.ones(9, 2), [torch.full((1, 4), float(row)) for row in range(9)]
+    with parallel(scaled, TWO) as p, pytest.raises(ShardError, match=r"args\[1\] is a list of 9 items with tensors of one"):
+        p(x, boxes)
+    with parallel(scaled, TWO, in_dims={"boxes": "items"}) as p:
+        assert torch.equal(p(x, boxes), scaled(x, boxes))
+
+
+# -- in_dims
+
+
+def test_in_dims_of_any_argument():
+    """For a module, the names are parameters of forward. None gives the whole value to every lane."""
+
+    class Model(nn.Module):
+        def forward(self, ids, table, columns):
+            return table[ids] + columns.T
+
+    model, table, columns = Model(), torch.randn(5, 2), torch.randn(2, 7)
+    ids = torch.tensor([0, 4, 2, 2, 1, 3, 0])
+    plain = model(ids, table, columns)
+    with parallel(model, TWO, in_dims={"table": None, "columns": 1}) as p:
+        assert_close(model(ids, table, columns), plain)
+        assert_close(p(columns=columns, table=table, ids=ids), plain)
+
+
+def test_texts_without_tensors_warn():
+    """Such a call runs plainly. The warning names both values of `in_dims`, and each of them ends it."""
+
+    def target(texts):
+        return [text.upper() for text in texts]
+
+    with parallel(target, TWO) as p:
+        with pytest.warns(UserWarning, match=r"a call without tensors runs plainly: args\[0\] is a list") as caught:
+            p(list("abcde"))
+        p(list("abcde"))  # one warning per block
+    cures = cures_of(str(caught[0].message))
+    assert {"texts": "items"} in cures
+    for in_dims in cures:
+        with parallel(target, TWO, in_dims=in_dims) as p:
+            assert p(list("abcde")) == list("ABCDE")
+            assert p.stats().shards == ((3, 2) if in_dims["texts"] else ())
+
+
+# -- packed sequences
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_packed_sequences_are_cut(rows, in_order):
+    """Outputs keep the order of rows, and gradients are the plain ones. `map` passes a packed batch as one argument."""
+
+    class OnPacked(nn.LSTM):
+        def forward(self, packed):
+            return super().forward(packed)[0]
+
+    lengths = 1 + torch.arange(rows) * 3 % 5
+    lengths = lengths.sort(descending=True).values if in_order else lengths
+    packed = rnn.pack_padded_sequence(torch.randn(5, rows, 3), lengths, enforce_sorted=in_order)
+    model = OnPacked(3, 4)
+    plain = model(packed)
+    plain.data.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with parallel(model, ["cpu"] * 3) as p:
+        output = model(packed)
+        assert_same(output, plain)
+        output.data.square().sum().backward()
+        assert_same(next(p.map([packed])), plain)
+    assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+# -- unit
+
+
+def minus_the_mean_of_the_clip(frames):
+    """Subtract from each frame the mean of the four frames of its clip."""
+    clips = frames.reshape(-1, 4, 3)
+    return (clips - clips.mean(1, keepdim=True)).reshape(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("clips", "options", "clips_per_lane"),
+    [(0, {}, ()), (1, {}, ()), (5, {}, (3, 2)), (7, {"out_dims": 0}, (4, 3)), (2, {"out_dims": 0}, (1, 1))],
+)
+def test_rows_of_a_unit_stay_together(clips, options, clips_per_lane):
+    frames = torch.randn(4 * clips, 3)
+    with parallel(minus_the_mean_of_the_clip, TWO, unit=4, **options) as p:
+        assert_close(p(frames), minus_the_mean_of_the_clip(frames))
+        assert p.stats().shards == tuple(4 * count for count in clips_per_lane)

@@ -1,0 +1,209 @@
+"""Exceptions in lanes keep their type and traceback, gain a note with the lane, and leave the block usable."""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import parallel
+from tests.helpers.waiting import PATIENCE_S
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+class Fails(nn.Module):
+    """Raises for shards that hold one of the values in `on`."""
+
+    def __init__(self, values, make=lambda value: ValueError(f"row {value}")):
+        super().__init__()
+        self.make = make
+        type(self).on = set(values)
+        type(self).ran = []  # on the class, because a replica has its own attributes
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x):
+        for value in x.flatten().int().tolist():
+            self.ran.append(value)
+            if value in self.on:
+                raise self.make(value)  # the user's line
+        return self.linear(x)
+
+
+def rows(count):
+    return torch.arange(float(count))[:, None]
+
+
+@pytest.fixture(params=[True, False], ids=["in turns", "at the same time"])
+def in_turns(request):
+    """Enable or disable gradients: with gradients, the lanes of a model that learns run one after another."""
+    with torch.set_grad_enabled(request.param):
+        yield request.param
+
+
+class MyError(Exception):
+    """An exception with an attribute, which its constructor needs."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.detail = detail
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_error_of_a_lane(bad, in_turns):
+    """It is the same object, with its cause. A note names the lane, and the traceback reaches the user's line.
+
+    The other lanes finish, or do not start.
+    """
+    error = MyError(7, detail="more")
+    error.__cause__ = cause = KeyError("why")
+    model = Fails({bad}, lambda value: error)
+    with parallel(model, THREE, out_dims=0) as p, pytest.raises(MyError) as caught:
+        p(rows(3))
+    assert caught.value is error
+    assert (error.args, error.detail, error.__cause__) == ((7,), "more", cause)
+    assert error.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3: 1 of 3 rows"]
+    assert "the user's line" in traceback.extract_tb(error.__traceback__)[-1].line
+    assert sorted(model.ran) == [*range(bad + 1 if in_turns else 3)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_errors_of_several_lanes(shared):
+    """The first lane's exception is raised, and notes name the others. One object of all lanes has one note."""
+    error = ValueError("row 1")
+    model = Fails({1, 2}, lambda value: error if shared else ValueError(f"row {value}"))
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
+        model(rows(3))
+    assert caught.value.__notes__ == [
+        "in lane 1 on cpu, shard 1 of 3: 1 of 3 rows",
+        *([] if shared else ["also in lane 2 on cpu, shard 2 of 3: ValueError: row 2"]),
+    ]
+
+
+class Unprintable(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self):
+        raise AttributeError("no text")
+
+
+@pytest.mark.usefixtures("in_turns")
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, Unprintable])
+def test_exceptions_of_every_type(kind):
+    """They reach the caller from any lane, also through a future, and the block stays usable."""
+    model = Fails((), lambda value: kind())
+    with parallel(model, TWO, out_dims=0) as p:
+        for bad in ({0}, {1}, {0, 1}):
+            model.on.update(bad)
+            with pytest.raises(kind):
+                model(rows(2))
+            with pytest.raises(kind):
+                p.submit(rows(2)).result(PATIENCE_S)
+            model.on.clear()
+            assert model(rows(2)).shape == p.submit(rows(2)).result(PATIENCE_S).shape == (2, 1)
+
+
+def test_a_block_after_an_interrupt():
+    """The caller is interrupted in its own lane while another lane is busy."""
+    entered, interrupted = threading.Event(), threading.Event()
+
+    def target(x):
+        if interrupted.is_set():
+            return x
+        if x[0].item() == 0:
+            entered.wait(PATIENCE_S)
+            interrupted.set()
+            raise KeyboardInterrupt
+        entered.set()
+        return x
+
+    with parallel(target, TWO, out_dims=0) as p:
+        with pytest.raises(KeyboardInterrupt):
+            p(torch.arange(2.0))
+        assert p(torch.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# -- streams
+
+
+def internal_frames(error):
+    """Return the frames of a traceback that are in parawrap or concurrent.futures, and the text of the last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if re.search(r"/parawrap/|concurrent/futures", frame.filename)], frames[-1].line
+
+
+def refuse(batch):
+    raise ValueError("refused")  # the user's line
+
+
+def source_that_fails():
+    yield torch.ones(2, 1)
+    raise ValueError("disk")  # the user's line
+
+
+OF_BATCH_0 = ["in lane 0 on cpu", "in batch 0 of the stream, counted from 0"]
+SOURCES = {
+    "model": (lambda: [rows(1), rows(2)], None, OF_BATCH_0),
+    "prepare": (lambda: [rows(1)], refuse, OF_BATCH_0),
+    "source": (source_that_fails, None, ["while batch 1 of the stream was read, counted from 0"]),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"ordered": False}, {"return_exceptions": True}], ids=str)
+@pytest.mark.parametrize("name", SOURCES)
+def test_errors_of_a_stream(name, options):
+    """Notes name the lane and the batch. The traceback has at most one line of parawrap before the user's line."""
+    source, prepare, notes = SOURCES[name]
+    with torch.no_grad(), parallel(Fails({0} if name == "model" else ()), ["cpu"]) as p:
+        try:
+            error = next(each for each in p.map(source(), prepare=prepare, **options) if isinstance(each, ValueError))
+        except ValueError as raised:
+            error = raised
+    internal, last = internal_frames(error)
+    assert len(internal) <= 1
+    assert "the user's line" in last
+    assert [note.partition(":")[0] for note in error.__notes__] == notes
+
+
+def test_errors_of_a_submitted_call():
+    """Their tracebacks have no frames of the lane."""
+    with torch.no_grad(), parallel(Fails({0}), TWO) as p:
+        error = p.submit(rows(1)).exception(PATIENCE_S)
+    internal, last = internal_frames(error)
+    assert internal == []
+    assert "the user's line" in last
+    assert "lane 0 on cpu" in error.__notes__[0]
+
+
+def test_stop_iteration_ends_no_stream():
+    """It becomes a RuntimeError at its batch's position."""
+    outputs = []
+    with (
+        parallel(lambda x: next(iter(())) if x[0] == 3 else x, TWO) as p,
+        pytest.raises(RuntimeError, match="StopIteration") as caught,
+    ):
+        outputs.extend(output.item() for output in p.map(torch.arange(6.0).split(1)))
+    assert outputs == [0, 1, 2]
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize(
+    ("batch", "cure", "prepare"),
+    [
+        ([torch.ones(2), torch.ones(2)], "prepare=tuple", tuple),
+        ({"a": torch.ones(2)}, "prepare=lambda batch: (batch,)", lambda batch: (batch, torch.ones(2))),
+    ],
+    ids=["list", "dict"],
+)
+def test_type_errors_name_batch_forms(batch, cure, prepare):
+    """A list is one argument, and a dict is keyword arguments."""
+    with parallel(lambda x, y: y + 1, TWO) as p:
+        with pytest.raises(TypeError) as caught:
+            list(p.map([batch]))
+        assert cure in caught.value.__notes__[-1]
+        assert next(p.map([batch], prepare=prepare)).tolist() == [2, 2]

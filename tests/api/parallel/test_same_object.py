@@ -1,0 +1,356 @@
+"""Inside a block the same model object is parallel; after the block it is what it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import threading
+import types
+
+import pytest
+import torch
+import wrapt
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import Parallel, SessionError, ShardError, parallel
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+class Net(nn.Module):
+    """A model with a buffer, a plain attribute, and a second method. It counts the rows of each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("shift", torch.arange(3.0))
+        self.scale = 2.0
+        type(self).seen = []  # on the class, because a replica has its own attributes
+
+    def forward(self, x):
+        self.seen.append(len(x))
+        return self.linear(x) * self.scale + self.shift
+
+    def generate(self, x, steps=2):
+        for _ in range(steps):
+            x = x + self(x).mean(1, keepdim=True)
+        return x
+
+
+def state_of(module):
+    """Return the class of every module, the identity of each value in its `vars`, and its hooks."""
+    return [
+        (type(part), {key: id(value) for key, value in vars(part).items()}, list(part._forward_hooks))
+        for part in module.modules()
+    ]
+
+
+# -- the model
+
+
+@pytest.mark.parametrize(("error", "columns"), [(None, 4), (ZeroDivisionError, 4), (RuntimeError, 5)])
+def test_the_model_is_unchanged_after(error, columns):
+    """Also after an exception of the block, and one of a lane."""
+    model = Net()
+    before = state_of(model)
+
+    def use():
+        with parallel(model, THREE):
+            model(torch.randn(7, columns)).sum()
+            if error is not None:
+                raise error
+
+    if error is None:
+        use()
+    else:
+        with pytest.raises(error):
+            use()
+    assert state_of(model) == before
+
+
+def test_the_model_inside_the_block():
+    """The type, the keys of the state_dict, the names of parameters, and the methods' signatures are those of the model."""
+    model = Net()
+    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    signature = inspect.signature(model.generate)
+    with parallel(model, TWO, methods=("forward", "generate")) as p:
+        model(torch.randn(5, 4))
+        assert isinstance(p, Parallel)
+        assert type(model) is Net
+        assert (list(model.state_dict()), [name for name, _ in model.named_parameters()]) == (keys, names)
+        assert (inspect.signature(model.generate), model.generate.__name__) == (signature, "generate")
+        assert (model.forward.__self__, model.forward.__func__) == (model, Net.forward)
+
+
+def test_a_forward_on_the_instance():
+    """A `forward` set before the block is parallel and restored. A `forward` set inside the block stays."""
+    model, x = Net(), torch.randn(7, 4)
+    own = model.forward = types.MethodType(lambda self, x: self.linear(x) - 1, model)
+    plain = model(x)
+    with parallel(model, THREE) as p:
+        assert_close(model(x), plain)
+        assert p.stats().shards == (3, 2, 2)
+    assert vars(model)["forward"] is own
+    with parallel(model, TWO):
+        new = model.forward = lambda x: x
+    assert vars(model)["forward"] is new
+
+
+def test_every_reference_is_parallel():
+    """A submodule elsewhere is, too. `model.forward` of before the block works inside it, and of inside after it."""
+    model, x = Net(), torch.randn(7, 4)
+    outer, before, plain = nn.Sequential(model, nn.Identity()), model.forward, model(x)
+    model.seen.clear()
+    with parallel(model, THREE):
+        assert_close(outer(x), plain)
+        assert sorted(model.seen) == [2, 2, 3]
+        assert_close(before(x), plain)
+        inside = model.forward
+    assert_close(inside(x), plain)
+
+
+# -- methods
+
+
+def test_methods_are_parallel_by_name():
+    """Only the named methods are cut. Calls of forward inside generate stay in their lane."""
+    model, x = Net(), torch.randn(7, 4)
+    plain = model(x), model.generate(x, steps=3)
+    with parallel(model, THREE, methods=("generate", "generate")) as p:
+        assert_close(model.generate(x, steps=3), plain[1])
+        assert p.stats().shards == (3, 2, 2)
+        model(x)
+        assert p.stats().calls == 1
+    assert "generate" not in vars(model)
+    with parallel(model, THREE, methods=("forward", "generate")) as p:
+        assert_close((model(x), model.generate(x, steps=3)), plain)
+        assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
+
+
+class Unusual(nn.Module):
+    """Has a decorated forward that looks like a bound method, and static, class, and partial methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+
+    @wrapt.decorator
+    def _plus_one(wrapped, _instance, args, kwargs):
+        return wrapped(*args, **kwargs) + 1
+
+    @_plus_one
+    def forward(self, x):
+        return x * 2
+
+    @staticmethod
+    def double(x):
+        return x * 2
+
+    @classmethod
+    def triple(cls, x):
+        return x * 3
+
+    def _times(self, x, factor):
+        self.rows += len(x)
+        return x * factor
+
+    times_four = functools.partialmethod(_times, factor=4)
+
+
+@pytest.mark.parametrize(("method", "value"), [("forward", 3), ("double", 2), ("triple", 3), ("times_four", 4)])
+def test_unusual_methods_are_parallel(method, value):
+    model = Unusual()
+    with parallel(model, THREE, methods=(method,)) as p:
+        assert getattr(model, method)(torch.ones(7, 1)).tolist() == [[value]] * 7
+        assert p.stats().shards == (3, 2, 2)
+    assert model.rows == (3 if method == "times_four" else 0)  # of lane 0, as in torch
+    assert method not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [lambda x: x.abs(), functools.partial(torch.abs), torch.nn.ReLU().forward, torch.abs, torch.Tensor.abs],
+    ids=["lambda", "partial", "method", "builtin", "descriptor"],
+)
+def test_any_callable_is_parallel(target):
+    """Also without a `with` block, until close()."""
+    x = torch.rand(7, 2)
+    p = parallel(target, THREE)
+    assert torch.equal(p(x), x)
+    assert p.stats().shards == (3, 2, 2)
+    p.close()
+
+
+def test_one_cpu_lane_is_the_plain_call():
+    """The model itself runs in the caller's thread."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append((self, len(x), threading.get_ident()))
+            return x.mean()
+
+    model, before = Model(), set(threading.enumerate())
+    with parallel(model, ["cpu"]) as p:
+        assert model(torch.ones(7)).item() == 1
+        assert set(threading.enumerate()) == before
+        assert p.stats().plain == 1
+    assert seen == [(model, 7, threading.get_ident())]
+
+
+# -- hooks
+
+
+def test_root_hooks_see_the_whole_batch():
+    """They run in the caller's thread, and what they return is used."""
+    model, seen = Net(), []
+    model.register_forward_pre_hook(lambda m, args: seen.append((len(args[0]), threading.get_ident(), m is model)))
+    model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
+    model.register_forward_hook(lambda m, args, out: (out, out))
+    model.register_full_backward_hook(lambda m, gi, go: seen.append(len(go[0])))
+    x = torch.randn(7, 4, requires_grad=True)
+    plain = model(x)
+    seen.clear()
+    with parallel(model, THREE):
+        output = model(x)
+        assert_close(output, plain)
+        output[0].sum().backward()
+    assert seen == [(7, threading.get_ident(), True)] * 2 + [7]
+
+
+def test_submodule_hooks_run_in_lanes():
+    """Also if they are registered or removed inside the block. Each call has the same hooks on the same shards."""
+    model, rows, backward_rows, x = Net(), [], [], torch.randn(7, 4, requires_grad=True)
+    with parallel(model, THREE):
+        model(x)
+        handle = model.linear.register_forward_hook(lambda m, args, out: (rows.append(len(out)), out * 0)[1])
+        model.linear.register_full_backward_hook(lambda m, gi, go: backward_rows.append(len(go[0])))
+        for calls in (1, 2):
+            output = model(x)
+            assert_close(output, model.shift.expand(7, 3))
+            assert sorted(rows) == sorted([3, 2, 2] * calls)
+        output.sum().backward()
+        assert sorted(backward_rows) == [2, 2, 3]
+        handle.remove()
+        model(x)
+        assert len(rows) == 6
+
+
+# -- copies made in the block
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("is_graph", [False, True], ids=["module", "fx"])
+def test_copies_are_plain_models(is_graph, duplicate):
+    """They have their own parameters, no parallel `forward`, and can have a block of their own."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
+    model = torch.fx.symbolic_trace(model) if is_graph else model
+    plain, keys = model(x), set(vars(duplicate(model)))
+    with parallel(model, THREE) as p:
+        model(x)
+        clone = duplicate(model)
+        assert_close(clone(x), plain)
+        assert p.stats().calls == 1
+        with parallel(clone, TWO) as own:
+            assert_close(clone(x), model(x))
+            assert own.stats().shards == (4, 3)
+    assert set(vars(clone)) == keys
+    with torch.no_grad():
+        clone.get_submodule("0").weight.zero_()
+    assert_close(model(x), plain)
+    assert not torch.equal(clone(x), plain)
+
+
+def test_a_shallow_copy_calls_itself():
+    model, x = Net(), torch.randn(7, 4)
+    with parallel(model, TWO):
+        clone = copy.copy(model)
+        clone.scale = 0.0
+        assert_close(clone(x), model.shift.expand(7, 3))
+    assert_close(clone(x), model.shift.expand(7, 3))
+
+
+# -- the decorator and the end
+
+
+def test_a_decorated_function():
+    """Each call of the function is a block, which ends with the outermost call or its exception."""
+    model = Net()
+
+    class Trainer:
+        @parallel(model, TWO)
+        def evaluate(self, x, *, depth):
+            """Evaluate the model."""
+            model(x)
+            return self.evaluate(x, depth=depth - 1) if depth else 1 / len(x)
+
+    trainer = Trainer()
+    assert (trainer.evaluate.__name__, trainer.evaluate.__doc__) == ("evaluate", "Evaluate the model.")
+    assert trainer.evaluate(torch.ones(5, 4), depth=3) == 0.2
+    assert sorted(model.seen) == [2] * 4 + [3] * 4
+    with pytest.raises(ZeroDivisionError):
+        trainer.evaluate(torch.ones(0, 4), depth=0)
+    assert "forward" not in vars(model)
+
+
+def test_a_function_as_only_argument():
+    """Inside the block it is the model's argument. Before the block, it is decorated."""
+
+    class Applies(nn.Module):
+        def forward(self, function):
+            return function(torch.ones(3))
+
+    model = Applies()
+    with parallel(model, TWO) as p:
+        assert p(torch.sum) == model(torch.sum) == 3
+    assert parallel(model, TWO)(lambda: model(torch.sum))() == 3
+
+
+def test_functions_that_run_later():
+    """A coroutine or a generator would run after its block has ended."""
+
+    async def later():
+        return None
+
+    def items():
+        yield 1
+
+    for function in (later, items):
+        with pytest.raises(ShardError, match="Open the block inside it"):
+            parallel(Net(), TWO)(function)
+
+
+def test_a_closed_block():
+    """It is refused, and can be entered again. close() may be called at any time and more than once."""
+    model, x = Net(), torch.ones(5, 4)
+    p = parallel(model, TWO)
+    p.close()
+    for _ in range(2):
+        with p:
+            model.seen.clear()
+            model(x)
+            assert sorted(model.seen) == [2, 3]
+            p.close()
+            p.close()
+            assert "forward" not in vars(model)
+        for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
+            with pytest.raises(SessionError, match="closed"):
+                use()

@@ -1,0 +1,40 @@
+"""Compare outputs of any structure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.testing import assert_close
+
+
+def assert_same(one, other):
+    """Assert that two outputs have equal types, structure, and values, up to rounding."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, PackedSequence):
+        assert_same(tuple(one), tuple(other))
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    elif dataclasses.is_dataclass(one):
+        assert_same(vars(one), vars(other))
+    elif isinstance(one, torch.Tensor):
+        assert_close(one, other)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if one.dtype.kind in "fc":
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        else:
+            assert one.tolist() == other.tolist()
+    elif isinstance(one, (float, np.floating)):
+        assert one == pytest.approx(other, rel=1e-5)
+    else:
+        assert one == other
