@@ -54,7 +54,7 @@ def named(monkeypatch):
     return name
 
 
-def test_cores_are_emulated_with_a_warning(named):
+def test_emulation_warns(named):
     """The warning points at the user's line, and names the variable that silences it. Another name is refused."""
     for blank in "", "  ":
         named(blank)
@@ -108,7 +108,7 @@ def test_named_package_that_is_missing(install, named, name, package):
     ],
     ids=["placeholder", "library", "dependency"],
 )
-def test_broken_package_is_replaced_by_no_other(install, named, is_named, content, said):
+def test_broken_package_is_an_error(install, named, is_named, content, said):
     """The error gives the reason. Emulated cores would hide that the machine's own are idle. `doctor` reports it."""
     install("torch_neuronx", content)
     install("torch_neuron")
@@ -133,7 +133,7 @@ def test_doctor_names_the_runtime(install, named, monkeypatch):
     assert details == [("ok", "3 cores with torch_neuron"), ("ok", emulated)]
 
 
-def test_using_selects_a_runtime_in_a_block(named):
+def test_using_selects_a_runtime(named):
     """Blocks nest. After a block the previous runtime is in use again, also after an exception."""
     outer, inner = NeuronHost(1), NeuronHost(1)
     with warnings.catch_warnings(), using(outer):  # before the first choice: no package is imported, and nothing warns
@@ -148,7 +148,7 @@ def test_using_selects_a_runtime_in_a_block(named):
     assert runtime() is before
 
 
-def test_import_imports_no_vendor_package():
+def test_import_needs_no_vendor_package():
     """Names of cores are parsed without importing any runtime."""
     script = (
         "import sys; from parawrap.neuroncores import resolve_cores; resolve_cores('nc:0', 1); "

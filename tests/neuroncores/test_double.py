@@ -75,7 +75,7 @@ def test_weights_become_constants(host):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved"])
-def test_dynamic_batching_is_copied_and_saved(host, copied):
+def test_copies_keep_dynamic_batching(host, copied):
     """A copy from before the setting does not have it; a copy from after it does. Copies keep their signature."""
     compiled = host.trace(linear(), A)
     before = copied(compiled)
@@ -87,26 +87,6 @@ def test_dynamic_batching_is_copied_and_saved(host, copied):
 
 
 # -- refusals
-
-
-@pytest.mark.parametrize(
-    ("x", "rest", "says"),
-    [
-        (torch.zeros(3, 3), B, r"args\[0\] is \[3, 3\], .* for \[2, 3\]. .*neuron.dynamic_batch"),
-        (torch.zeros(2, 4), B, r"args\[0\] is \[2, 4\], .* for \[2, 3\]. Trace it for this shape"),
-        (torch.zeros(2), B, r"args\[0\] is \[2\], .* for \[2, 3\]"),
-        (A, B.half(), r'args\[1\]\["k"\] is not of torch.float32. Convert it'),
-        (A, torch.zeros(2, 3, device="meta"), r'args\[1\]\["k"\] is on meta, but NeuronCores take CPU tensors'),
-    ],
-    ids=["rows", "columns", "dimensions", "dtype", "device"],
-)
-def test_other_inputs_are_refused_by_name(host, x, rest, says):
-    """The error has the address, the given and the compiled shape, and advice."""
-    compiled = host.trace(lambda x, rest: x + rest["k"], (A, {"k": B}))
-    with pytest.raises(torch.jit.Error, match=f"ShapeError: {says}"):
-        compiled(x, {"k": rest})
-    with pytest.raises(ShapeError, match=f"^{says}"):
-        host.place(compiled, 0, 1)(x, {"k": rest})
 
 
 @pytest.mark.parametrize(
@@ -127,7 +107,7 @@ def test_models_that_cannot_be_compiled(host, function, example, says):
         host.trace(function, example)
 
 
-def test_compiled_model_is_not_compiled_again(host):
+def test_models_that_trace_refuses(host):
     """Alone, or as a part of another model. Two names of one buffer are refused too."""
     compiled = host.trace(linear(), A)
     for model in (compiled, nn.Sequential(compiled, nn.ReLU())):
@@ -144,7 +124,7 @@ def test_compiled_model_is_not_compiled_again(host):
 # -- cores
 
 
-def test_placed_model_uses_its_cores_in_turn(host):
+def test_placed_model_uses_cores_in_turn(host):
     """Each placed model counts its own turns. A core is free when the last reference goes."""
     compiled = host.trace(linear(), A)
     placed, other = host.place(compiled, 1, 3), host.place(compiled, 2, 2)
@@ -176,7 +156,7 @@ def test_every_compiled_part_is_placed(host):
     assert counts(host, "loads") == [0, 0, 2, 1]
 
 
-def test_core_runs_one_inference_at_a_time(host):
+def test_core_runs_one_inference(host):
     """A call that arrives while the core is busy waits. Another core runs at the same time."""
     core, other = host._cores()[:2]
     inside, leave, order = threading.Event(), threading.Event(), []
@@ -199,7 +179,7 @@ def test_core_runs_one_inference_at_a_time(host):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_forked_child_finds_the_cores_free(host):
+def test_forked_child_finds_free_cores(host):
     """A lock that another thread of the parent holds does not block the child."""
     placed, expected = host.place(host.trace(linear(), A), 0, 1), linear()(A)
     with host._cores()[0]._lock:
@@ -218,7 +198,7 @@ def test_forked_child_finds_the_cores_free(host):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_rows_do_not_depend_on_other_rows(host, batch):
+def test_rows_are_independent(host, batch):
     """A batch of any size, also of non-contiguous memory, is one turn, and NaN stays in its row."""
 
     def rowwise(x, rest):
@@ -235,7 +215,7 @@ def test_rows_do_not_depend_on_other_rows(host, batch):
     assert sum(counts(host, "inferences")) == sum(-(-rows // batch) for rows in range(3 * batch + 2))
 
 
-def test_refused_dynamic_batching_changes_nothing(host):
+def test_refusal_changes_nothing(host):
     """The error leaves every part of the module unchanged."""
     eligible, other = host.trace(linear(), A), host.trace(lambda x: x.t(), A)
     with pytest.raises(ShapeError, match=r"args\[0\] is compiled for 2 rows on dim 0, and output for 3"):

@@ -65,7 +65,7 @@ def test_block_takes_inputs_by_name(host, weighed):
     assert_close(neuron.dynamic_batch(compiled)(**given), weighed(**given))
 
 
-def test_names_have_the_order_of_forward(host, weighed):
+def test_names_have_forwards_order(host, weighed):
     """A positional call has the same order. Errors name the keyword."""
     compiled, given = by_name(weighed), inputs(8)
     assert host.signature(compiled).inputs == (

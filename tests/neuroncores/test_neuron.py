@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
 from parawrap import Platform, PlatformError, current_rank, neuron, wrapper
+from parawrap.neuroncores import using
+from parawrap.testing import NeuronHost
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,19 +56,21 @@ def test_wrong_number_of_ranks(monkeypatch, variable, value, said):
 # -- examples
 
 
-def run(name, cores=None, warnings="error"):
-    """Return the process of an example on `cores` emulated cores, or on the default number, and the rows of its calls."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("NEURON_RT_")}
-    environ["PARAWRAP_NEURON_RUNTIME"] = "host"
-    if cores is not None:
-        environ["NEURON_RT_NUM_CORES"] = str(cores)
-    command = [sys.executable, "-W", warnings, EXAMPLES / f"{name}.py"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert found.returncode == 0, found.stderr
-    reports = re.findall(r"(\d+) rows in, (\d+) rows out, relative difference at most (\S+)", found.stdout)
-    assert reports, found.stdout
-    assert all(rows_in == rows_out and float(apart) < 1e-5 for rows_in, rows_out, apart in reports)
-    return found, [int(rows_in) for rows_in, _, _ in reports]
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that runs an example on some emulated cores, by default two, and returns its output."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for variable in "NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES":
+        monkeypatch.delenv(variable, raising=False)
+
+    def run_example(name, cores=None):
+        if cores is not None:
+            monkeypatch.setenv("NEURON_RT_NUM_CORES", str(cores))
+        with using(NeuronHost()):
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
 
 
 @pytest.mark.parametrize(
@@ -86,20 +89,23 @@ def run(name, cores=None, warnings="error"):
         ("neuron_fixed_batch", 4, [2], ["refused: ", "4 rows on dim 0 over 2 NeuronCores are 2 per core", "Pass 2 rows"]),
     ],
 )
-def test_examples_of_the_vendor_run(name, cores, rows, parts):
+def test_examples_of_the_vendor_run(run, name, cores, rows, parts):
     """Unchanged and without warnings. What the page says is refused, is refused."""
-    found, counts = run(name, cores)
-    assert counts == rows
+    found = run(name, cores)
+    reports = re.findall(r"(\d+) rows in, (\d+) rows out, relative difference at most (\S+)", found)
+    assert [(int(rows_in), int(rows_out)) for rows_in, rows_out, _ in reports] == [(count, count) for count in rows]
+    assert all(float(apart) < 1e-5 for _, _, apart in reports)
     for part in parts:
-        assert part in found.stdout
+        assert part in found
 
 
-def test_idle_cores_warn(host):
+def test_idle_cores_warn(run):
     """On four cores, each batch that is too small warns at the example's own line."""
-    found, _ = run("neuron_dynamic_batching", cores=4, warnings="default")
-    warned = re.findall(r"(\S+):\d+: UserWarning: (\d+) rows keep (\d) of 4 NeuronCores busy", found.stderr)
-    assert [(int(rows), int(busy)) for _, rows, busy in warned] == [(2, 2), (3, 3), (3, 2), (4, 2), (5, 3), (6, 3)]
-    assert {file for file, _, _ in warned} == {str(EXAMPLES / "neuron_dynamic_batching.py")}
+    with pytest.warns(UserWarning, match="NeuronCores busy") as warned:
+        run("neuron_dynamic_batching", cores=4)
+    busy = [tuple(map(int, re.findall(r"(\d+) rows keep (\d)", str(each.message))[0])) for each in warned]
+    assert busy == [(2, 2), (3, 3), (3, 2), (4, 2), (5, 3), (6, 3)]
+    assert {each.filename for each in warned} == {str(EXAMPLES / "neuron_dynamic_batching.py")}
 
 
 def test_every_example_is_run():

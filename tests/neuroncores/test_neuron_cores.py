@@ -36,7 +36,7 @@ DEVICES = [
     ],
     ids=str,
 )
-def test_cores_keep_the_order_of_the_list(devices, expected):
+def test_cores_keep_the_given_order(devices, expected):
     """Indices and "nc:#" mean the same. A single entry is a list of one, and None means all cores of the process."""
     assert [core.index for core in resolve_cores(devices, 4)] == expected
 
@@ -72,7 +72,7 @@ def test_entry_that_is_not_a_core(entry):
     ],
     ids=str,
 )
-def test_cores_that_a_process_cannot_use(devices, visible, error, said):
+def test_cores_of_other_processes(devices, visible, error, said):
     """The error names the core, the cores of the process, and the variables that allocate more."""
     with pytest.raises(error, match=said):
         resolve_cores(devices, visible)
@@ -103,7 +103,7 @@ def test_names_of_cores_are_recognized():
         (None, "", None),
     ],
 )
-def test_variables_set_the_number_of_cores(monkeypatch, visible, number, cores):
+def test_variables_set_the_cores(monkeypatch, visible, number, cores):
     """The list takes precedence over the number, as in the Neuron runtime. No value, or 0 cores, is no limit."""
     for name, value in (("NEURON_RT_VISIBLE_CORES", visible), ("NEURON_RT_NUM_CORES", number)):
         monkeypatch.delenv(name, raising=False)
@@ -124,7 +124,7 @@ def test_variables_set_the_number_of_cores(monkeypatch, visible, number, cores):
         ("0-3,2-5", "2-5", "repeats a core"),
     ],
 )
-def test_malformed_list_of_visible_cores(listed, part, why):
+def test_malformed_visible_cores(listed, part, why):
     """The error shows the variable with its value, the malformed part, the reason, and valid spellings."""
     with pytest.raises(DeviceListError) as refused:
         read_core_numbers({"NEURON_RT_VISIBLE_CORES": listed})
@@ -178,7 +178,7 @@ one_adapter = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=Tr
 
 
 @one_adapter
-def test_variables_take_precedence_over_the_tool(runtime, tmp_path, monkeypatch):
+def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
     """Also malformed ones. The tool runs once, and is searched in the vendor's folder too."""
     said = r"neuron-ls is neither on PATH nor in .*NEURON_RT_NUM_CORES.*aws-neuronx-tools"
     with pytest.raises(DeviceUnavailableError, match=said):

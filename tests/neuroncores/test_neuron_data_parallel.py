@@ -79,7 +79,7 @@ def test_rows_in_are_rows_out(kind, batch):
             net.close()
 
 
-def test_rows_are_cut_into_whole_inferences(host):
+def test_rows_are_whole_inferences(host):
     """The warning about idle cores points at the caller's line and says how many rows use all cores."""
     plain, _, net = net_of(batch=4)
     x = torch.randn(9, 3)
@@ -115,7 +115,7 @@ def test_device_ids_select_the_cores(host, device_ids, indices):
     assert {core for core, count in enumerate(counts(host, "inferences")) if count} == set(indices)
 
 
-def test_failed_load_unloads_the_other_cores(host, monkeypatch):
+def test_failed_load_frees_other_cores(host, monkeypatch):
     compiled = neuron.trace(nn.Linear(3, 2), torch.zeros(1, 3))
     place = host.place
 
@@ -158,7 +158,7 @@ def test_closing_frees_the_cores(host):
 @ignore_idle
 @pytest.mark.parametrize("split_size", [1, 3, 100])
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_workers_and_chunks_change_no_result(host, split_size, workers):
+def test_workers_and_chunks(host, split_size, workers):
     plain, _, net = net_of(batch=2)
     assert (net.num_workers, net.split_size, net.dim) == (8, None, 0)
     net.num_workers, net.split_size = workers, split_size
@@ -213,7 +213,7 @@ def test_without_dynamic_batching(host, workers):
         net(x)
 
 
-def test_another_dim_turns_dynamic_batching_off(host):
+def test_another_dim_needs_exact_rows(host):
     """With a warning. Rows on that dim must be the compiled size per core."""
     compiled = neuron.trace(lambda x: x * 2, torch.zeros(1, 4, 4))
     with pytest.warns(UserWarning, match="dynamic batching is off because dim=2"):
@@ -326,7 +326,7 @@ def test_error_names_its_core(host, workers, deterministic):
     ],
     ids=["num_workers", "split_size", "disable", "close"],
 )
-def test_call_in_flight_finishes_on_its_cores(host, change, monkeypatch):
+def test_call_in_flight_finishes(host, change, monkeypatch):
     """This holds for any change from another thread. The cores are freed when the call ends."""
     plain, _, net = net_of()
     cut, begun, let = Batching.cut, threading.Event(), threading.Event()

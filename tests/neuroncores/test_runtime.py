@@ -32,7 +32,7 @@ def assert_near(subject, output, expected):
     torch.testing.assert_close(output, expected, **subject.tolerance)
 
 
-def test_traced_model_gives_the_plain_output(subject):
+def test_traced_output_is_plain(subject):
     """The result is a ScriptModule. Its outputs have no gradients. A function is traced like a module."""
     model, x = mlp(), rows(2)
     compiled = subject.runtime.trace(model, x)
@@ -66,7 +66,7 @@ def test_model_runs_on_all_cores(subject):
         assert_equal(placed(*numbers(2)), Doubling()(*numbers(2)))
 
 
-def test_wrapper_is_placed_with_its_parts(subject):
+def test_wrapper_is_placed_with_parts(subject):
     """A module around compiled models is copied with its own parameters, and each compiled part once."""
     whole = Around(*(subject.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     placed = subject.runtime.place(whole, 0, 1)
@@ -89,7 +89,7 @@ def test_untraced_model_is_refused(subject, model):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_dynamic_batching_gives_every_row(subject, batch):
+def test_dynamic_batching_keeps_rows(subject, batch):
     """For smaller and larger batches than the compiled one, outputs have exactly the input rows, in order."""
     compiled = subject.runtime.trace(Doubling(), numbers(batch))
     dynamic = subject.runtime.dynamic_batch(subject.runtime.place(compiled, 0, subject.runtime.core_count()))
@@ -109,7 +109,7 @@ def test_dynamic_batching_gives_every_row(subject, batch):
     ],
     ids=["inputs", "scalar", "outputs"],
 )
-def test_dynamic_batching_needs_equal_rows(subject, model, example, said):
+def test_dynamic_batching_needs_rows(subject, model, example, said):
     """The error names the input or output with a different compiled number of rows."""
     compiled = subject.runtime.trace(model, example)
     with pytest.raises(ShapeError, match=said):
@@ -130,7 +130,7 @@ def test_other_shapes_are_refused(subject):
             dynamic(x, y)
 
 
-def test_signature_is_that_of_the_example(subject):
+def test_signature_is_of_the_example(subject):
     """It has the shapes, dtypes, and addresses of inputs and outputs, for a traced model and its placed copies."""
     compiled = subject.runtime.trace(Doubling(), numbers(2))
     for model in (compiled, subject.runtime.place(compiled, 0, 1)):
@@ -176,7 +176,7 @@ def test_data_parallel_takes_any_rows(serving, device_ids):
     net.close()
 
 
-def test_model_from_a_file_takes_exact_rows(serving):
+def test_model_from_a_file(serving):
     """Without dynamic batching, each core gets the compiled size. The vendors do not report the shapes of a file."""
     compiled, exact = neuron.trace(Doubling(), numbers(2)), 2 * neuron.core_count()
     for model in (saved_and_loaded(compiled), compiled):

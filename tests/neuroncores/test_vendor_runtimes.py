@@ -54,7 +54,7 @@ def test_trace_passes_everything_on(recorded, calls):
     assert isinstance(compiled, torch.jit.ScriptModule)
 
 
-def test_placing_loads_inside_one_context(recorded, calls, placing):
+def test_placing_uses_one_context(recorded, calls, placing):
     """For all cores and all compiled parts. The vendor never sees the modules around them."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
@@ -64,7 +64,7 @@ def test_placing_loads_inside_one_context(recorded, calls, placing):
     assert calls == [*placing(1, 3), *placing(0, 2, parts=2)]
 
 
-def test_refusals_come_before_the_vendor(recorded, calls):
+def test_refusals_precede_the_vendor(recorded, calls):
     """The vendor ignores an uncompiled module, and does not check outputs. Counts and signatures need no call."""
     scalar = recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3))
     calls.clear()
@@ -105,7 +105,7 @@ def test_one_thread_is_in_the_context(recorded, calls, placing):
 
 
 @neuronx_only
-def test_neuronx_gets_each_compiled_part(recorded, calls):
+def test_neuronx_gets_each_part(recorded, calls):
     """The vendor documents dynamic_batch for traced models only."""
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     calls.clear()
@@ -115,7 +115,7 @@ def test_neuronx_gets_each_compiled_part(recorded, calls):
 
 
 @neuronx_only
-def test_refusal_of_the_vendor_is_a_shape_error(recorded):
+def test_refusal_of_the_vendor(recorded):
     """If the signature is unknown, the vendor decides. The ShapeError keeps its reason."""
     loaded = saved_and_loaded(recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3)))
     with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output") as refused:
@@ -124,7 +124,7 @@ def test_refusal_of_the_vendor_is_a_shape_error(recorded):
 
 
 @neuron_only
-def test_neuron_traces_for_dynamic_batching(recorded, calls):
+def test_neuron_traces_for_any_rows(recorded, calls):
     """torch_neuron has no dynamic_batch: its trace gets an option. Placed copies and wrappers take any number of rows."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     placed = recorded.runtime.place(compiled, 0, 1)
@@ -161,7 +161,7 @@ def test_neuron_model_from_a_file(recorded):
 
 
 @neuronx_only
-def test_model_for_emulated_cores_is_refused(recorded, monkeypatch):
+def test_model_for_emulated_cores(recorded, monkeypatch):
     """The vendor would run it on the CPU. The error names the runtime that is in use."""
     monkeypatch.undo()
     compiled = recorded.host.trace(mlp(), rows(2))
@@ -188,7 +188,7 @@ def test_trace_with_keyword_inputs(recorded, monkeypatch):
     torch.testing.assert_close(recorded.runtime.dynamic_batch(compiled)(y=y, x=x), model(x, y))
 
 
-def test_release_without_a_placement_context(monkeypatch):
+def test_release_without_a_context(monkeypatch):
     """The error gives both documented names and advice."""
     with neuron_host(cores=1) as host:
         double = Double("torch_neuronx", host, experimental=False)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import SessionError, build
+from parawrap import RankDiedError, SessionError, build
 from tests.helpers.pools import over, processes
 
 
@@ -60,7 +60,7 @@ def test_workers_build_equal_models():
         assert p(torch.zeros(9, 1)).unique().numel() == 9
 
 
-def test_replacement_builds_the_same_model():
+def test_replacement_builds_the_same():
     """The arguments are those of the first start, until `refresh`."""
     factors, x = [2], torch.ones(9, 1)
     with processes(build(lambda factors: Factor(factors[0]), factors), retries=0) as p:
@@ -70,6 +70,14 @@ def test_replacement_builds_the_same_model():
         assert_close(p(x), x * 2)
         p.refresh()
         assert_close(p(x), x * 5)
+
+
+def test_worker_that_cannot_build():
+    """Its exception, or its death, is the error of the first call."""
+    with processes(build(os._exit, 7)) as p, pytest.raises(RankDiedError, match="exited with code 7"):
+        p(torch.ones(9, 4))
+    with processes(build(nn.Linear, 0, "x")) as p, pytest.raises(TypeError):
+        p(torch.ones(9, 4))
 
 
 def test_build_needs_processes():

@@ -16,7 +16,7 @@ def scaled_by(namespace):
     return namespace["Scaled"]()
 
 
-def test_closures_and_globals_are_current():
+def test_closures_are_current():
     """A variable of a hook's closure, a global of the script, and a container that a function reads."""
     offset, table, x = 1.0, {"offset": 1.0}, torch.ones(9, 2)
     script = {"__name__": "__main__", "Module": nn.Module, "SCALE": 1.0}
@@ -29,7 +29,7 @@ def test_closures_and_globals_are_current():
             assert_same(outputs_of(q, q, x), [x + 5 * number] * 3)
 
 
-def test_functions_and_classes_are_current():
+def test_functions_are_current():
     """Defaults, code, and methods."""
 
     class Scaled(nn.Module):

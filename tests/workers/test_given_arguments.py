@@ -62,7 +62,7 @@ REARRANGING = {
 
 
 @pytest.mark.parametrize("name", REARRANGING)
-def test_rearranged_lists_keep_their_items(block, name):
+def test_rearranged_lists_keep_items(block, name):
     def run(a, rearrange):
         rearrange(a)
 
@@ -77,7 +77,7 @@ def test_rearranged_lists_keep_their_items(block, name):
 
 
 @pytest.mark.parametrize("kind_of_dict", [Counter, OrderedDict, lambda **items: defaultdict(int, items), UserDict])
-def test_dicts_get_the_order_of_the_call(block, kind_of_dict):
+def test_dicts_get_the_new_order(block, kind_of_dict):
     def run(table):
         table["z"] = 1
         table["a"] = table.pop("a")

@@ -141,7 +141,7 @@ def test_killed_workers_lose_no_batch(batches, every, elements, chunksize):
     assert len({*pids}) > 3
 
 
-def test_death_of_an_idle_worker_costs_nothing():
+def test_death_of_an_idle_worker():
     """No call ran, so it counts for none, and the new worker has the model of the next call."""
     model = nn.Sequential(nn.Linear(2, 2), Where())
     x = torch.randn(5, 2)
@@ -156,7 +156,7 @@ def test_death_of_an_idle_worker_costs_nothing():
 
 
 @pytest.mark.parametrize("changes", [0, 1, 2])
-def test_repeated_call_has_its_own_model(gate, tmp_path, changes):
+def test_repeated_call_has_its_model(gate, tmp_path, changes):
     """A call that runs again has the model of its submission, whatever was written meanwhile."""
     model, x, ones = Gated(gate.paths).eval(), torch.full((6, 3), 7.0), torch.ones(9, 3)
     with processes(model) as p, gate:

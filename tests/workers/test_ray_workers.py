@@ -53,7 +53,7 @@ class Where(nn.Module):
     ],
     ids=["local", "slurm", "seed", "restarts", "backend", "neuron"],
 )
-def test_platform_without_a_block_is_refused(platform, message):
+def test_refused_platforms(platform, message):
     """The error says what to do. Nothing starts."""
     with pytest.raises(PlatformError, match=message):
         parallel(nn.Identity(), platform)

@@ -131,7 +131,7 @@ def test_identity_holds(block):
 
 
 @pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
-def test_shard_travels_without_its_batch(block):
+def test_shard_travels_without_batch(block):
     """The storage of a view has only the view's elements in the worker."""
 
     def measure(x):

@@ -137,12 +137,19 @@ def test_generators_are_refused():
         p(torch.zeros(9, 2), torch.Generator())
 
 
-def test_gradients_of_parameters_are_refused():
+def test_gradients_are_refused():
     """The error names both ways out."""
     with processes(nn.Linear(2, 2)) as p, torch.enable_grad():
         for call in p, p.submit:
             with pytest.raises(SessionError, match=r"parameter .*torch\.no_grad.*@wrapper with DistributedDataParallel"):
                 call(torch.ones(9, 2))
+
+
+def test_parameter_in_an_output():
+    """The call returns the model's own parameter if every lane returns it."""
+    model = nn.Linear(4, 4)
+    with processes(lambda x: (model(x), model.weight)) as p:
+        assert p(torch.randn(9, 4))[1] is model.weight
 
 
 # -- changes
@@ -240,7 +247,7 @@ def test_model_of_inference_mode():
             assert p.stats().refreshes == 1
 
 
-def test_write_through_data_needs_refresh():
+def test_write_to_data_needs_refresh():
     model, x = nn.Linear(4, 4), torch.ones(9, 4)
     with processes(model) as p:
         model(x)
@@ -261,7 +268,7 @@ def test_tied_weights_stay_tied():
 # -- what a call writes into the model
 
 
-def test_attributes_of_a_call_do_not_leak():
+def test_attributes_do_not_leak():
     """Each call starts from the attributes of the model, with one warning."""
     model, x = Noting(), torch.randn(8, 4)
     expected = model.linear(x), 1
@@ -285,7 +292,7 @@ def test_buffers_of_lane_0_return(mode):
     assert ours[1].count == 3
 
 
-def test_buffers_of_whole_calls_are_dropped():
+def test_whole_calls_drop_buffers():
     model = Counting()
     with processes(model) as p:
         assert [float(p.submit(torch.zeros(1)).result()) for _ in range(3)] == [1] * 3

@@ -59,7 +59,7 @@ def firsts(outputs):
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_unordered_output_waits_for_no_other(kind, gate):
+def test_unordered_output_waits_not(kind, gate):
     with over(kind, Gated(gate.paths)) as p, gate:
         outputs = p.map(numbers(1, 2, 4, 6), ordered=False, buffersize=2)
         assert firsts([next(outputs), next(outputs), next(outputs)]) == [2, 4, 6]
@@ -68,7 +68,7 @@ def test_unordered_output_waits_for_no_other(kind, gate):
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_closed_stream_drops_its_batches(kind, gate, tmp_path):
+def test_closed_stream_drops_batches(kind, gate, tmp_path):
     """Batches that wait for a lane never run."""
 
     class Recording(Gated):
@@ -103,7 +103,7 @@ def test_queued_call_is_cancelled(kind, gate):
 def test_exception_ends_running_calls(gate):
     """A block that ends with an exception does not wait for the calls in its workers."""
     with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
-        futures = [p.submit(batch) for batch in numbers(*range(1, 9, 2))]
+        futures = [p.submit(batch) for batch in numbers(*range(1, 25, 2))]
         gate.wait_for(2)
         raise KeyError
     for future in futures:
@@ -131,7 +131,7 @@ def is_waiting(thread):
 
 
 @pytest.mark.parametrize("what", ["refresh", "close"])
-def test_callback_waits_for_no_other_thread(gate, what):
+def test_callback_waits_for_no_thread(gate, what):
     """It may refresh or close while another thread waits for its lane, to send a change of the model."""
     model = Gated(gate.paths)
     called, began = threading.Event(), threading.Event()
@@ -162,7 +162,7 @@ def test_callback_waits_for_no_other_thread(gate, what):
         assert not other.is_alive()
 
 
-def test_parts_of_one_call_have_one_model():
+def test_parts_of_a_call_have_one_model():
     """Another thread changes the model, and calls it, at the same time."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
     stop = threading.Event()
@@ -187,14 +187,14 @@ def test_parts_of_one_call_have_one_model():
 # -- memory
 
 
-def test_kept_inputs_are_not_overwritten():
+def test_kept_inputs_stay():
     """Shared memory is not used again while a tensor in the worker lies on it."""
     with parallel(Keeping(), ["cpu"], workers="process") as p:
         sums = [float(p.submit(torch.full((50_000,), float(number))).result()) for number in range(1, 6)]
     assert sums == [50_000 * number * (number + 1) / 2 for number in range(1, 6)]
 
 
-def test_kept_outputs_are_not_overwritten():
+def test_kept_outputs_stay():
     batches = [torch.full((1 + number % 3 * 200_000,), float(number)) for number in range(24)]
     with processes(nn.Identity()) as p:
         outputs = list(p.map(batches, buffersize=4))

@@ -261,7 +261,7 @@ def test_exception_is_never_retried(block, tmp_path, error):
     assert_same(runs(block, double, torch.ones(9)), [torch.full((9,), 2.0)] * 3)
 
 
-def test_warning_of_the_model_appears_once(block):
+def test_warning_appears_once(block):
     """As in the plain call, under the filters of the caller, in whichever lanes the line runs."""
 
     def warn(x):
@@ -282,7 +282,7 @@ def test_warning_of_the_model_appears_once(block):
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])
-def test_unsendable_value_fails_one_batch(block, kind, chunksize):
+def test_unsendable_fails_one_batch(block, kind, chunksize):
     """The error names the place of the value. Threads take any value."""
 
     def run(x, *, extra=None):
@@ -350,7 +350,7 @@ def test_prepare_runs_in_the_lane(block, kind, chunksize):
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])
-def test_error_takes_the_place_of_its_batch(block, chunksize):
+def test_error_is_in_its_batchs_place(block, chunksize):
     """Earlier outputs come first, also before an error of the source."""
 
     def fail_on_three(x):
@@ -385,6 +385,19 @@ def test_callback_submits_a_call(block):
 
 
 # -- statistics, timeline
+
+
+def test_trace_has_spans_of_each_lane(block):
+    with block.trace() as trace:
+        block(double, torch.randn(7, 4))
+        list(stream(block, double, [torch.randn(3, 4)]))
+        with pytest.raises(ValueError):
+            block.submit(refuse_negative, -torch.ones(2, 5)).result()
+    *cut, of_map, failed = trace.spans
+    assert sorted((span.lane, *span.work[1:]) for span in cut) == [(0, None, 4), (1, None, 3)]
+    assert (of_map.work[1:], failed.work[1:]) == ((0, 3), (None, 2))
+    assert [span.error for span in trace.spans] == [None] * 3 + ["ValueError"]
+    assert all(0 < span.start <= span.end for span in trace.spans)
 
 
 def test_stats_count_calls_and_rows(block):
