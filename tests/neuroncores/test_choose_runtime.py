@@ -120,19 +120,6 @@ def test_broken_package_is_an_error(install, named, is_named, content, said):
     assert check.state == "problem"
 
 
-def test_doctor_names_the_runtime(install, named, monkeypatch):
-    """It says if the cores are emulated, also where a vendor's package is installed."""
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
-    install("torch_neuron")
-    details = []
-    for name in "", "host":
-        named(name)
-        (check,) = [check for check in machine_checks() if check.name == "NeuronCores"]
-        details.append((check.state, check.detail))
-    emulated = "3 emulated cores (PARAWRAP_NEURON_RUNTIME=host)"
-    assert details == [("ok", "3 cores with torch_neuron"), ("ok", emulated)]
-
-
 def test_using_selects_a_runtime(named):
     """Blocks nest. After a block the previous runtime is in use again, also after an exception."""
     outer, inner = NeuronHost(1), NeuronHost(1)

@@ -124,7 +124,7 @@ def test_models_that_trace_refuses(host):
 # -- cores
 
 
-def test_placed_model_uses_cores_in_turn(host):
+def test_placed_model_takes_turns(host):
     """Each placed model counts its own turns. A core is free when the last reference goes."""
     compiled = host.trace(linear(), A)
     placed, other = host.place(compiled, 1, 3), host.place(compiled, 2, 2)
@@ -141,19 +141,6 @@ def test_placed_model_uses_cores_in_turn(host):
     for start, count in ((0, 0), (-1, 2), (3, 2)):
         with pytest.raises(DeviceUnavailableError, match=f"start={start}, count={count}: this process has 4 cores"):
             host.place(compiled, start, count)
-
-
-def test_every_compiled_part_is_placed(host):
-    """At any depth, also in a ScriptModule. A repeated part is loaded once. TorchScript of the user uses no core."""
-    first, second = host.trace(linear(), A), host.trace(nn.ReLU(), torch.zeros(2, 2))
-    module = nn.Sequential(first, nn.Sequential(second, second), torch.jit.script(nn.Identity()), nn.Linear(2, 2))
-    placed = host.place(module, 2, 1)
-    assert torch.equal(placed(A), module[3](linear()(A).relu()))
-    assert placed[3].weight is module[3].weight
-    scripted = torch.jit.script(nn.Sequential(host.trace(linear(), A), nn.ReLU()))
-    assert torch.equal(host.place(scripted, 3, 1)(A), linear()(A).relu())
-    assert counts(host, "inferences") == [0, 0, 3, 1]
-    assert counts(host, "loads") == [0, 0, 2, 1]
 
 
 def test_core_runs_one_inference(host):
@@ -195,24 +182,6 @@ def test_forked_child_finds_free_cores(host):
 
 
 # -- dynamic batching
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rows_are_independent(host, batch):
-    """A batch of any size, also of non-contiguous memory, is one turn, and NaN stays in its row."""
-
-    def rowwise(x, rest):
-        return {"y": torch.tanh(x.view(batch, 3) * 3 + rest[0])}, [x.flip(1), rest[0].sum(1)]
-
-    compiled = host.dynamic_batch(host.trace(rowwise, (torch.zeros(batch, 3), (torch.zeros(batch, 3),))))
-    placed = host.place(compiled, 0, 2)
-    x, other = torch.randn(3, 3 * batch + 1).t(), torch.randn(3 * batch + 1, 3)
-    x[batch] = float("nan")
-    for rows in range(3 * batch + 2):
-        (found,), (flipped, sums) = (lambda y, rest: (y.values(), rest))(*placed(x[:rows], (other[:rows],)))
-        torch.testing.assert_close(found, torch.tanh(x[:rows] * 3 + other[:rows]), rtol=0, atol=0, equal_nan=True)
-        torch.testing.assert_close((flipped, sums), (x[:rows].flip(1), other[:rows].sum(1)), equal_nan=True)
-    assert sum(counts(host, "inferences")) == sum(-(-rows // batch) for rows in range(3 * batch + 2))
 
 
 def test_refusal_changes_nothing(host):

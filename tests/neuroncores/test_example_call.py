@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import ShapeError, neuron, parallel
+from parawrap import ShapeError, neuron
 from parawrap.neuroncores import TensorSpec
 from tests.helpers.neuron_doubles import saved_and_loaded
 
@@ -55,14 +55,6 @@ def test_inputs_by_name(host, weighed, through):
         given = inputs(rows)
         assert_close(net(**given), weighed(**given))
     net.close()
-
-
-def test_block_takes_inputs_by_name(host, weighed):
-    given, compiled = inputs(9), by_name(weighed)
-    with parallel(compiled, ["nc:0", "nc:3"]) as p:
-        assert_close(compiled(**given), weighed(**given))
-        assert_close(p.submit(**given).result(), weighed(**given))
-    assert_close(neuron.dynamic_batch(compiled)(**given), weighed(**given))
 
 
 def test_names_have_forwards_order(host, weighed):

@@ -90,17 +90,6 @@ def test_rows_are_whole_inferences(host):
     assert sorted(counts(host, "inferences")) == [0, 1, 1, 1]
 
 
-@ignore_idle
-def test_single_rows_are_broadcast(host):
-    """As in torch. Other rows that disagree are refused before anything runs."""
-    net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(2, 3), torch.zeros(2, 3))))
-    x, y = torch.randn(8, 3), torch.randn(1, 3)
-    for call in ((x, y), (y, x), (y, y)):
-        assert torch.equal(net(*call), call[0] + call[1])
-    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6\. Give all inputs"):
-        net(torch.zeros(6, 3), torch.zeros(4, 3))
-
-
 # -- cores
 
 
@@ -176,19 +165,6 @@ def test_number_below_one_is_refused(host, name, value):
     with pytest.raises(ShardError, match=f"{name}={value!r}"):
         setattr(net, name, value)
     assert getattr(net, name) == before
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_few_workers_use_every_core(workers, dynamic):
-    """Each core gets its share, also if no two cores are consecutive."""
-    with neuron_host(cores=8) as host:
-        plain, _, net = net_of(device_ids=[0, 2, 4, 6], set_dynamic_batching=dynamic)
-        net.num_workers = workers
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(net(x), plain(x))
-        assert counts(host, "inferences") == [1, 0, 1, 0, 1, 0, 1, 0]
-        net.close()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])

@@ -16,7 +16,6 @@ from parawrap import (
     ReplicaError,
     SessionError,
     ShapeError,
-    ShardError,
     neuron,
     parallel,
     tuple_fn,
@@ -38,15 +37,6 @@ class Equal(nn.Linear):
         return isinstance(other, Equal)
 
     __hash__ = nn.Linear.__hash__
-
-
-class Table(nn.Module):
-    def __init__(self, compiled):
-        super().__init__()
-        self.compiled = compiled
-
-    def forward(self, x, table, names=None):
-        return self.compiled(x) @ table, names
 
 
 @pytest.mark.parametrize("devices", [["nc:3", "nc:1"], "nc:2", "nc", "neuron", ["neuron:0", 1]], ids=str)
@@ -148,46 +138,19 @@ def test_wrong_keywords_are_refused(host):
         assert host.stats() == ran
 
 
-def test_values_that_are_no_rows(host):
-    """`in_dims` names them, for a module around a compiled model, and for a compiled model with a table."""
-    plain, compiled = compiled_linear(batch=2)
-    x, names, table = torch.randn(8, 3), [str(row) for row in range(8)], torch.randn(2, 5)
-    with torch.no_grad(), parallel(Table(compiled), TWO, in_dims={"names": "items", "table": None}) as p:
-        for outputs, joined in (p(x, table, names), p.submit(x, table, names).result()):
-            torch.testing.assert_close(outputs, plain(x) @ table)
-            assert joined == names
-    with torch.no_grad(), parallel(Table(compiled), "neuron") as p:
-        torch.testing.assert_close(p.submit(x, table).result()[0], plain(x) @ table)
-        with pytest.raises(ShardError, match=r"args\[1\] has 2 on dim 0"):
-            p(x, table)
-    product, table = neuron.trace(lambda x, table: x @ table, (torch.zeros(2, 3), torch.zeros(3, 5))), torch.randn(3, 5)
-    with parallel(product, TWO, in_dims={"table": None}) as p:
-        torch.testing.assert_close(p(x[:4], table), x[:4] @ table)
-        with pytest.raises(ShapeError, match=r"args\[0\] is \[4, 3\], but the model is compiled for \[2, 3\]"):
-            p(x, table)
-
-
-def test_outputs_without_rows(host):
-    """They are refused unless `out_dims` or `reduce` declares them. Chunks of the compiled size run one after another."""
-    model = neuron.trace(lambda x: (x * 2, torch.ones(3, 4), x.sum()), torch.zeros(2, 3))
-    x = torch.randn(4, 3)  # two cores with the compiled size
-    for options, says in (({}, r"output\[1\].*out_dims"), ({"out_dims": (0, None, None)}, r"output\[2\].*")):
-        with parallel(model, TWO, **options), pytest.raises(GatherError, match=says):
-            model(x)
-    model = neuron.trace(lambda x: (x * 2, x.sum()), torch.zeros(2, 3))
-    with parallel(model, TWO), pytest.raises(GatherError, match=r"output\[1\].*reduce"):
-        model(x)
-    with parallel(model, TWO, reduce="sum") as p:
-        for rows, call in ((4, p), (6, lambda x: p.submit(x).result())):
-            x = torch.randn(rows, 3)
-            doubled, total = call(x)
-            assert torch.equal(doubled, x * 2)
-            torch.testing.assert_close(total, x.sum())
+def test_options_of_the_block(host):
+    """Outputs without rows are refused unless `reduce` or `out_dims` declares them. A table is named by `in_dims`."""
+    model = neuron.trace(lambda x, table: (x @ table, x.sum()), (torch.zeros(2, 3), torch.zeros(3, 5)))
+    x, table = torch.randn(4, 3), torch.randn(3, 5)  # two cores with the compiled size
+    with parallel(model, TWO, in_dims={"table": None}), pytest.raises(GatherError, match=r"output\[1\].*reduce"):
+        model(x, table)
+    with parallel(model, TWO, in_dims={"table": None}, reduce="sum") as p:
+        for product, total in (p(x, table), p.submit(x, table).result()):
+            torch.testing.assert_close((product, total), (x @ table, x.sum()))
         with pytest.raises(ShapeError, match=r"3 rows .* every chunk must have 2 rows.*output\[1\] has no batch dimension"):
-            p.submit(x[:3])
+            p.submit(x[:3], table)
     with parallel(compiled_linear()[1], TWO, join="list") as p:
-        x = torch.randn(8, 3)
-        assert [[len(y) for y in outputs] for outputs in (p(x), p.submit(x).result(), p(x[:1]))] == [[2] * 4, [8], [1]]
+        assert [len(output) for output in p(torch.randn(8, 3))] == [2] * 4
 
 
 # -- layers around a compiled model

@@ -59,15 +59,6 @@ def firsts(outputs):
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_unordered_output_waits_not(kind, gate):
-    with over(kind, Gated(gate.paths)) as p, gate:
-        outputs = p.map(numbers(1, 2, 4, 6), ordered=False, buffersize=2)
-        assert firsts([next(outputs), next(outputs), next(outputs)]) == [2, 4, 6]
-        gate.open(1)
-        assert firsts(outputs) == [1]
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
 def test_closed_stream_drops_batches(kind, gate, tmp_path):
     """Batches that wait for a lane never run."""
 
@@ -112,17 +103,6 @@ def test_exception_ends_running_calls(gate):
 
 
 # -- callbacks and threads
-
-
-def test_callback_may_call_the_block(gate):
-    """It runs in the thread of a lane, so its call runs plainly."""
-    outputs, done = [], threading.Event()
-    with processes(Gated(gate.paths)) as p, gate:
-        future = p.submit(*numbers(1))
-        future.add_done_callback(lambda _: (outputs.append(p(torch.zeros(4, 1))), done.set()))
-        gate.open(1)
-        assert done.wait(PATIENCE_S)
-    assert outputs[0][1] == os.getpid()
 
 
 def is_waiting(thread):
