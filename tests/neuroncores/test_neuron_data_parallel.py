@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ def test_failed_load_frees_other_cores(host, monkeypatch):
 
 
 def test_closing_frees_the_cores(host):
-    """So does the last reference, at once. A call after `close` loads again. The model itself is not moved."""
+    """So does the last reference, at once. A call after `close` loads again. A deep copy has its own replicas."""
     plain, compiled, net = net_of(batch=2)
     x = torch.randn(8, 3)
     for _ in range(2):
@@ -130,6 +131,9 @@ def test_closing_frees_the_cores(host):
         net.close()
         assert counts(host, "models") == FREE
     assert net.module is compiled
+    other = copy.deepcopy(net)
+    torch.testing.assert_close(other(x), plain(x))
+    other.close()
     with pytest.raises(torch.jit.Error, match="compiled for"):
         compiled(torch.randn(3, 3))
     net(x)

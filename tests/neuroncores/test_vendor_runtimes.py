@@ -78,6 +78,20 @@ def test_refusals_precede_the_vendor(recorded, calls):
     assert calls == []
 
 
+def test_model_that_fails_on_the_cpu(recorded):
+    """A model that only the vendor's compiler can run has no signature, but can be placed."""
+    runs = iter([1])
+
+    def kernel(x):
+        if next(runs, None):
+            raise NotImplementedError("no such kernel on the CPU")
+        return 2 * x + 1
+
+    compiled = recorded.runtime.trace(kernel, rows(2))
+    assert recorded.runtime.signature(compiled) is None
+    assert recorded.runtime.place(compiled, 0, 1)(rows(2)).shape == (2, 6)
+
+
 def test_one_thread_is_in_the_context(recorded, calls, placing):
     """The context is not thread-safe, so each thread leaves it before the next one enters."""
     interval, threads, times = sys.getswitchinterval(), 8, 5
@@ -170,8 +184,10 @@ def test_model_for_emulated_cores(recorded, monkeypatch):
 
 
 def test_trace_with_keyword_inputs(recorded, monkeypatch):
-    """A release whose trace has the parameter is used. The signature has the order of forward."""
-    seen = []
+    """A release whose trace has the parameter is used; others would ignore it. The signature has the order of forward."""
+    seen, (x, y) = [], numbers(2)
+    with pytest.raises(DeviceUnavailableError, match=rf"{recorded.runtime.name} has no example_kwarg_inputs.* by position"):
+        recorded.runtime.trace(Doubling(), example_kwarg_inputs={"x": x, "y": y})
 
     def trace(func, example_inputs=None, *, example_kwarg_inputs=None, **options):
         seen.append((func, example_inputs, example_kwarg_inputs, options))
@@ -179,8 +195,7 @@ def test_trace_with_keyword_inputs(recorded, monkeypatch):
         return recorded.host.dynamic_batch(compiled) if "dynamic_batch_size" in options else compiled
 
     monkeypatch.setattr(recorded.double.package, "trace", trace)
-    model, (x, y) = Doubling(), numbers(2)
-    example = {"y": y, "x": x}
+    model, example = Doubling(), {"y": y, "x": x}
     compiled = recorded.runtime.trace(model, example_kwarg_inputs=example, compiler_args=["--x"])
     assert seen == [(model, None, example, options_of(recorded, compiler_args=["--x"]))]
     assert [spec.address for spec in recorded.runtime.signature(compiled).inputs] == ['kwargs["x"]', 'kwargs["y"]']
