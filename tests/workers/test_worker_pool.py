@@ -387,8 +387,8 @@ def test_callback_submits_a_call(block):
 # -- statistics, timeline
 
 
-def test_trace_has_spans_of_each_lane(block):
-    with block.trace() as trace:
+def test_trace_has_spans_of_each_lane(block, tmp_path):
+    with block.trace(tmp_path / "lanes.json") as trace:
         block(double, torch.randn(7, 4))
         list(stream(block, double, [torch.randn(3, 4)]))
         with pytest.raises(ValueError):
