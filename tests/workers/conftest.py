@@ -1,49 +1,48 @@
-"""Sessions with workers, and models that the tests of workers share."""
+"""Blocks that many tests share, and a gate. Tests run without gradients, which workers refuse."""
 
 from __future__ import annotations
+
+import os
+import threading
 
 import pytest
 import torch
 
-from parawrap import launch
-from parawrap.shards import Cutter, JoinRules, balanced, uneven
-from parawrap.workers import _ray_workers, open_session
-from tests.workers.kept_actors import KeptActors
-
-CPU = torch.device("cpu")
+from tests.helpers.gate import Gate
+from tests.helpers.pools import over
 
 
-@pytest.fixture(scope="session")
-def _actors(ray_cluster):
-    import ray
-
-    return KeptActors(ray)
-
-
-@pytest.fixture
-def kept_actors(_actors, monkeypatch):
-    """A Ray cluster whose actors serve the blocks of many tests."""
-
-    def joined(platform):
-        launch.joined(platform)
-        return _actors
-
-    monkeypatch.setattr(_ray_workers, "joined", joined)
-
-
-@pytest.fixture
-def opened():
-    """Open sessions with two workers, and close them at the end of the test."""
-    sessions = []
-
-    def open_one(target, workers=2, *, retries=1, methods=(None,), **options):
-        rules = JoinRules(**options)
-        cutters = {method: Cutter(sizes=uneven if rules.needs_proof else balanced) for method in methods}
-        session = open_session(target, [CPU] * workers, cutters=cutters, rules=rules, retries=retries)
-        sessions.append(session)
-        return session
-
+@pytest.fixture(autouse=True)
+def _without_gradients():
     with torch.no_grad():
-        yield open_one
-    for session in sessions:
-        session.close()
+        yield
+
+
+@pytest.fixture(scope="module", params=["thread", "process", pytest.param("ray", marks=pytest.mark.ray)])
+def kind(request):
+    """A kind of pool."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return request.param
+
+
+def apply(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def block(kind):
+    """An open block with two lanes. Its target calls its first argument with the others."""
+    with torch.no_grad(), over(kind, apply) as block:
+        start = threading.Barrier(2).wait if kind == "thread" else os.getpid  # threads start with the first call of each
+        for future in [block.submit(start) for _ in range(2)]:
+            future.result()
+        yield block
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A closed gate."""
+    gate = Gate(tmp_path)
+    yield gate
+    gate.close()

@@ -1,12 +1,15 @@
-"""Recorded doubles of the vendor's packages.
+"""Doubles of the vendor's packages, and small models for them.
 
 A double has the names that the vendor documents, records each call in order with its arguments, and compiles models as the
 emulated runtime does. It is as strict as the vendor's pages allow: any other name fails the test, the placement context is
 per process, and dynamic batching raises the vendor's type of error.
+
+torch_neuron leaves models with few operators on the CPU, so each model has several.
 """
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from parawrap import neuron
 from parawrap.errors import ShapeError
 from parawrap.neuroncores import _vendor_runtimes
 from parawrap.testing import NeuronHost
@@ -108,3 +113,57 @@ class Double:
         except ShapeError as error:
             raise ValueError(*error.args) from None
         return neuron_script
+
+
+def mlp() -> nn.Module:
+    """Return a model with two linear layers for rows of size 6."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+def rows(count: int) -> Tensor:
+    """Return a batch for `mlp`."""
+    return torch.linspace(-1.0, 1.0, count * 6).reshape(count, 6)
+
+
+class Doubling(nn.Module):
+    """Two tensors in, two tensors out. Its small whole numbers are exact in every floating-point format."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x + 1, x + y + y
+
+
+def numbers(count: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs of a call of `Doubling`. All rows differ."""
+    return torch.arange(2.0 * count).reshape(count, 2), -torch.arange(2.0 * count).reshape(count, 2)
+
+
+class Around(nn.Module):
+    """A module with compiled parts behind an ordinary linear layer."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(6, 6)
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.before(x)
+        return [part(x) for part in self.parts]
+
+
+def saved_and_loaded(compiled: nn.Module) -> nn.Module:
+    """Return a model after a way through a file."""
+    file = io.BytesIO()
+    neuron.save(compiled, file)
+    return neuron.load(io.BytesIO(file.getvalue()))
+
+
+def counts(host: NeuronHost, what: str) -> list[int]:
+    """Return the "inferences", "loads", or "models" of each core."""
+    return [getattr(core, what) for core in host.stats()]
+
+
+def assert_equal(output: Any, expected: Any) -> None:
+    """Assert equal structure, and equal bits."""
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -1,0 +1,116 @@
+"""Example inputs of a trace: by position, by name, and wrong ones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import ShapeError, neuron
+from parawrap.neuroncores import TensorSpec
+from tests.helpers.neuron_doubles import saved_and_loaded
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 5)
+
+    def forward(self, x, mask=None, *, bias=None):
+        y = self.fc(x)
+        y = y if mask is None else y * mask
+        return {"y": y if bias is None else y + bias}
+
+
+def inputs(rows):
+    """Return all inputs of `Weighed`, with different shapes and in another order."""
+    return {"bias": torch.randn(rows, 5), "x": torch.randn(rows, 3), "mask": torch.rand(rows, 1)}
+
+
+@pytest.fixture
+def weighed():
+    return Weighed().eval()
+
+
+def by_name(model):
+    """Compile `Weighed` for two rows and all inputs by name."""
+    return neuron.trace(model, example_kwarg_inputs=inputs(2))
+
+
+@pytest.mark.filterwarnings("ignore:.* NeuronCores busy")
+@pytest.mark.parametrize(
+    "through", [lambda model: model, copy.deepcopy, saved_and_loaded], ids=["traced", "copied", "loaded"]
+)
+def test_inputs_by_name(host, weighed, through):
+    """Alone, and for any number of rows over the cores. Copied and loaded models keep the names."""
+    compiled = through(by_name(weighed))
+    given = inputs(2)
+    assert_close(compiled(**given), weighed(**given))
+    net = neuron.DataParallel(compiled)
+    for rows in (2, 9, 1):
+        given = inputs(rows)
+        assert_close(net(**given), weighed(**given))
+    net.close()
+
+
+def test_names_have_forwards_order(host, weighed):
+    """A positional call has the same order. Errors name the keyword."""
+    compiled, given = by_name(weighed), inputs(8)
+    assert host.signature(compiled).inputs == (
+        TensorSpec((2, 3), torch.float32, 'kwargs["x"]'),
+        TensorSpec((2, 1), torch.float32, 'kwargs["mask"]'),
+        TensorSpec((2, 5), torch.float32, 'kwargs["bias"]'),
+    )
+    net = neuron.DataParallel(compiled)
+    assert_close(net(given["x"], given["mask"], given["bias"]), net(**given))
+    with pytest.raises(ShapeError, match=r'kwargs\["mask"\] is \(8, 2\)'):
+        net(**{**given, "mask": torch.zeros(8, 2)})
+    net.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "example"),
+    [
+        (Weighed(), {"bias": torch.ones(2, 5), "x": torch.ones(2, 3)}),
+        (Weighed().forward, {"x": torch.ones(2, 3), "mask": torch.rand(2, 1)}),
+        (functools.partial(Weighed(), bias=torch.ones(1)), {"x": torch.ones(2, 3)}),
+        (torch.jit.script(nn.Bilinear(3, 1, 2)), {"input1": torch.ones(2, 3), "input2": torch.ones(2, 1)}),
+        (lambda **named: named["x"] + named["past"]["k"][0], {"x": torch.ones(2, 1), "past": {"k": [torch.ones(2, 1)]}}),
+    ],
+    ids=["subset", "method", "partial", "script", "nested"],
+)
+def test_callables_with_names(host, function, example):
+    """Anything that has named parameters can be traced by name. Others keep their defaults."""
+    assert_close(neuron.trace(function, example_kwarg_inputs=example)(**example), function(**example))
+
+
+def test_examples_by_position(host):
+    """A tensor is the only argument; a tuple or list holds all arguments, as in torch.jit.trace."""
+    x = torch.ones(2, 3)
+    for example in (x, (x,), [x]):
+        assert torch.equal(neuron.trace(torch.neg, example)(x), -x)
+    compiled = neuron.trace(lambda batch: batch["x"] * 2, ({"x": x},), compiler_args=["--auto-cast", "none"])
+    assert torch.equal(compiled({"x": x}), x * 2)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (({"x": torch.zeros(2, 3)},), {}, r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)"),
+        ((), {}, "got neither of example_inputs and example_kwarg_inputs"),
+        ((torch.zeros(2, 3),), {"example_kwarg_inputs": {}}, "got both of example_inputs and example_kwarg_inputs"),
+        ((), {"example_kwarg_inputs": {}}, "the example has no tensors"),
+        ((), {"example_kwarg_inputs": (torch.zeros(2, 3),)}, "example_kwarg_inputs is a tuple. Give a dict"),
+        ((), {"example_kwarg_inputs": {"x": torch.zeros(2, 3), "mask": None}}, r'a NoneType at kwargs\["mask"\]'),
+        ((), {"example_kwarg_inputs": {"z": torch.zeros(2, 3)}}, "unexpected keyword argument 'z'"),
+    ],
+    ids=["dict", "neither", "both", "empty", "tuple", "None", "unknown"],
+)
+def test_wrong_examples_are_refused(host, weighed, args, kwargs, words):
+    """The error names the option and the remedy."""
+    with pytest.raises(TypeError, match=words):
+        neuron.trace(weighed, *args, **kwargs)

@@ -1,0 +1,113 @@
+"""`parawrap.neuron` in ranks, and in the examples of the vendor's documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from parawrap import Platform, PlatformError, current_rank, neuron, wrapper
+from parawrap.neuroncores import using
+from parawrap.testing import NeuronHost
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "cores"),
+    [("NEURON_RT_NUM_CORES", "2", ["0", "1"]), ("NEURON_RT_VISIBLE_CORES", "4,6", ["4", "6"])],
+)
+def test_each_rank_has_its_own_core(monkeypatch, variable, value, cores):
+    """A rank gets one core of the process, and its models see only that core."""
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+    monkeypatch.setenv(variable, value)
+
+    @wrapper(Platform(device="neuron", verbose=False))
+    def serve(x):
+        net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.zeros(1, 3)))
+        device = str(current_rank().device)
+        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, device, net(x)
+
+    x = torch.randn(4, 3)
+    results = list(serve(x))
+    assert [result[:4] for result in results] == [(core, 1, [0], "cpu") for core in cores]
+    assert all(torch.equal(result[4], x.relu()) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("NEURON_RT_NUM_CORES", "3", r"n_gpus=8: 3 are visible"),
+        ("NEURON_RT_VISIBLE_CORES", "0-a", r"NEURON_RT_VISIBLE_CORES='0-a'.*'0-6', '3' or '0,2-4'"),
+    ],
+)
+def test_wrong_number_of_ranks(monkeypatch, variable, value, said):
+    """The platform never starts fewer ranks than the user asked for."""
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(PlatformError, match=said):
+        Platform(device="neuron", n_gpus=8)
+
+
+# -- examples
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that runs an example on some emulated cores, by default two, and returns its output."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for variable in "NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES":
+        monkeypatch.delenv(variable, raising=False)
+
+    def run_example(name, cores=None):
+        if cores is not None:
+            monkeypatch.setenv("NEURON_RT_NUM_CORES", str(cores))
+        with using(NeuronHost()):
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_example
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "rows", "parts"),
+    [
+        ("neuron_default", None, [5], ["2 NeuronCores in this process, replicas on [0, 1]\n"]),
+        ("neuron_default", 4, [9], ["4 NeuronCores in this process, replicas on [0, 1, 2, 3]\n"]),
+        (
+            "neuron_specify_cores",
+            4,
+            [5, 5],
+            ["on [0, 1]\n", "refused: 'nc:4' is not available: this process sees nc:0 to nc:3"],
+        ),
+        ("neuron_dim", None, [8], ["refused: ", "7 rows on dim 1 over 2 NeuronCores are 3.5 per core", "Pass 8 rows"]),
+        ("neuron_dynamic_batching", None, [2, 3, 4, 5, 6, 3, 4, 5, 6], []),
+        ("neuron_fixed_batch", 4, [2], ["refused: ", "4 rows on dim 0 over 2 NeuronCores are 2 per core", "Pass 2 rows"]),
+    ],
+)
+def test_examples_of_the_vendor_run(run, name, cores, rows, parts):
+    """Unchanged and without warnings. What the page says is refused, is refused."""
+    found = run(name, cores)
+    reports = re.findall(r"(\d+) rows in, (\d+) rows out, relative difference at most (\S+)", found)
+    assert [(int(rows_in), int(rows_out)) for rows_in, rows_out, _ in reports] == [(count, count) for count in rows]
+    assert all(float(apart) < 1e-5 for _, _, apart in reports)
+    for part in parts:
+        assert part in found
+
+
+def test_idle_cores_warn(run):
+    """On four cores, each batch that is too small warns at the example's own line."""
+    with pytest.warns(UserWarning, match="NeuronCores busy") as warned:
+        run("neuron_dynamic_batching", cores=4)
+    busy = [tuple(map(int, re.findall(r"(\d+) rows keep (\d)", str(each.message))[0])) for each in warned]
+    assert busy == [(2, 2), (3, 3), (3, 2), (4, 2), (5, 3), (6, 3)]
+    assert {each.filename for each in warned} == {str(EXAMPLES / "neuron_dynamic_batching.py")}
+
+
+def test_every_example_is_run():
+    text = Path(__file__).read_text()
+    assert [file.stem for file in EXAMPLES.glob("neuron_*.py") if f'"{file.stem}"' not in text] == []

@@ -1,0 +1,208 @@
+"""The contract of every NeuronCore runtime: the emulated one, the adapters on doubles, and real cores.
+
+With PARAWRAP_TEST_NEURON=1, these tests also run on the NeuronCores of the machine, with the runtime that
+PARAWRAP_NEURON_RUNTIME names.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import ReplicaError, ShapeError, neuron, parallel
+from parawrap.neuroncores import TensorSpec, using
+from tests.helpers.neuron_doubles import Around, Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
+refused = pytest.raises((ValueError, RuntimeError, torch.jit.Error))
+
+
+@pytest.fixture
+def serving(subject):
+    """Use the runtime in the process, as if it had been chosen."""
+    with using(subject.runtime):
+        yield subject
+
+
+def assert_near(subject, output, expected):
+    torch.testing.assert_close(output, expected, **subject.tolerance)
+
+
+def test_traced_output_is_plain(subject):
+    """The result is a ScriptModule. Its outputs have no gradients. A function is traced like a module."""
+    model, x = mlp(), rows(2)
+    compiled = subject.runtime.trace(model, x)
+    output = compiled(x)
+    assert isinstance(compiled, torch.jit.ScriptModule)
+    assert_near(subject, output, model(x).detach())
+    assert not output.requires_grad
+    compiled = subject.runtime.trace(lambda x, y: 2 * x + y, numbers(3))
+    assert_equal(compiled(*numbers(3)), numbers(3)[0])
+
+
+def test_placed_model_is_a_copy(subject):
+    """The original does not change, still works, and can be placed again, also after a copy was freed."""
+    model, x = mlp(), rows(2)
+    compiled = subject.runtime.trace(model, x)
+    state = {name: tensor.clone() for name, tensor in compiled.state_dict().items()}
+    first, second = subject.runtime.place(compiled, 0, 1), subject.runtime.place(compiled, 0, 1)
+    assert len({id(compiled), id(first), id(second)}) == 3
+    for answering in (first, second, compiled):
+        assert_near(subject, answering(x), model(x).detach())
+    assert_equal(dict(compiled.state_dict()), state)
+    del first, second
+    assert_near(subject, subject.runtime.place(compiled, 0, 1)(x), model(x).detach())
+
+
+def test_model_runs_on_all_cores(subject):
+    count = subject.runtime.core_count()
+    assert count >= 1
+    placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(2)), 0, count)
+    for _ in range(2 * count + 1):
+        assert_equal(placed(*numbers(2)), Doubling()(*numbers(2)))
+
+
+def test_wrapper_is_placed_with_parts(subject):
+    """A module around compiled models is copied with its own parameters, and each compiled part once."""
+    whole = Around(*(subject.runtime.trace(mlp(), rows(2)) for _ in range(2)))
+    placed = subject.runtime.place(whole, 0, 1)
+    assert placed.before is not whole.before
+    assert placed.before.weight is whole.before.weight
+    assert all(part is not of_whole for part, of_whole in zip(placed.parts, whole.parts, strict=True))
+    expected = Around(mlp(), mlp())(rows(2))
+    for answering in (placed, whole):
+        assert_near(subject, [part.detach() for part in answering(rows(2))], [part.detach() for part in expected])
+
+
+@pytest.mark.parametrize("model", [mlp(), nn.Identity(), nn.ModuleList()], ids=["mlp", "identity", "empty"])
+def test_untraced_model_is_refused(subject, model):
+    """The error names the class of the model and the function that compiles it."""
+    said = rf"{type(model).__name__} was not traced .*parawrap\.neuron\.trace\(model, example_inputs\) first"
+    for use in (lambda: subject.runtime.place(model, 0, 1), lambda: subject.runtime.dynamic_batch(model)):
+        with pytest.raises(ReplicaError, match=said):
+            use()
+    assert subject.runtime.signature(model) is None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_dynamic_batching_keeps_rows(subject, batch):
+    """For smaller and larger batches than the compiled one, outputs have exactly the input rows, in order."""
+    compiled = subject.runtime.trace(Doubling(), numbers(batch))
+    dynamic = subject.runtime.dynamic_batch(subject.runtime.place(compiled, 0, subject.runtime.core_count()))
+    assert subject.runtime.dynamic_batch(dynamic) is dynamic
+    for count in range(1, 3 * batch + 2):
+        assert_equal(dynamic(*numbers(count)), Doubling()(*numbers(count)))
+    placed = subject.runtime.place(subject.runtime.dynamic_batch(compiled), 0, 1)
+    assert_equal(placed(*numbers(5)), Doubling()(*numbers(5)))
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "said"),
+    [
+        (lambda x, y: 2 * x + y.sum(), (torch.ones(3, 2), torch.ones(1, 2)), r"args\[0\].* 3 .*args\[1\].* 1"),
+        (lambda x: (2 * x + 1).sum(), (torch.ones(3, 2),), "output has no batch dimension"),
+        (lambda x: (2 * x + 1).sum(1, keepdim=True).T, (torch.ones(3, 2),), r"args\[0\].* 3 .*output.* 1"),
+    ],
+    ids=["inputs", "scalar", "outputs"],
+)
+def test_dynamic_batching_needs_rows(subject, model, example, said):
+    """The error names the input or output with a different compiled number of rows."""
+    compiled = subject.runtime.trace(model, example)
+    with pytest.raises(ShapeError, match=said):
+        subject.runtime.dynamic_batch(compiled)
+
+
+def test_other_shapes_are_refused(subject):
+    """Without dynamic batching, the number of rows is fixed too. With it, inputs must agree on their rows."""
+    options = {"dynamic_batch_size": False} if subject.runtime.name == "torch_neuron" else {}
+    placed = subject.runtime.place(subject.runtime.trace(mlp(), rows(2), **options), 0, 1)
+    for shape in ((3, 6), (2, 5), (2, 6, 1), (6,)):
+        with refused:
+            placed(torch.zeros(shape))
+    assert placed(rows(2)).shape == (2, 3)
+    dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
+    for x, y in ((torch.zeros(4, 5), torch.zeros(4, 5)), (numbers(4)[0], numbers(3)[1])):
+        with refused:
+            dynamic(x, y)
+
+
+def test_signature_is_of_the_example(subject):
+    """It has the shapes, dtypes, and addresses of inputs and outputs, for a traced model and its placed copies."""
+    compiled = subject.runtime.trace(Doubling(), numbers(2))
+    for model in (compiled, subject.runtime.place(compiled, 0, 1)):
+        signature = subject.runtime.signature(model)
+        assert signature.inputs == tuple(TensorSpec((2, 2), torch.float32, f"args[{i}]") for i in range(2))
+        assert signature.outputs == tuple(TensorSpec((2, 2), torch.float32, f"output[{i}]") for i in range(2))
+        assert signature.batch == 2
+    single = subject.runtime.signature(subject.runtime.trace(mlp(), rows(2)))
+    assert [str(spec) for spec in (*single.inputs, *single.outputs)] == ["(2, 6) float32", "(2, 3) float32"]
+    assert [spec.address for spec in (*single.inputs, *single.outputs)] == ["args[0]", "output"]
+
+
+def test_threads_place_and_call_at_once(subject):
+    """Every thread gets the outputs for its own inputs."""
+    threads, calls = 8, 20
+    compiled = subject.runtime.trace(Doubling(), numbers(1))
+    shared = subject.runtime.place(compiled, 0, subject.runtime.core_count())
+    together = threading.Barrier(threads)
+
+    def ask(thread):
+        x = torch.full((1, 2), float(thread))
+        together.wait()
+        own = subject.runtime.place(compiled, thread % subject.runtime.core_count(), 1)
+        return [placed(x, x) for placed in (shared, own) for _ in range(calls)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        for thread, answers in enumerate(pool.map(ask, range(threads))):
+            expected = (torch.full((1, 2), 2.0 * thread + 1), torch.full((1, 2), 3.0 * thread))
+            assert_equal(answers, [expected] * 2 * calls)
+
+
+# -- the public classes and functions
+
+
+@pytest.mark.parametrize("device_ids", [None, [0], [0, 2]], ids=str)
+def test_data_parallel_takes_any_rows(serving, device_ids):
+    """The output has the rows of the input, exactly and in order."""
+    if device_ids is not None and max(device_ids) >= neuron.core_count():
+        pytest.skip("needs three cores")
+    net = neuron.DataParallel(neuron.trace(Doubling(), numbers(2)), device_ids)
+    for count in (1, 2, 3, 8, 13):
+        assert_equal(net(*numbers(count)), Doubling()(*numbers(count)))
+    net.close()
+
+
+def test_model_from_a_file(serving):
+    """Without dynamic batching, each core gets the compiled size. The vendors do not report the shapes of a file."""
+    compiled, exact = neuron.trace(Doubling(), numbers(2)), 2 * neuron.core_count()
+    for model in (saved_and_loaded(compiled), compiled):
+        net = neuron.DataParallel(model, set_dynamic_batching=False)
+        assert_equal(net(*numbers(exact)), Doubling()(*numbers(exact)))
+        if model is compiled:
+            with pytest.raises(ShapeError, match=rf"{exact + 1} rows .* each core takes 2, the compiled number"):
+                net(*numbers(exact + 1))
+        net.close()
+
+
+def test_block_with_map_and_submit(serving):
+    compiled = neuron.trace(Doubling(), numbers(2))
+    with parallel(compiled, "neuron") as p:
+        assert_equal(compiled(*numbers(9)), Doubling()(*numbers(9)))
+        assert_equal(p.submit(*numbers(3)).result(), Doubling()(*numbers(3)))
+        batches = [numbers(count) for count in (2, 5, 1)]
+        for output, batch in zip(p.map(batches), batches, strict=True):
+            assert_equal(output, Doubling()(*batch))
+
+
+def test_module_around_compiled_ones(serving):
+    """Its compiled size is unknown, so rows are cut evenly."""
+    plain = Around(mlp(), mlp()).eval()
+    net = neuron.DataParallel(Around(*(neuron.trace(mlp(), rows(2)) for _ in range(2))).eval())
+    with torch.no_grad():
+        for count in (1, 5, 8):
+            torch.testing.assert_close(net(rows(count)), plain(rows(count)), **serving.tolerance)
+    net.close()

@@ -1,0 +1,130 @@
+"""What a whole call writes into its arguments, the caller's own objects have too, as after a plain call."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, UserDict, defaultdict
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from parawrap import SessionError, ShardError
+from tests.helpers.pools import over
+
+pytestmark = pytest.mark.parametrize("kind", ["thread", "process"], indirect=True, scope="module")
+
+
+def test_every_kind_of_argument(block):
+    def change(x, log, table, nested, array, names, raw):
+        log.append(len(x))
+        table["new"] = x + 1
+        del table["old"]
+        nested["inner"][0].append("changed")
+        array[1] = 5
+        names.add("added")
+        raw[0] = 9
+        return x.add_(1)
+
+    def arguments():
+        return {
+            "x": torch.zeros(3, 1),
+            "log": [0],
+            "table": {"old": 1, "kept": torch.ones(2)},
+            "nested": {"inner": (["first"], 3)},
+            "array": np.zeros(3),
+            "names": {"given"},
+            "raw": bytearray(b"abc"),
+        }
+
+    expected, given = arguments(), arguments()
+    inner, kept, x = given["nested"]["inner"][0], given["table"]["kept"], given["x"]
+    change(**expected)
+    assert_close(block.submit(change, **given).result(), torch.ones(3, 1))
+    for name in ("log", "names", "raw"):
+        assert given[name] == expected[name]
+    assert list(given["table"]) == ["kept", "new"]
+    assert given["table"]["kept"] is kept
+    assert_close(given["table"]["new"], torch.ones(3, 1))
+    assert given["nested"]["inner"][0] is inner
+    assert inner == ["first", "changed"]
+    assert (given["array"] == expected["array"]).all()
+    assert_close(x, torch.ones(3, 1))
+
+
+REARRANGING = {
+    "swap": lambda a: a.reverse(),
+    "pop": lambda a: a.pop(0),
+    "replace": lambda a: a.__setitem__(0, [9]),
+    "move": lambda a: a.append(a[0]),
+    "nested": lambda a: a.append({"first": a[0], "new": ([4], a)}),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGING)
+def test_rearranged_lists_keep_items(block, name):
+    def run(a, rearrange):
+        rearrange(a)
+
+    first, second = [3], [2]
+    given, expected = [first, second], [[3], [2]]
+    REARRANGING[name](expected)
+    block.submit(run, given, REARRANGING[name]).result()
+    assert (first, second) == ([3], [2])
+    assert str(given) == str(expected)
+    if name in ("swap", "move"):
+        assert given[-1] is first
+
+
+@pytest.mark.parametrize("kind_of_dict", [Counter, OrderedDict, lambda **items: defaultdict(int, items), UserDict])
+def test_dicts_get_the_new_order(block, kind_of_dict):
+    def run(table):
+        table["z"] = 1
+        table["a"] = table.pop("a")
+
+    given, expected = kind_of_dict(a=1, b=2), kind_of_dict(a=1, b=2)
+    run(expected)
+    block.submit(run, given).result()
+    assert type(given) is type(expected)
+    assert [*given.items()] == [*expected.items()]
+
+
+def test_views_of_one_memory(block):
+    """A write into one view is seen in the other, and in the caller's memory."""
+
+    def add(a, b):
+        a += 1
+        return b
+
+    memory = torch.zeros(100)
+    assert block.submit(add, memory[10:60], memory[:20]).result().tolist() == [0.0] * 10 + [1.0] * 10
+    assert memory.sum() == memory[10:60].sum() == 50
+
+
+def test_change_of_a_shape(block, kind):
+    """A tensor with memory of its own gets the shape. For others, workers say what to do."""
+
+    def change(x):
+        return x.unsqueeze_(0).add_(1).sum()
+
+    x, view = torch.zeros(3), torch.zeros(6)[::2]
+    block.submit(change, x).result()
+    assert_close(x, torch.ones(1, 3))
+    if kind == "process":
+        with pytest.raises(SessionError, match=r"shape of an argument in place, from \(3,\) to \(1, 3\)"):
+            block.submit(change, view).result()
+
+
+def test_write_of_a_cut_call(kind):
+    """A cut call writes its rows into the caller's tensor. A write into a whole argument would repeat, and is refused."""
+
+    def write(x, total):
+        total += len(total)
+        return x.mul_(2)
+
+    x, total = torch.ones(8, 4), torch.zeros(3)
+    with over(kind, write, out_dims=0, in_dims={"total": None}) as p, pytest.raises(ShardError, match="in place"):
+        p(torch.ones(8, 4), total)
+    with over(kind, lambda x: x.mul_(2), out_dims=0) as p:
+        assert_close(p(x), torch.full((8, 4), 2.0))
+    assert_close(x, torch.full((8, 4), 2.0))

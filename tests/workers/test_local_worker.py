@@ -1,0 +1,267 @@
+"""Worker processes that die are replaced, each batch comes out once, and nothing survives a block."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import RankDiedError, SessionError
+from tests.helpers.gate import wait_at
+from tests.helpers.pools import processes
+from tests.helpers.processes import assert_gone, descendant_pids, pids_in, run_script, running_script
+from tests.helpers.waiting import eventually
+
+
+class Dying(nn.Module):
+    """Doubles its input. Exits for -1, kills its process for -9, and for -5 as long as there is a marker."""
+
+    def __init__(self, marker=None):
+        super().__init__()
+        self.marker = marker
+
+    def forward(self, x):
+        if x[0] == -1:
+            os._exit(7)
+        if x[0] == -9 or (x[0] == -5 and self.marker.exists()):
+            if self.marker is not None:
+                self.marker.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * 2
+
+
+class Where(nn.Module):
+    def forward(self, x):
+        return x, os.getpid()
+
+
+class Gated(nn.Linear):
+    """Waits at a gate for rows of sevens, after it has written its process id next to the gate."""
+
+    def __init__(self, paths):
+        super().__init__(3, 2)
+        self.paths = paths
+
+    def forward(self, x):
+        if bool((x == 7).any()):
+            (self.paths[0].parent / f"{os.getpid()}.pid").touch()
+            wait_at(self.paths)
+        return super().forward(x)
+
+
+def batches_of(*values):
+    return [torch.tensor([float(value)]) for value in values]
+
+
+def workers_of(p, x):
+    """Return the process ids of both workers."""
+
+    def pids():
+        found = {pid for _, pid in p.map([x] * 8)}
+        return found if len(found) == 2 else None
+
+    return sorted(eventually(pids, "calls in both workers"))
+
+
+# -- deaths
+
+
+@pytest.mark.parametrize(("value", "number", "code"), [(-9, signal.SIGKILL, None), (-1, None, 7)])
+def test_batch_that_kills_every_worker(value, number, code):
+    """After its retries, the error says how the worker died, and the block works on."""
+    with processes(Dying()) as p:
+        with pytest.raises(RankDiedError, match=r"worker . on cpu (was killed by SIGKILL|exited with code 7)") as caught:
+            p.submit(*batches_of(value)).result()
+        assert (caught.value.signal, caught.value.exit_code) == (number, code)
+        assert_close(p(torch.ones(5)), torch.full((5,), 2.0))
+
+
+@pytest.mark.parametrize("retries", [1, 0])
+def test_batch_runs_again(tmp_path, retries):
+    """A worker that dies once is not seen in the outputs, unless `retries` is 0."""
+    marker = tmp_path / "marker"
+    marker.touch()
+    with processes(Dying(marker), retries=retries) as p:
+        outputs = list(p.map(batches_of(1, 2, -5, 3, 4), return_exceptions=True))
+    assert not marker.exists()
+    assert isinstance(outputs[2], RankDiedError) == (retries == 0)
+    assert [float(outputs[number]) for number in (0, 1, 3, 4)] == [2, 4, 6, 8]
+    if retries:
+        assert float(outputs[2]) == -10
+
+
+@pytest.mark.parametrize("retries", [1, 0])
+def test_death_in_a_chunk(retries):
+    """All batches of a chunk may have run when a worker dies. They run again one by one, so only the cause fails twice."""
+    values = (1, 2, -9, 3, 4, 5, 6, 7)
+    with processes(Dying(), retries=retries) as p:
+        outputs = list(p.map(batches_of(*values), buffersize=8, chunksize=4, return_exceptions=True))
+    failed = [number for number, output in enumerate(outputs) if isinstance(output, RankDiedError)]
+    assert failed == ([2] if retries else [0, 1, 2, 3])
+    for number in failed:
+        note = "\n".join(outputs[number].__notes__)
+        assert f"batch {number} of the stream" in note
+        assert ("its chunk of 4" in note) != bool(retries)
+    assert [float(outputs[n]) for n in range(8) if n not in failed] == [2 * values[n] for n in range(8) if n not in failed]
+
+
+@pytest.mark.parametrize(
+    ("batches", "every", "elements", "chunksize"),
+    [
+        pytest.param(200, 50, 3, 8, id="inline"),
+        pytest.param(200, 50, 20_000, 1, id="shared"),
+        pytest.param(10_000, 200, 20_000, 8, id="long", marks=pytest.mark.long),
+    ],
+)
+def test_killed_workers_lose_no_batch(batches, every, elements, chunksize):
+    """While workers are killed, each batch of a stream comes out once, in order."""
+    pids, outputs = [0], []
+    with processes(Where(), retries=10) as p:
+
+        def source():
+            for number in range(batches):
+                if number % every == every - 1 and pids[-1] in descendant_pids():
+                    os.kill(pids[-1], signal.SIGKILL)
+                yield torch.full((elements,), float(number))
+
+        for output, pid in p.map(source(), buffersize=4 * chunksize, chunksize=chunksize):
+            outputs.append(int(output.unique()))
+            pids.append(pid)
+    assert outputs == list(range(batches))
+    assert len({*pids}) > 3
+
+
+def test_death_of_an_idle_worker():
+    """No call ran, so it counts for none, and the new worker has the model of the next call."""
+    model = nn.Sequential(nn.Linear(2, 2), Where())
+    x = torch.randn(5, 2)
+    with processes(model, retries=0) as p:
+        pids = workers_of(p, x)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert_gone(pids)
+        model[0].weight.mul_(3)
+        assert_close(p.submit(x).result()[0], model[0](x))
+        assert not {*pids} & {*workers_of(p, x)}
+
+
+@pytest.mark.parametrize("changes", [0, 1, 2])
+def test_repeated_call_has_its_model(gate, tmp_path, changes):
+    """A call that runs again has the model of its submission, whatever was written meanwhile."""
+    model, x, ones = Gated(gate.paths).eval(), torch.full((6, 3), 7.0), torch.ones(9, 3)
+    with processes(model) as p, gate:
+        for _ in range(changes):
+            p(ones)
+            model.weight.mul_(2)
+        p(ones)
+        expected = nn.functional.linear(x, model.weight, model.bias)
+        futures = [p.submit(x) for _ in range(2)]
+        gate.wait_for(2)
+        model.weight.mul_(100)
+        os.kill(int(next(tmp_path.glob("*.pid")).stem), signal.SIGKILL)
+        gate.open(10)
+        for future in futures:
+            assert_close(future.result(), expected)
+        assert_close(p(ones), nn.functional.linear(ones, model.weight, model.bias))
+
+
+def test_too_little_memory_is_an_error(monkeypatch):
+    """The error has the size, and the worker lives on."""
+
+    def refuse(_file, _start, _size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with processes(nn.Identity()) as p:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", refuse)
+            assert_close(p.submit(torch.ones(3)).result(), torch.ones(3))
+            with pytest.raises(SessionError, match=r"bytes of shared memory.*smaller batches"):
+                p.submit(torch.ones(100_000)).result()
+        assert_close(p.submit(torch.ones(100_000)).result(), torch.ones(100_000))
+
+
+# -- ends
+
+
+def test_blocks_leave_nothing_behind(monkeypatch):
+    """No descriptor, thread, process, or folder."""
+    with tempfile.TemporaryDirectory(prefix="w") as folder, monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+
+        def held():
+            me = psutil.Process()
+            folders = len(list(Path(folder).glob("parawrap-*")))
+            return me.num_fds(), threading.active_count(), len(me.children(recursive=True)), folders
+
+        def once():
+            with processes(nn.Identity()) as p:
+                p(torch.ones(40_000))
+
+        once()
+        once()
+        eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("parawrap")], "the threads")
+        before = held()
+        for _ in range(4):
+            once()
+        eventually(lambda: all(map(int.__le__, held(), before)), f"no more than {before}")
+
+
+def test_abandoned_block_ends():
+    """A block that nothing refers to leaves no process and no thread."""
+    p = processes(Where())
+    pid = p.submit(torch.ones(1)).result()[1]
+    del p
+    gc.collect()
+    assert_gone([pid])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-lane")]
+
+
+UNCLOSED = """
+import sys, threading, torch
+from torch import nn
+from parawrap import parallel
+
+class Blocked(nn.Module):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x):
+        if x[0] == 1:
+            report_pid(self.folder)
+            threading.Event().wait()
+        return x
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    p = parallel(Blocked(sys.argv[1]), ["cpu", "cpu"], workers="process")
+    futures = [p.submit(torch.full((2,), value)) for value in (0.0, *map(float, sys.argv[2:]))]
+    print(futures[0].result().tolist(), flush=True)
+    if "1" in sys.argv and sys.argv[-1] != "1":
+        futures[1].result()
+"""
+
+
+@pytest.mark.parametrize("calls", [(), (1, 1)], ids=["idle", "busy"])
+def test_script_without_close_exits(tmp_path, calls):
+    """At the end of a script, workers end, also in the middle of a call."""
+    assert run_script(tmp_path, UNCLOSED, tmp_path, *calls) == "[0.0, 0.0]\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_parent(tmp_path, number):
+    """Ctrl-C and SIGKILL of the launching process end workers that are in the middle of a call."""
+    with running_script(tmp_path, UNCLOSED, tmp_path, 1, 1, 0) as parent:
+        pids = pids_in(tmp_path, 2)
+        os.kill(parent.pid, number)
+        assert_gone(pids)

@@ -1,0 +1,318 @@
+"""The model in the workers: what can be sent, when it travels again, and what a call may write into it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import SessionError, UnsendableError
+from tests.helpers.pools import assert_same, outputs_of, over, processes
+
+
+class Configured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(1.0)
+        self.config = {"scales": [1.0, {"last": 2.0}], "table": torch.ones(4)}
+
+    def forward(self, x):
+        first, deep = self.config["scales"]
+        return self.dropout(self.linear(x)) * first * deep["last"] + self.config["table"]
+
+
+class Noting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = {"calls": 0}
+
+    def forward(self, x):
+        self.state["calls"] += 1
+        return self.linear(x), self.state["calls"]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.count
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.decode.weight = self.encode.weight
+        self.again = self.encode
+        self.views = {"row": self.encode.weight.detach()[0]}
+        self.register_buffer("table", torch.zeros(4, 4))
+        self.register_buffer("row", self.table[1])
+
+    def forward(self, x):
+        self.row.fill_(3)
+        is_tied = self.decode.weight is self.encode.weight and self.again is self.encode
+        return self.again(self.decode(self.encode(x))) + self.views["row"] + self.table[1], is_tied
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.layers[1].num_batches_tracked = None
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def predict(self, x):
+        return self.layers(x)
+
+
+class Where(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x):
+        x, hook = self.inner(x)
+        return x, (hook, os.getpid())
+
+
+# -- targets
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(4, 4).forward,
+        lambda: torch.tanh,
+        lambda: nn.LazyLinear(3),
+        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU())),
+    ],
+    ids=["method", "builtin", "lazy", "graph"],
+)
+def test_any_callable_is_a_target(make):
+    target, x = make(), torch.randn(9, 4)
+    with processes(target) as p:
+        found = [p(x), *outputs_of(p, p, x)]
+    assert_same(found, [target(x)] * 4)
+
+
+def with_lock():
+    layer = nn.ReLU()
+    layer.lock = threading.Lock()
+    return nn.Sequential(nn.ReLU(), layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"),
+        (with_lock, r"model\[1\]\.lock"),
+    ],
+    ids=["script", "lock"],
+)
+def test_model_that_cannot_be_sent(make, path):
+    """The error names the part by its path, and `build` as the cure."""
+    with processes(make()) as p, pytest.raises(UnsendableError, match=rf"{path}\b.*build"):
+        p(torch.randn(9, 4))
+
+
+def test_generators_are_refused():
+    """The state of a generator in the model, or among the arguments, would stay in the worker."""
+    model = nn.Identity()
+    model.generator = torch.Generator()
+    with processes(model) as p, pytest.raises(SessionError, match=r"the model holds a torch\.Generator"):
+        p(torch.zeros(9, 2))
+    with processes(lambda x, g: x) as p, pytest.raises(SessionError, match=r"an argument is a torch\.Generator"):
+        p(torch.zeros(9, 2), torch.Generator())
+
+
+def test_gradients_are_refused():
+    """The error names both ways out."""
+    with processes(nn.Linear(2, 2)) as p, torch.enable_grad():
+        for call in p, p.submit:
+            with pytest.raises(SessionError, match=r"parameter .*torch\.no_grad.*@wrapper with DistributedDataParallel"):
+                call(torch.ones(9, 2))
+
+
+def test_parameter_in_an_output():
+    """The call returns the model's own parameter if every lane returns it."""
+    model = nn.Linear(4, 4)
+    with processes(lambda x: (model(x), model.weight)) as p:
+        assert p(torch.randn(9, 4))[1] is model.weight
+
+
+# -- changes
+
+
+def write_in_inference_mode(model):
+    with torch.inference_mode():
+        model.linear.weight.mul_(2)
+
+
+def add_hook(model):
+    model.linear.register_forward_hook(lambda module, args, output: output + 5)
+
+
+CHANGES = {
+    "in place": lambda model: model.linear.weight.mul_(2),
+    "in inference mode": write_in_inference_mode,
+    "plain tensor": lambda model: model.config["table"].add_(1),
+    "load_state_dict": lambda model: model.load_state_dict(Configured().state_dict()),
+    "new parameter": lambda model: setattr(model.linear, "weight", nn.Parameter(torch.randn(4, 4))),
+    "data": lambda model: setattr(model.linear.weight, "data", torch.randn(4, 4)),
+    "train": lambda model: model.train(),
+    "eval deep inside": lambda model: model.dropout.eval(),
+    "attribute deep inside": lambda model: model.config["scales"][1].update(last=7.0),
+    "item of a list": lambda model: model.config["scales"].__setitem__(0, -1.0),
+    "attribute of a layer": lambda model: setattr(model.dropout, "p", 0.0),
+    "new layer": lambda model: setattr(model, "linear", nn.Linear(4, 4)),
+    "hook": add_hook,
+    "dtype": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
+def test_change_is_in_the_next_call(whole):
+    model = Configured().eval()
+    with processes(model) as p:
+        for name, change in CHANGES.items():
+            change(model)
+            x = torch.randn(9, 4, dtype=model.linear.weight.dtype)
+            for _ in range(2):
+                output = p.submit(x).result() if whole else model(x)
+                assert_close(output, copy.deepcopy(model)(x), msg=lambda text, name=name: f"after {name}: {text}")
+
+
+def fused_step(optimizer):
+    def change(model, x):
+        with torch.enable_grad():
+            model.train().layers(x).square().sum().backward()
+        optimizer(model.parameters(), lr=0.1, fused=True).step()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        fused_step(torch.optim.SGD),
+        fused_step(torch.optim.AdamW),
+        lambda model, x: model.train().predict(x[:1] * 3 + 1),  # runs plainly: the call has one row
+    ],
+    ids=["SGD", "AdamW", "plain call"],
+)
+def test_writes_without_a_version(change):
+    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors alone."""
+    model, x = Normed().eval(), torch.randn(9, 4, 4)
+    with processes(model, methods=("predict",)) as p:
+        for _ in range(2):
+            for output in (p(x), p.submit(x).result(), *p.map([x])):
+                assert_close(output, copy.deepcopy(model).layers(x))
+            change(model, x)
+            model.eval()
+
+
+def test_only_changes_travel_again():
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(7, 4)
+    with processes(model) as p:
+        for _ in range(3):
+            model(x)
+        assert p.stats().copied_bytes == 0
+        model[0].weight.mul_(2)
+        model(x)
+        assert p.stats().copied_bytes == model[0].weight.nbytes
+
+
+def test_model_of_inference_mode():
+    """Its tensors have no version, so their values are compared."""
+    with torch.inference_mode():
+        model, x = nn.Linear(2, 2), torch.randn(5, 2)
+        with processes(model) as p:
+            for _ in range(3):
+                assert_close(p(x), x @ model.weight.T + model.bias)
+            assert p.stats().refreshes == 0
+            model.weight.mul_(2)
+            assert_close(p(x), x @ model.weight.T + model.bias)
+            assert p.stats().refreshes == 1
+
+
+def test_write_to_data_needs_refresh():
+    model, x = nn.Linear(4, 4), torch.ones(9, 4)
+    with processes(model) as p:
+        model(x)
+        model.weight.data.zero_()
+        p.refresh()
+        assert_same(outputs_of(p, model, x), [model.bias.expand(9, 4).clone()] * 3)
+
+
+def test_tied_weights_stay_tied():
+    """Also after a change. A view of a buffer shares its memory."""
+    model, x = Tied(), torch.randn(8, 4)
+    with processes(model, out_dims=(0, None)) as p:
+        for _ in range(2):
+            assert_same(outputs_of(p, model, x), [copy.deepcopy(model)(x)] * 3)
+            model.encode.weight.mul_(1.5)
+
+
+# -- what a call writes into the model
+
+
+def test_attributes_do_not_leak():
+    """Each call starts from the attributes of the model, with one warning."""
+    model, x = Noting(), torch.randn(8, 4)
+    expected = model.linear(x), 1
+    with processes(model, out_dims=(0, None)) as p:
+        with pytest.warns(UserWarning, match="the model wrote .*calls"):
+            model(x)
+        for _ in range(2):
+            assert_same(outputs_of(p, model, x), [expected] * 3)
+    assert model.state == {"calls": 0}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_buffers_of_lane_0_return(mode):
+    """Cut calls in train mode leave the buffers that lanes in threads leave."""
+    ours, theirs = (nn.Sequential(nn.BatchNorm1d(3), Counting()) for _ in range(2))
+    with mode(), processes(ours), over("thread", theirs):
+        for _ in range(3):
+            x = torch.randn(13, 3)
+            assert_close(ours(x), theirs(x))
+            assert_close(ours.state_dict(), theirs.state_dict())
+    assert ours[1].count == 3
+
+
+def test_whole_calls_drop_buffers():
+    model = Counting()
+    with processes(model) as p:
+        assert [float(p.submit(torch.zeros(1)).result()) for _ in range(3)] == [1] * 3
+    assert model.count == 0
+
+
+# -- hooks
+
+
+def test_hooks_run_as_in_the_plain_call():
+    """Those of the model run in this process on the whole batch, those of a submodule next to its forward."""
+    model, x = Where(), torch.randn(8, 4)
+    model.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    model.inner.register_forward_hook(lambda module, args, output: (output * 3, os.getpid()))
+    model.register_forward_hook(lambda module, args, output: (output, len(args[0]), os.getpid()))
+    with processes(model, out_dims=(0, None), join="list") as p:
+        parts, rows, pid = model(x)
+        ((output, whole_pids), whole_rows, whole_pid) = p.submit(x).result()[0]
+    assert_close(output, (x + 1) * 3)
+    assert (rows, pid, whole_rows) == (8, os.getpid(), 8)
+    assert {*whole_pids} == {whole_pid} != {os.getpid()}
+    for _, (hook, forward) in parts:
+        assert hook == forward != os.getpid()

@@ -1,0 +1,228 @@
+"""The queue of a worker: streams, cancellation, callbacks, and the memory that batches travel in."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import threading
+import weakref
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import SessionError, parallel
+from tests.helpers.gate import wait_at
+from tests.helpers.pools import over, processes
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+MIB = 1 << 20
+
+
+class Gated(nn.Module):
+    """Waits at a gate for odd numbers, before it scales its input. Returns the process id too."""
+
+    def __init__(self, paths):
+        super().__init__()
+        self.paths = paths
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if int(x[0]) % 2:
+            wait_at(self.paths)
+        return x * self.weight, os.getpid()
+
+
+class Keeping(nn.Module):
+    kept: list[torch.Tensor] = []  # noqa: RUF012
+
+    def forward(self, x):
+        self.kept.append(x)
+        return torch.stack([each.sum() for each in self.kept]).sum()[None]
+
+
+def numbers(*values):
+    return [torch.full((2, 1), float(value)) for value in values]
+
+
+def firsts(outputs):
+    return [int(output[0]) for output, _ in outputs]
+
+
+# -- order and ends
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_closed_stream_drops_batches(kind, gate, tmp_path):
+    """Batches that wait for a lane never run."""
+
+    class Recording(Gated):
+        def forward(self, x):
+            (tmp_path / f"ran {int(x[0])}").touch()
+            return super().forward(x)
+
+    with over(kind, Recording(gate.paths)) as p, gate:
+        outputs = p.map(numbers(0, *range(1, 80, 2)), buffersize=20)
+        assert firsts([next(outputs)]) == [0]
+        gate.wait_for(2)
+        outputs.close()
+        gate.open(30)
+        assert firsts([p.submit(*numbers(100)).result()]) == [100]
+    assert len(list(tmp_path.glob("ran *"))) < 10
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_queued_call_is_cancelled(kind, gate):
+    """It never runs, and the others do."""
+    with over(kind, Gated(gate.paths)) as p, gate:
+        futures = [p.submit(batch) for batch in numbers(*range(1, 17, 2))]
+        gate.wait_for(2)
+        assert futures[-1].cancel()
+        assert not futures[0].cancel()
+        gate.open(8)
+        assert firsts(future.result() for future in futures[:-1]) == list(range(1, 15, 2))
+        with pytest.raises(CancelledError):
+            futures[-1].result()
+
+
+def test_exception_ends_running_calls(gate):
+    """A block that ends with an exception does not wait for the calls in its workers."""
+    with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
+        futures = [p.submit(batch) for batch in numbers(*range(1, 25, 2))]
+        gate.wait_for(2)
+        raise KeyError
+    for future in futures:
+        with pytest.raises((CancelledError, SessionError)):
+            future.result()
+
+
+# -- callbacks and threads
+
+
+def is_waiting(thread):
+    frame = sys._current_frames().get(thread.ident)
+    return frame is not None and frame.f_code.co_name == "wait"
+
+
+@pytest.mark.parametrize("what", ["refresh", "close"])
+def test_callback_waits_for_no_thread(gate, what):
+    """It may refresh or close while another thread waits for its lane, to send a change of the model."""
+    model, called, failed = Gated(gate.paths), threading.Event(), []
+
+    def change():
+        try:
+            with torch.no_grad():
+                model.weight.mul_(2)
+                p.submit(*numbers(2)).result()
+        except BaseException as error:
+            failed.append(error)
+
+    def callback(_):
+        other.start()
+        eventually(lambda: is_waiting(other) or not other.is_alive(), "a thread that waits for the lane")
+        getattr(p, what)()
+        called.set()
+
+    other = threading.Thread(target=change)
+    with processes(model) as p, gate:
+        futures = [p.submit(batch) for batch in numbers(1, 3, 5, 7)]
+        futures[0].add_done_callback(callback)
+        gate.wait_for(2)
+        gate.open(2)
+        assert called.wait(PATIENCE_S)
+        gate.open(100)
+        other.join(PATIENCE_S)
+        assert not other.is_alive()
+    assert [type(error) for error in failed] in ([], [SessionError])  # the block may be closed
+
+
+def test_parts_of_a_call_have_one_model():
+    """Another thread changes the model, and calls it, at the same time."""
+    model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
+    stop = threading.Event()
+
+    def change(p):
+        with torch.no_grad():
+            for number in itertools.count():
+                if stop.is_set():
+                    return
+                model.weight.fill_(number)
+                p(x)
+
+    with processes(model) as p, ThreadPoolExecutor(1) as threads:
+        changing = threads.submit(change, p)
+        try:
+            assert all(p(x).unique().numel() == 1 for _ in range(100))
+        finally:
+            stop.set()
+        changing.result()
+
+
+# -- memory
+
+
+def test_kept_inputs_stay():
+    """Shared memory is not used again while a tensor in the worker lies on it."""
+    with parallel(Keeping(), ["cpu"], workers="process") as p:
+        sums = [float(p.submit(torch.full((50_000,), float(number))).result()) for number in range(1, 6)]
+    assert sums == [50_000 * number * (number + 1) / 2 for number in range(1, 6)]
+
+
+def test_kept_outputs_stay():
+    batches = [torch.full((1 + number % 3 * 200_000,), float(number)) for number in range(24)]
+    with processes(nn.Identity()) as p:
+        outputs = list(p.map(batches, buffersize=4))
+    assert_close(outputs, batches)
+
+
+@pytest.mark.parametrize(
+    ("elements", "batches"),
+    [
+        pytest.param(64, 500, id="inline"),
+        pytest.param(50_000, 200, id="copied"),
+        pytest.param(400_000, 60, id="lent"),
+        pytest.param(MIB // 4, 10_000, id="many", marks=pytest.mark.long),
+        pytest.param(16 * MIB, 200, id="large", marks=pytest.mark.long),
+    ],
+)
+def test_stream_does_not_grow_memory(elements, batches):
+    """In this process and in the workers, however many batches a stream has."""
+    batch, used = torch.ones(elements), []
+
+    def source():
+        yield from itertools.repeat(batch, 50)
+        used.append(measure())
+        yield from itertools.repeat(batch, batches)
+
+    def measure():
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return sum(process.memory_info().rss for process in family)
+
+    with processes(nn.Identity()) as p:
+        for output in p.map(source(), buffersize=4):
+            del output
+        used.append(measure())
+    assert used[1] - used[0] < 8 * MIB + 4 * batch.nbytes, "as many batches as are in flight, never all"
+
+
+def test_stream_leaves_no_garbage():
+    """Futures and outputs are freed with their last reference, also if a batch cannot be sent."""
+    batches = [torch.zeros(2), (each for each in ()), torch.zeros(2)]
+    options = {"buffersize": 6, "chunksize": 3, "return_exceptions": True}
+    with processes(nn.Identity()) as p:
+        list(p.map([torch.zeros(2)] * 6, **options))
+        gc.collect()
+        gc.disable()
+        try:
+            made = []
+            for output in p.map(batches * 2, **options):
+                made.append(weakref.ref(output))
+                del output
+            assert [each() for each in made] == [None] * 6
+        finally:
+            gc.enable()

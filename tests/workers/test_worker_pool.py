@@ -1,0 +1,421 @@
+"""The contract of pools: threads, processes, and Ray actors give the same answers, modes, errors, and random numbers.
+
+Each pool opens once: the target of `block` calls its first argument, so that each test brings its own function.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import SessionError, UnsendableError
+from tests.helpers.pools import assert_same
+from tests.helpers.waiting import PATIENCE_S
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+    name: str
+
+
+class CustomError(Exception):
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class OnlyIn:
+    def __init__(self):
+        self.home = os.getpid()
+
+    def __reduce__(self):
+        return _only_in, (self.home,)
+
+
+def _only_in(home):
+    if os.getpid() != home:
+        raise LookupError("not at home")
+    return OnlyIn()
+
+
+def structured(x):
+    return {
+        "y": x * 2,
+        "pair": Pair(x, ("text", None)),
+        "data": Output(x, [x, x[:, 0]], "a"),
+        "items": [f"row {float(row[0]):.3f}" for row in x],
+        "array": x.numpy().sum(1).tolist(),
+        "empty": ((), {}),
+    }
+
+
+def double(x):
+    return x * 2
+
+
+def noisy(x):
+    return x + torch.rand(x.shape)
+
+
+def refuse_negative(x):
+    if bool((x < 0).any()):
+        raise ValueError(f"negative row {float(x.min()):.0f}")
+    return x
+
+
+def runs(block, function, x):
+    """Return the outputs of a cut call, a submitted call, and a stream."""
+    return [block(function, x), block.submit(function, x).result(), *block.map([(function, x)])]
+
+
+def numbers(count, rows=2):
+    return [torch.full((rows, 1), float(number)) for number in range(count)]
+
+
+def stream(block, function, batches, **options):
+    return block.map([(function, batch) for batch in batches], **options)
+
+
+def firsts(outputs):
+    return [int(output[0]) for output in outputs]
+
+
+# -- answers
+
+
+@pytest.mark.parametrize("rows", [9, 0, 1, 3, 16])
+def test_answers_are_plain(block, rows):
+    x = torch.randn(rows, 4)
+    assert_same(runs(block, structured, x), [structured(x)] * 3)
+
+
+def test_calls_of_several_threads(block):
+    batches = [torch.randn(3 + number % 7, 4) for number in range(24)]
+
+    def run(number):
+        with torch.no_grad():
+            return block.submit(double, batches[number]).result() if number % 3 == 0 else block(double, batches[number])
+
+    with ThreadPoolExecutor(4) as threads, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a call of .* because the sizes of shards must differ")
+        assert_same(list(threads.map(run, range(24))), [batch * 2 for batch in batches])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
+def test_forked_child_runs_plainly(block):
+    """Its end leaves the lanes of the parent alone."""
+    x = torch.randn(9, 4)
+    child = os.fork()
+    if child == 0:  # os._exit: a child must not run pytest's end
+        try:
+            os._exit(0 if torch.equal(block(double, x), x * 2) else 3)
+        finally:
+            os._exit(4)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_same(runs(block, double, x), [x * 2] * 3)
+
+
+# -- modes
+
+
+@contextmanager
+def setting(change, value, before):
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def deterministic():
+    return setting(torch.use_deterministic_algorithms, True, False)
+
+
+MODES = {
+    "inference": torch.inference_mode,
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic": deterministic,
+    "precision": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
+    "grad": torch.enable_grad,
+}
+
+
+def seen(x):
+    modes = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.zeros(1).device,
+    )
+    return x, str(modes)
+
+
+def test_modes_hold_in_the_lanes(block):
+    """Later calls run without them."""
+    x = torch.zeros(9, 2)
+    for name, mode in MODES.items():
+        for around in (mode, nullcontext, mode):
+            with around():
+                expected, found = seen(x)[1], runs(block, seen, x)
+            assert [modes for _, modes in found] == [expected] * 3, name
+
+
+@pytest.mark.parametrize("what", ["argument", "closure"])
+def test_gradients_or_a_refusal(block, kind, what):
+    """Workers name torch.no_grad() as the cure."""
+    model, x = nn.Linear(2, 2), torch.ones(9, 2, requires_grad=what == "argument")
+    function = double if what == "argument" else lambda x: model(x)
+    with torch.enable_grad(), nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"torch\.no_grad"):
+        assert block(function, x).requires_grad
+
+
+# -- random numbers
+
+
+@pytest.mark.filterwarnings("ignore:.*use_deterministic_algorithms:UserWarning")
+def test_calls_draw_different_numbers(block, kind):
+    """Each worker draws from its own generator, and the caller's stays as it is."""
+    x, before = torch.ones(9, 3), torch.get_rng_state()
+    drawn = torch.cat([*runs(block, noisy, x), *runs(block, noisy, x)])
+    assert len(drawn.flatten().unique()) == drawn.numel()
+    assert torch.equal(torch.get_rng_state(), before) == (kind != "thread")
+
+
+def test_seed_gives_the_same_numbers(block):
+    """Under deterministic algorithms, lanes continue the caller's numbers one after another."""
+    x = torch.ones(7, 3)
+    torch.manual_seed(5)
+    expected = torch.cat([noisy(x[:4]), noisy(x[4:])]), torch.rand(3)
+    with deterministic():
+        for _ in range(3):
+            torch.manual_seed(5)
+            assert_same((block(noisy, x), torch.rand(3)), expected)
+
+
+# -- errors and warnings
+
+
+@pytest.mark.parametrize(("bad", "lane"), [(0, 0), (7, 1)])
+def test_error_names_lane_and_shard(block, bad, lane):
+    x = torch.ones(9, 2)
+    x[bad] = -3
+    with pytest.raises(ValueError, match="negative row -3") as caught:
+        block(refuse_negative, x)
+    shown = "".join(caught.value.__notes__) + str(caught.getrepr(style="native"))
+    for part in f"shard {lane} of 2", f"lane {lane} on cpu", 'raise ValueError(f"negative row':
+        assert part in shown
+    assert len([note for note in caught.value.__notes__ if note.startswith("in lane")]) == 1
+
+
+def test_error_keeps_its_attributes(block):
+    """Also its notes and its cause."""
+
+    def fail(x):
+        error = CustomError(7)
+        error.add_note("a note of the model")
+        raise error from KeyError("inner")
+
+    for run in (block, lambda *call: block.submit(*call).result()):
+        with pytest.raises(CustomError, match="code 7") as caught:
+            run(fail, torch.ones(9, 2))
+        assert caught.value.code == 7
+        assert "a note of the model" in caught.value.__notes__
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration, GeneratorExit, SystemExit])
+def test_exception_is_never_retried(block, tmp_path, error):
+    """An exception of any class reaches the caller, and leaves the lanes usable."""
+
+    def stop(x, path):
+        with path.open("a") as file:
+            file.write("x")
+        raise error("stopped by the model")
+
+    with pytest.raises(error, match="stopped by the model"):
+        block.submit(stop, torch.ones(2), tmp_path / "runs").result(PATIENCE_S)
+    assert (tmp_path / "runs").read_text() == "x"
+    with pytest.raises(error, match="stopped by the model"):
+        block(stop, torch.ones(9), tmp_path / "runs")
+    assert_same(runs(block, double, torch.ones(9)), [torch.full((9,), 2.0)] * 3)
+
+
+def test_warning_appears_once(block):
+    """As in the plain call, under the filters of the caller, in whichever lanes the line runs."""
+
+    def warn(x):
+        warnings.warn("of the model", stacklevel=1)
+        return x
+
+    x = torch.ones(9, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            runs(block, warn, x)
+    assert [str(each.message) for each in caught] == ["of the model"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="of the model") as raised:
+            block(warn, x)
+    assert [note for note in raised.value.__notes__ if note.startswith("in lane 0 on cpu")]
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_unsendable_fails_one_batch(block, kind, chunksize):
+    """The error names the place of the value. Threads take any value."""
+
+    def run(x, *, extra=None):
+        return (x, (each for each in ())) if int(x[0]) == 1 else x
+
+    batches = [(run, batch) for batch in numbers(4)]
+    batches[2] = {"function": run, "x": batches[2][1], "extra": (each for each in ())}
+    outputs = list(block.map(batches, return_exceptions=True, chunksize=chunksize))
+    assert firsts([outputs[0], outputs[3]]) == [0, 3]
+    if kind == "thread":
+        assert int(outputs[2][0]) == 2
+        return
+    for output, place in ((outputs[1], "output"), (outputs[2], "extra")):
+        assert isinstance(output, UnsendableError)
+        assert place in str(output)
+
+
+def test_value_that_cannot_be_unpickled(block, kind):
+    """It fails its own batch, and the workers go on."""
+
+    def run(x, extra=None):
+        return OnlyIn() if int(x[0]) == 6 else (x, os.getpid())
+
+    batches = [(run, x, OnlyIn()) if index == 1 else (run, x) for index, x in enumerate(numbers(8))]
+    pids = set()
+    for _ in range(3):
+        outputs = list(block.map(batches, chunksize=4, return_exceptions=True))
+        pids |= {outputs[number][1] for number in (0, 2, 3, 4, 5, 7)}
+        if kind != "thread":
+            assert [type(outputs[number]) for number in (1, 6)] == [LookupError] * 2
+    assert len(pids) <= 2
+
+
+# -- streams
+
+
+@pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (50, 1), (9, 4), (None, 7)])
+def test_outputs_are_in_order(block, buffersize, chunksize):
+    batches = torch.randn(61, 4).split(4)
+    options = {"buffersize": buffersize, "chunksize": chunksize}
+    assert_same(list(stream(block, double, batches, **options)), [batch * 2 for batch in batches])
+    assert list(block.map([], **options)) == []
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_prepare_runs_in_the_lane(block, kind, chunksize):
+    """It returns a tuple, a dict, or one argument, and reads the values of the moment of the call."""
+    table = {"offset": 1.0}
+
+    def prepare(batch):
+        return double, batch + table["offset"], os.getpid()
+
+    def collect(function, x, pid):
+        return function(x), pid
+
+    def as_keywords(batch):
+        return {"function": double, "x": batch}
+
+    for offset in (1.0, 10.0):
+        table["offset"] = offset
+        found = list(block.map(numbers(5), prepare=lambda batch: (collect, *prepare(batch)), chunksize=chunksize))
+        assert firsts(output for output, _ in found) == [2 * (number + offset) for number in range(5)]
+        assert (os.getpid() in {pid for _, pid in found}) == (kind == "thread")
+    assert firsts(block.map(numbers(5), prepare=as_keywords, chunksize=chunksize)) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_error_is_in_its_batchs_place(block, chunksize):
+    """Earlier outputs come first, also before an error of the source."""
+
+    def fail_on_three(x):
+        if int(x[0]) == 3:
+            raise LookupError("three")
+        return x
+
+    def source():
+        yield from ((double, batch) for batch in numbers(5))
+        raise KeyError("no more")
+
+    outputs = []
+    with pytest.raises(LookupError, match="three") as caught:
+        outputs.extend(stream(block, fail_on_three, numbers(9), chunksize=chunksize))
+    assert firsts(outputs) == [0, 1, 2]
+    for part in "batch 3", "lane", "on cpu":
+        assert part in "\n".join(caught.value.__notes__)
+    found = list(stream(block, fail_on_three, numbers(9), return_exceptions=True, chunksize=chunksize))
+    assert [number for number, each in enumerate(found) if isinstance(each, LookupError)] == [3]
+    outputs.clear()
+    with pytest.raises(KeyError, match="no more"):
+        outputs.extend(block.map(source(), return_exceptions=True, chunksize=chunksize))
+    assert firsts(outputs) == [0, 2, 4, 6, 8]
+
+
+def test_callback_submits_a_call(block):
+    """A callback of a future that submits another call does not deadlock."""
+    further = SimpleQueue()
+    for batch in numbers(6):
+        block.submit(double, batch).add_done_callback(lambda done: further.put(block.submit(double, done.result())))
+    assert sorted(firsts(further.get().result() for _ in range(6))) == [0, 4, 8, 12, 16, 20]
+
+
+# -- statistics, timeline
+
+
+def test_trace_has_spans_of_each_lane(block, tmp_path):
+    with block.trace(tmp_path / "lanes.json") as trace:
+        block(double, torch.randn(7, 4))
+        list(stream(block, double, [torch.randn(3, 4)]))
+        with pytest.raises(ValueError):
+            block.submit(refuse_negative, -torch.ones(2, 5)).result()
+    *cut, of_map, failed = trace.spans
+    assert sorted((span.lane, *span.work[1:]) for span in cut) == [(0, None, 4), (1, None, 3)]
+    assert (of_map.work[1:], failed.work[1:]) == ((0, 3), (None, 2))
+    assert [span.error for span in trace.spans] == [None] * 3 + ["ValueError"]
+    assert all(0 < span.start <= span.end for span in trace.spans)
+
+
+def test_stats_count_calls_and_rows(block):
+    """Calls that raise count as tasks only."""
+
+    def counts():
+        stats = block.stats()
+        return stats.calls, stats.plain, sum(lane.rows for lane in stats.lanes), sum(lane.tasks for lane in stats.lanes)
+
+    before = counts()
+    for _ in range(3):
+        block(refuse_negative, torch.ones(7, 4))
+    block(refuse_negative, torch.ones(1, 4))
+    list(stream(block, refuse_negative, [torch.ones(5, 4)] * 4))
+    with suppress(ValueError):
+        block.submit(refuse_negative, -torch.ones(5, 4)).result()
+    calls, plain, rows, tasks = (now - then for now, then in zip(counts(), before, strict=True))
+    assert (calls, plain) == (8, 1)
+    assert rows >= 3 * 7 + 4 * 5
+    assert tasks == 3 * 2 + 4 + 1
+    assert all(lane.busy_s > 0 for lane in block.stats().lanes)
