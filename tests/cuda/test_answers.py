@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from parawrap import DataParallel, parallel
 from tests.cuda.gpus import HOME, KIND, ONE, TWICE, cuda
 from tests.cuda.zoo import NETS, conv_net, net_and_rows
-from tests.devices.zoo import assert_same_gradients, assert_same_training_step, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, assert_same_training_step, mlp, rows
 
 
 def shards(x, lanes):

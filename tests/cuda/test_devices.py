@@ -10,7 +10,7 @@ import torch
 from parawrap import DataParallel, DeviceUnavailableError, parallel
 from parawrap.backends import Traits, backend_of
 from tests.cuda.gpus import HOME, KIND, TWICE, every
-from tests.devices.zoo import assert_same_gradients, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 GIB = 1 << 30
 

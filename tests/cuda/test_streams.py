@@ -12,7 +12,7 @@ import torch
 from parawrap import parallel
 from tests.cuda.gpus import HOME, TWICE, cuda, every
 from tests.cuda.zoo import Where
-from tests.devices.zoo import assert_same_gradients, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 
 def test_each_lane_has_its_own_stream():

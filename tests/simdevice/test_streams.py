@@ -7,9 +7,7 @@ has waited for it, so that the set-up of a test cannot race with the test.
 from __future__ import annotations
 
 import copy
-import io
 import random
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
@@ -65,22 +63,6 @@ def test_current_stream_is_set_and_restored(sim: ModuleType) -> None:
     assert isinstance(sim.current_stream(), sim.Stream)
 
 
-def test_set_stream(sim: ModuleType) -> None:
-    """Setting a stream makes it current on its device, and its device current, in that thread alone."""
-    seen: list[object] = []
-
-    def work() -> None:
-        stream = sim.Stream("sim:3")
-        sim.set_stream(stream)
-        seen.extend([sim.current_device(), sim.current_stream() == stream])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [3, True]
-    assert (sim.current_device(), sim.current_stream("sim:3")) == (0, sim.default_stream("sim:3"))
-
-
 def test_streams_come_from_a_pool(sim: ModuleType) -> None:
     """New streams are those of their priority's pool in turn, never the default stream, and a device has its own."""
     streams = [sim.Stream("sim:2") for _ in range(64)]
@@ -91,19 +73,6 @@ def test_streams_come_from_a_pool(sim: ModuleType) -> None:
     assert not {sim.default_stream("sim:2"), *urgent} & set(streams)
     assert {stream.device for stream in streams} == {torch.device("sim:2")}
     assert torch.Stream("sim:2").device_index == 2
-
-
-def test_event_belongs_to_the_device_it_was_recorded_on(sim: ModuleType) -> None:
-    """An event recorded on one device cannot be recorded on another, but any stream may wait for it."""
-    event = sim.Event(enable_timing=True)
-    event.record(sim.Stream("sim:1"))
-    sim.Stream("sim:2").wait_event(event)
-    with pytest.raises(RuntimeError, match="does not match recording stream's device"):
-        event.record(sim.Stream("sim:2"))
-    later = sim.Event(enable_timing=True)
-    later.record(sim.Stream("sim:1"))
-    assert event.query()
-    assert event.elapsed_time(later) >= 0
 
 
 # ---------------------------------------------------------------- races
@@ -203,12 +172,6 @@ def wait_backwards(sim: ModuleType, side: torch.Stream) -> None:
     sim.default_stream().wait_stream(side)
 
 
-def wait_for_early_event(sim: ModuleType, side: torch.Stream) -> None:
-    event = sim.default_stream().record_event()
-    write(torch.ones(4, device=DEVICE))
-    side.wait_event(event)
-
-
 @pytest.mark.parametrize(
     "order",
     [
@@ -228,29 +191,6 @@ def test_other_waits_do_not_order(
     order(sim, side)
     with sim.stream(side):
         write(x)
-    assert len(stats().races) == 1
-
-
-def test_event_covers_what_was_before_it(side: torch.Stream, sim: ModuleType) -> None:
-    """An event orders the work given to its stream before it was recorded, and no later work."""
-    early, late = ones(4), ones(4)
-    write(early)
-    event = sim.default_stream().record_event()
-    write(late)
-    side.wait_event(event)
-    with sim.stream(side):
-        read(early)
-        assert stats().races == ()
-        read(late)
-    assert len(stats().races) == 1
-
-
-def test_work_follows_the_stream_of_its_tensors_device(side: torch.Stream, sim: ModuleType) -> None:
-    """An operator runs on the current stream of its tensors' device, whichever device is current."""
-    x = ones(4)
-    write(x)
-    with sim.stream(side), sim.device(OTHER):
-        read(x)
     assert len(stats().races) == 1
 
 
@@ -279,37 +219,6 @@ def test_disjoint_slices_do_not_race(
         write(x[-1:])
         write(x.view(-1)[-4:])
         write(x[:1, 1:2])
-    assert len(stats().races) == 1
-
-
-def test_small_write_does_not_hide_a_larger_one(side: torch.Stream, sim: ModuleType) -> None:
-    """A write is remembered until a later write covers all of it."""
-    x = ones(8)
-    write(x)
-    with sim.stream(side):
-        side.wait_stream(sim.default_stream())
-        write(x[:2])
-        write(x[::3])
-    third = sim.Stream()
-    third.wait_stream(sim.default_stream())
-    with sim.stream(third):
-        write(x[5:6])
-        assert stats().races == ()
-        read(x[6:7])
-    assert len(stats().races) == 1
-
-
-def test_views_are_no_uses(side: torch.Stream, sim: ModuleType) -> None:
-    """Making a view reads nothing, on whichever stream is current."""
-    x = ones(4, 6)
-    write(x)
-    with sim.stream(side):
-        views = [x[1:], x.t(), x.unfold(0, 2, 1), x.view(-1), x.expand(2, 4, 6), x.detach(), x.diagonal(), *x.split(2)]
-        other = torch.empty(0, device=DEVICE).set_(x.untyped_storage(), 0, x.size(), x.stride())
-    assert stats().races == ()
-    with sim.stream(side):
-        read(views[2])
-        read(other)
     assert len(stats().races) == 1
 
 
@@ -346,52 +255,6 @@ def test_every_kind_of_use_is_seen(use: Callable[[Tensor, Tensor], object], side
         with sim.stream(side):
             use(x, y)
         assert len(stats().races) == (1 if order is no_order else 0)
-
-
-def test_running_statistics_are_written(side: torch.Stream, sim: ModuleType) -> None:
-    """Batch normalisation writes its statistics in training, and reads them in evaluation."""
-    norm, x = nn.BatchNorm1d(3).to(DEVICE), ones(4, 3)
-    norm.num_batches_tracked = None
-    settled(x)
-    for training in (False, True):
-        sim.synchronize()
-        norm.train(training)
-        norm(x)
-        with sim.stream(side):
-            norm(x)
-        assert bool(stats().races) == training
-
-
-def test_host_threads_need_no_event(sim: ModuleType) -> None:
-    """A thread may use a tensor after another thread has waited for it and set an event."""
-    done = threading.Event()
-    x = ones(4)
-
-    def work() -> None:
-        with sim.stream(sim.Stream(DEVICE)):
-            write(x)
-            sim.current_stream().synchronize()
-        done.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    done.wait()
-    write(x)
-    thread.join()
-    assert stats().races == ()
-    assert x.tolist() == [3, 3, 3, 3]
-
-
-def test_races_are_bounded(side: torch.Stream, sim: ModuleType) -> None:
-    """The first twenty sentences are kept, each once."""
-    for _ in range(30):
-        x = ones(4)
-        write(x)
-        with sim.stream(sim.Stream()):
-            write(x)
-            write(x)
-    assert len(stats().races) == 20
-    assert len(set(stats().races)) == 20
 
 
 # ---------------------------------------------------------------- freed memory
@@ -432,48 +295,6 @@ def test_freed_in_order(
     del x
     torch.empty(1000, device=DEVICE)
     assert stats().races == ()
-
-
-def test_freed_before_the_wait(side: torch.Stream, sim: ModuleType) -> None:
-    """A wait between the end of the memory and the next allocation is in time."""
-    x = ones(4)
-    with sim.stream(side):
-        read(x)
-    del x
-    sim.default_stream().wait_stream(side)
-    torch.empty(1000, device=DEVICE)
-    assert stats().races == ()
-
-
-def test_another_stream_allocates(side: torch.Stream, sim: ModuleType) -> None:
-    """Freed memory goes back to the stream it was made on: other streams may allocate meanwhile."""
-    with sim.stream(side):
-        x = torch.ones(4, device=DEVICE)
-    sim.default_stream().wait_stream(side)
-    read(x)
-    del x
-    torch.empty(4, device=DEVICE)
-    assert stats().races == ()
-    with sim.stream(side):
-        torch.empty(4, device=DEVICE)
-    assert len(stats().races) == 1
-
-
-def test_fresh_memory_is_poisoned(sim: ModuleType) -> None:
-    """Memory holds NaN before the first write."""
-    assert poisoned(torch.empty(100, device=DEVICE))
-    assert poisoned(torch.empty(100, pin_memory=True))
-
-
-def test_memory_of_late_copies_is_given_back(side: torch.Stream, sim: ModuleType) -> None:
-    """Freed memory that a copy is still to use is no longer live."""
-    x, host = ones(1000), torch.empty(1000, pin_memory=True)
-    before = stats().live
-    host.copy_(x, non_blocking=True)
-    del x
-    assert stats().live == before - 1
-    sim.synchronize()
-    assert host.tolist() == [1.0] * 1000
 
 
 # ---------------------------------------------------------------- late copies
@@ -533,60 +354,12 @@ def test_what_makes_a_late_copy_happen(
     assert host.tolist() == [1, 1, 1]
 
 
-def test_stream_that_waits_runs_nothing_until_a_kernel(side: torch.Stream, sim: ModuleType) -> None:
-    """A stream that waits for late copies makes them happen with its next kernel, up to the event and no further."""
-    source = ones(2)
-    awaited = [source.to("cpu", non_blocking=True) for _ in range(2)]
-    side.wait_stream(sim.current_stream())
-    later = source.to("cpu", non_blocking=True)
-    with sim.stream(side):
-        other = pinned(1).to(DEVICE, non_blocking=True)
-        assert all(poisoned(host) for host in awaited)
-        other.add_(1)
-    assert [host.tolist() for host in awaited] == [[1, 1], [1, 1]]
-    assert poisoned(later)
-
-
-def test_pinned_memory_overwritten_too_early(sim: ModuleType) -> None:
-    """A late copy reads its pinned source when it runs, but pageable memory is read at once."""
-    for source, expected in ((pinned(1, 2), [7, 7]), (torch.tensor([1.0, 2.0]), [1, 2])):
-        x = source.to(DEVICE, non_blocking=True)
-        source.fill_(7)
-        assert x.tolist() == expected
-    source = pinned(1, 2)
-    x = source.to(DEVICE, non_blocking=True)
-    sim.synchronize(DEVICE)
-    source.fill_(7)
-    assert x.tolist() == [1, 2]
-
-
 def test_pinned_memory_freed_too_early(sim: ModuleType) -> None:
     """Freed pinned memory is not reused until the copies from it are done."""
     copies = [pinned(*range(100)).to(DEVICE, non_blocking=True) for _ in range(10)]
     others = [torch.zeros(100).pin_memory() for _ in range(10)]
     assert all(x.tolist() == list(range(100)) for x in copies)
     assert all(not other.any() for other in others)
-
-
-def test_scattered_pinned_memory_is_read_at_once(sim: ModuleType) -> None:
-    """A pinned source that does not lie together goes through a pageable tensor, which reads it at once."""
-    source = pinned(1, 2, 3, 4)
-    x, y = source[::2].to(DEVICE, non_blocking=True), torch.empty(3, 4, device=DEVICE)
-    y.copy_(source, non_blocking=True)
-    source.zero_()
-    assert x.tolist() == [1, 3]
-    assert y[2].tolist() == [1, 2, 3, 4]
-
-
-def test_copy_to_pageable_memory_blocks(side: torch.Stream, sim: ModuleType) -> None:
-    """A copy to pageable memory is complete when the call returns, and so is all earlier work."""
-    x, host = ones(2), torch.zeros(2)
-    write(x)
-    host.copy_(x, non_blocking=True)
-    assert host.tolist() == [2, 2]
-    with sim.stream(side):
-        write(x)
-    assert stats().races == ()
 
 
 def test_source_freed_before_a_late_copy(side: torch.Stream, sim: ModuleType) -> None:
@@ -605,55 +378,7 @@ def test_source_freed_before_a_late_copy(side: torch.Stream, sim: ModuleType) ->
         assert len(stats().races) == (0 if records else 1)
 
 
-def test_source_freed_on_its_own_stream(sim: ModuleType) -> None:
-    """A late copy may outlive its source if both belong to one stream, and to whatever that stream waits for."""
-    with sim.device(DEVICE):
-        host = (ones(3) * 2).to("cpu", non_blocking=True)
-        torch.zeros(3, device=DEVICE)
-    moved = (ones(3) * 3).to(OTHER)
-    torch.zeros(3, device=OTHER)
-    sim.synchronize(DEVICE)
-    assert host.tolist() == [2, 2, 2]
-    assert moved.tolist() == [3, 3, 3]
-    assert stats().races == ()
-
-
-def test_source_overwritten_before_a_late_copy(side: torch.Stream, sim: ModuleType) -> None:
-    """A late copy of memory that another stream overwrites meanwhile brings what it finds, and a race."""
-    x = ones(3)
-    with sim.stream(side):
-        host = x.to("cpu", non_blocking=True)
-    x.fill_(5)
-    side.synchronize()
-    assert host.tolist() == [5, 5, 5]
-    assert len(stats().races) == 1
-
-
-def test_pinned_memory_is_ordered_too(side: torch.Stream, sim: ModuleType) -> None:
-    """A copy out of pinned memory that another stream is still to fill is a race, and brings poison."""
-    host = torch.empty(3, pin_memory=True)
-    host.copy_(ones(3), non_blocking=True)
-    with sim.stream(side):
-        x = host.to(DEVICE, non_blocking=True)
-        assert poisoned(x)
-    assert len(stats().races) == 1
-
-
 # ---------------------------------------------------------------- between devices
-
-
-def test_copy_between_devices_is_ordered_on_both(sim: ModuleType) -> None:
-    """A copy between devices follows the current streams of both, which then follow it."""
-    x, y = ones(3), ones(3, device=OTHER)
-    with sim.stream(sim.Stream(DEVICE)), sim.stream(sim.Stream(OTHER)):
-        x.mul_(2)
-        y.mul_(5)
-        y.copy_(x)
-        x.mul_(2)
-        y.add_(1)
-        assert (x.tolist(), y.tolist()) == ([4, 4, 4], [3, 3, 3])
-    assert stats().late == 1
-    assert stats().races == ()
 
 
 @pytest.mark.parametrize("side_of", [DEVICE, OTHER])
@@ -679,34 +404,6 @@ def test_copy_between_devices_knows_no_other_streams(side_of: str, sim: ModuleTy
 
 
 # ---------------------------------------------------------------- reading
-
-
-def through_file(x: Tensor) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    loaded: Tensor = torch.load(buffer, map_location="cpu")
-    return loaded
-
-
-@pytest.mark.parametrize(
-    "get",
-    [
-        Tensor.tolist,
-        lambda x: x.cpu().numpy().tolist(),
-        lambda x: [x[i].item() for i in range(3)],
-        lambda x: through_file(x).tolist(),
-        lambda x: copy.deepcopy(x).tolist(),
-        lambda x: torch.stack(list(x)).tolist(),
-        lambda x: [float(v) for v in repr(x).split("[")[1].split("]")[0].split(",")],
-        lambda x: [1, 2, 3] if torch.equal(x, torch.tensor([1.0, 2.0, 3.0]).to(x.device)) else None,
-    ],
-)
-def test_the_host_reads_what_late_copies_bring(get: Callable[[Tensor], list[float]], sim: ModuleType) -> None:
-    """Whatever reads a device tensor on the host waits for it first."""
-    x = pinned(1, 2, 3).to(DEVICE, non_blocking=True).to(OTHER, non_blocking=True)
-    assert get(x) == [1, 2, 3]
-    assert stats().races == ()
 
 
 # ---------------------------------------------------------------- autograd
@@ -735,31 +432,6 @@ def test_backward_over_two_streams(side: torch.Stream, sim: ModuleType) -> None:
             torch.testing.assert_close(p.grad.cpu(), gradient)
         del hidden, loss
     assert stats().races == ()
-
-
-def test_backward_over_streams_of_several_devices(sim: ModuleType) -> None:
-    """A backward pass over copies between devices is ordered, whichever streams those were made on."""
-    a = ones(3).requires_grad_()
-    b = pinned(1, 2, 3).requires_grad_()
-    with sim.stream(sim.Stream(DEVICE)), sim.stream(sim.Stream(OTHER)):
-        product = (a * 2).to(OTHER, non_blocking=True) * b.to(OTHER, non_blocking=True)
-        total = product.sum()
-    total.backward()
-    sim.synchronize(DEVICE)
-    sim.synchronize(OTHER)
-    assert a.grad is not None
-    assert b.grad is not None
-    assert (a.grad.tolist(), b.grad.tolist()) == ([2, 4, 6], [2, 2, 2])
-    assert stats().races == ()
-
-
-def test_forgotten_wait_in_a_forward_pass(side: torch.Stream, sim: ModuleType) -> None:
-    """A forward pass that forgets a wait races, though its results are right."""
-    x = ones(3).requires_grad_()
-    with sim.stream(side):
-        hidden = x * 2
-    (hidden * hidden).sum().backward()
-    assert stats().races != ()
 
 
 # ---------------------------------------------------------------- programs
@@ -826,58 +498,3 @@ def test_programs(seed: int, sim: ModuleType) -> None:
 
 
 # ---------------------------------------------------------------- threads
-
-
-def test_kernels_of_two_streams_run_at_once(sim: ModuleType) -> None:
-    """Kernels on two streams of one device run side by side: each waits for the other to have begun."""
-    meeting = threading.Barrier(2, timeout=60)
-    with torch.library._scoped_library("simdevice_test", "FRAGMENT") as library:
-        library.define("meet(Tensor x) -> Tensor")
-
-        def meet(x: Tensor) -> Tensor:
-            meeting.wait()
-            return x + 1
-
-        library.impl("meet", meet, "CPU")
-        results: list[list[float]] = []
-
-        def work() -> None:
-            with sim.stream(sim.Stream(DEVICE)):
-                results.append(torch.ops.simdevice_test.meet(torch.ones(1, device=DEVICE)).tolist())
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == [[2], [2]]
-    assert stats().races == ()
-
-
-def test_many_threads(sim: ModuleType) -> None:
-    """Eight threads copy data to two devices and back, each on its own stream, and get their own data."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(8)
-
-    def work(index: int) -> None:
-        try:
-            start.wait()
-            here, there = ("sim:0", "sim:3")[:: 1 if index % 2 else -1]
-            with sim.stream(sim.Stream(there)), sim.stream(sim.Stream(here)):
-                for step in range(50):
-                    x = torch.full((100,), float(index * 1000 + step)).pin_memory().to(here, non_blocking=True)
-                    y = (x.to(there, non_blocking=True) + 1).to(here)
-                    host = (x + y).to("cpu", non_blocking=True)
-                    sim.current_stream().record_event().synchronize()
-                    assert host.tolist() == [2.0 * (index * 1000 + step) + 1] * 100
-        except BaseException as error:
-            start.abort()
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert stats().races == ()
