@@ -51,7 +51,7 @@ def recurrent() -> nn.Module:
 # ---------------------------------------------------------------- installing
 
 
-def test_install_twice(sim: ModuleType) -> None:
+def test_install_twice(sim):
     """A second install returns the same module, and raises when asked for another number of devices."""
     assert install() is sim
     assert available() is None
@@ -78,7 +78,7 @@ def test_mixed_devices_raise(operator: Callable[[Tensor, Tensor], Tensor], other
         assert str(b.device) in str(error.value)
 
 
-def test_invalid_ordinal_raises(sim: ModuleType) -> None:
+def test_invalid_ordinal_raises(sim):
     """A device past the last one cannot be allocated on, copied to or made current."""
     attempts: list[Callable[[], object]] = [
         lambda: torch.empty(1, device="sim:4"),
@@ -93,7 +93,7 @@ def test_invalid_ordinal_raises(sim: ModuleType) -> None:
     assert sim.current_device() == 0
 
 
-def test_current_device_per_thread(sim: ModuleType) -> None:
+def test_current_device_per_thread(sim):
     """The current device takes what names no ordinal, and each thread has its own."""
     seen: list[int] = []
     with sim.device("sim:3"):
@@ -108,7 +108,7 @@ def test_current_device_per_thread(sim: ModuleType) -> None:
 # ---------------------------------------------------------------- counters
 
 
-def test_copies_are_counted_exactly() -> None:
+def test_copies_are_counted_exactly():
     """Each copy across devices counts once, with the bytes that arrive, and nothing else counts."""
     host = torch.ones(3, 5)
     reset_stats()
@@ -131,7 +131,7 @@ def test_copies_are_counted_exactly() -> None:
     assert (now.h2d, now.d2h_bytes, now.d2d, now.scalar_reads, now.operators) == (0, 0, 0, 0, 0)
 
 
-def test_live_memory() -> None:
+def test_live_memory():
     """Live allocations are counted on their device, from their making to their end."""
     before = stats()
     x = torch.empty(100, device="sim:2")
@@ -148,7 +148,7 @@ def test_live_memory() -> None:
 # ---------------------------------------------------------------- operators
 
 
-def test_gradient_flows_across_devices() -> None:
+def test_gradient_flows_across_devices():
     """A backward pass follows the copies between devices back to each leaf's own."""
     a = torch.tensor([2.0, 3.0], device="sim:0", requires_grad=True)
     b = torch.tensor([5.0, 7.0], requires_grad=True)
