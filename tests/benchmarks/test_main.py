@@ -47,12 +47,6 @@ def test_without_a_gpu(monkeypatch, capsys, started):
     assert [suite for suite, _, _ in started] == ["launching"]
 
 
-def test_threads_of_suites(started):
-    """The other suites use one thread, because torch's own threads are not one of their arms."""
-    command.main(["mapping", "overhead", "collate"])
-    assert started == [("cpu_lanes", ("mapping",), str(usable_cores())), ("engine", ("overhead", "collate"), "1")]
-
-
 def test_a_failed_suite_fails_all(monkeypatch):
     """The command returns the highest exit code."""
     codes = iter([1, 0])
