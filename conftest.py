@@ -53,8 +53,8 @@ _GLOO = re.compile(r"^(\[rank \d+\] )?\[Gloo\] Rank .*\n", re.MULTILINE)
 def pytest_configure() -> None:
     """Find the examples of public names, which report ``parawrap`` as their module, where they are defined.
 
-    Let examples pass with torch before 2.11, whose ranks print a line whenever a process group starts. Let Ctrl-C work in tests:
-    a shell ignores SIGINT in background jobs.
+    Let examples pass with torch before 2.11, whose ranks print a line whenever a process group starts. Let Ctrl-C work in
+    tests: a shell ignores SIGINT in background jobs.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     is_of = doctest.DocTestFinder._from_module  # type: ignore[attr-defined]

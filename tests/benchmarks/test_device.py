@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import time
 from pathlib import Path
 
 import psutil
 
-from benchmarks.device import PARTS, Outcome, Part, run, summary
+from benchmarks.device import PARTS, Part, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,23 +30,12 @@ def test_parts_run_in_turn(tmp_path):
     assert (tmp_path / "second.log").read_text().split() == ["cuda", str(tmp_path)]
 
 
-def test_a_part_out_of_time_is_ended_with_its_children(tmp_path):
+def test_late_parts_are_ended(tmp_path):
     """It leaves the rest of the time to the next part, and no process."""
-    began = time.monotonic()
     outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 40)
-    assert time.monotonic() - began < 40
     assert [each.code for each in outcomes] == [None, 0]
     child = int((tmp_path / "long.log").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_the_page_names_machine_versions_and_results():
-    """A page has the date, the cores, the versions, and one row per part."""
-    page = summary([Outcome("tests", 0, 12.3), Outcome("cuda", None, 60), Outcome("workers", 1, 5)])
-    assert re.search(r"`make device` on \d{4}-\d\d-\d\d: .* cores, .*torch \d", page)
-    assert "| tests | passed | 12 | `tests.log` |" in page
-    assert "| cuda | ended, out of time | 60 |" in page
-    assert "| workers | exit code 1 | 5 |" in page
 
 
 def test_the_parts_exist():

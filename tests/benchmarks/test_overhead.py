@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -25,27 +23,13 @@ def times(ours, bare, pool):
         (330, 300, 330, False),  # as much as the pool
     ],
 )
-def test_the_goals_apply_to_the_time_above_the_plain_call(ours, bare, pool, met):
+def test_goals_apply_to_overheads(ours, bare, pool, met):
     """At most 1.3 times the overhead of bare lanes, and less than that of the persistent pool."""
     assert overhead_row("calls", times(ours, bare, pool), judged=True).met is met
     assert overhead_row("calls", times(ours, bare, pool), judged=False).met
 
 
-def test_each_overhead_is_a_result():
-    """The times above the plain call, and their ratios."""
-    row = overhead_row("calls", times(310, 300, 400), judged=True)
-    assert {result.quantity: result.value for result in row.results} == pytest.approx(
-        {
-            "overhead, parawrap": 110,
-            "overhead, bare lanes": 100,
-            "overhead, persistent ThreadPoolExecutor": 200,
-            "overhead of parawrap divided by that of bare lanes": 1.1,
-            "overhead of parawrap divided by that of persistent ThreadPoolExecutor": 0.55,
-        }
-    )
-
-
-def test_every_arm_returns_the_plain_result():
+def test_arms_return_the_plain_result():
     """Bare lanes and the three peers split and join in order."""
     x = torch.arange(64.0).reshape(16, 4)
     with overhead.bare_lanes(torch.sin) as bare, overhead.ThreadPoolExecutor(2) as pool:
@@ -56,12 +40,3 @@ def test_every_arm_returns_the_plain_result():
             overhead._threads_per_call(torch.sin, x),
         ]
     assert all(torch.equal(output, torch.sin(x)) for output in outputs)
-
-
-def test_all_rows_have_their_arms():
-    """Two comparisons with peers, and two with the plain call."""
-    rows = overhead.rows(rounds=1)
-    assert [len(row.arms) for row in rows] == [6, 6, 2, 2]
-    goals = [[result.goal for result in row.results if result.goal] for row in rows]
-    assert goals == [["at most 1.3", "under 1"], [], ["under 5"], ["under 5"]]
-    json.dumps([row.as_json() for row in rows])

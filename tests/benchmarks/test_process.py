@@ -9,7 +9,7 @@ import pytest
 from benchmarks._process import in_process
 
 
-def test_a_function_runs_in_a_process_with_another_environment(monkeypatch):
+def test_function_in_a_process(monkeypatch):
     """Variables are set, and None removes one. Printed output is not mistaken for the result."""
     monkeypatch.setenv("PARAWRAP_B", "inherited")
     given = {"PARAWRAP_A": "set", "PARAWRAP_B": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import summary
 from benchmarks._measure import Arm, Result, Row
-from benchmarks.plots import CLAIMS, claims_of
+from benchmarks.plots import CLAIMS
 
 TITLES = {name: suite.title for name, suite in command.SUITES.items()}
 RESULTS = summary.read(command.RESULTS, TITLES)
@@ -36,13 +35,13 @@ def row(name="a call", *results, **given):
     return Row(name, arms, results or [SPEED_UP], **given)
 
 
-def test_the_summary_matches_the_results():
+def test_summary_matches_results():
     """`python -m benchmarks.summary` updates the page."""
     assert (command.RESULTS / summary.PAGE).read_text() == summary.page(RESULTS, TITLES)
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_page_of_a_suite_matches_the_results(name):
+def test_pages_match_results(name):
     """`python -m benchmarks.summary` updates the pages of all suites."""
     suite = command.SUITES[name]
     expected = summary.suite_page(suite.title, RESULTS[name], suite.time_unit)
@@ -64,7 +63,7 @@ def measured(unit):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/will_it_help.md"])
-def test_figures_of_pages_are_committed_results(page):
+def test_figures_of_pages_are_results(page):
     """Each figure is a rounded time or result of benchmarks/results."""
     text = (ROOT / page).read_text()
     rows = re.findall(r"^\| .+ \| (us|ms|times) \| ([\d.,]+) \| .+ \| ([\d.,]*) ?\|$", text, re.MULTILINE)
@@ -76,7 +75,7 @@ def test_figures_of_pages_are_committed_results(page):
             assert is_baseline or f"{float(figure):.{digits}f}" in {f"{each:.{digits}f}" for each in measured(unit)}, figure
 
 
-def test_the_summary_lists_missed_goals_first():
+def test_missed_goals_come_first():
     """Results without a goal stay on the pages of the suites."""
     results = [SPEED_UP.held_to("at least", 3), Result("memory", 4.0, "MB")]
     page = summary.page({"engine": document(row()), "neuron": document(row("b", *results))}, TITLES)
@@ -88,27 +87,8 @@ def test_the_summary_lists_missed_goals_first():
     assert "memory" not in page
 
 
-def test_the_page_of_a_suite_has_one_quantity_per_line():
-    """Each unit has its own table. Only the first of successive lines about one benchmark names it."""
-    page = summary.suite_page("Title", document(row("a", SPEED_UP, Result("memory", 4.0, "MB"), peers="torch")), "ms")
-    assert "| benchmark | quantity | value (MB) |\n|---|---|---|\n| a | memory | 4 |\n" in page
-    assert "| benchmark | arm | median (ms) | lower quartile (ms) | upper quartile (ms) |\n" in page
-    assert "| a | plain | 0.002 | 0.001 | 0.003 |\n|  | parawrap | 0.001 | 0.0005 | 0.0015 |\n" in page
-    assert "| benchmark | compared with |\n|---|---|\n| a | torch |" in page
-
-
-def test_the_summary_has_at_most_eight_pictures():
-    """Each picture follows its sentence, and exists."""
-    page = summary.page(RESULTS, TITLES)
-    claims = claims_of(RESULTS)
-    assert len(claims) == len(CLAIMS) == page.count("![") <= 8
-    for claim in claims:
-        assert f"{claim.sentence(RESULTS[claim.suite])}\n\n![{claim.title}]({claim.picture})" in page
-        assert (command.RESULTS / claim.picture).exists()
-
-
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)
-def test_a_claim_reports_missed_goals(claim):
+def test_claims_report_missed_goals(claim):
     """The sentence changes with the data."""
     missed, met = (copy.deepcopy(RESULTS[claim.suite]) for _ in range(2))
     for value, each in ((False, missed), (True, met)):
@@ -117,33 +97,3 @@ def test_a_claim_reports_missed_goals(claim):
     if "goal" in claim.sentence(met):
         assert claim.sentence(met).endswith("met.")
         assert claim.sentence(missed).endswith("missed.")
-
-
-def test_a_claim_with_several_goals_reports_each():
-    """Each goal is named with its state if the states differ."""
-    changed = copy.deepcopy(RESULTS["launching"])
-    next(result for result in changed["rows"][0]["results"] if result["goal"] == "at most 4")["met"] = False
-    claim = next(claim for claim in CLAIMS if claim.title == "Second launch")
-    assert claim.sentence(changed).endswith(": of the goals, at least 8 is met, at most 4 is missed.")
-
-
-def test_a_claim_without_its_rows_is_left_out():
-    """The other claims remain."""
-    partial = {name: document for name, document in RESULTS.items() if name != "launching"}
-    assert [claim.title for claim in CLAIMS if claim not in claims_of(partial)] == ["Second launch"]
-
-
-def test_the_pictures_are_drawn_next_to_the_results(tmp_path):
-    """Suites that have not been measured are missing."""
-    (tmp_path / "neuron.json").write_text(json.dumps(RESULTS["neuron"]))
-    summary.write(tmp_path, TITLES)
-    assert {path.name for path in tmp_path.iterdir()} == {"neuron.json", "neuron.png", "README.md"}
-
-
-def test_without_matplotlib_only_the_text_is_written(monkeypatch, tmp_path, capsys):
-    """The command prints the reason."""
-    monkeypatch.setattr(summary.importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "neuron.json").write_text(json.dumps(RESULTS["neuron"]))
-    summary.write(tmp_path, TITLES)
-    assert {path.name for path in tmp_path.iterdir()} == {"neuron.json", "README.md"}
-    assert "matplotlib is not installed" in capsys.readouterr().out

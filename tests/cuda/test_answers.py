@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from parawrap import DataParallel, parallel
 from tests.cuda.gpus import HOME, KIND, ONE, TWICE, cuda
 from tests.cuda.zoo import NETS, conv_net, net_and_rows
-from tests.devices.zoo import assert_same_gradients, assert_same_training_step, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, assert_same_training_step, dropout, mlp, rows
 
 
 def shards(x, lanes):
@@ -31,21 +31,6 @@ def test_outputs_and_gradients(net, place, count, devices):
     """Outputs and gradients equal the plain ones, for a batch on the host or on the model's device."""
     model, x = net_and_rows(net, count)
     assert_same_training_step(model, x.to(place), devices)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("net", NETS)
-def test_outputs_without_gradients(net, mode, devices):
-    """Outputs equal the plain ones, and have no graph either."""
-    model, x = net_and_rows(net)
-    x = x.to(HOME)
-    plain = copy.deepcopy(model)
-    with mode(), parallel(model, devices):
-        for _ in range(2):
-            output = model(x)
-            torch.testing.assert_close(output, plain(x))
-            assert not output.requires_grad
-            assert output.is_inference() == torch.is_inference_mode_enabled()
 
 
 def test_batch_norm_in_train_mode(devices):
@@ -70,15 +55,10 @@ def test_batch_norm_in_train_mode(devices):
 # -- random numbers
 
 
-def dropout():
-    """Two linear layers around dropout."""
-    return nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double().to(HOME)
-
-
 @pytest.mark.parametrize("lane_rows", [1, 2, 5])
 def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
     """With gradients, calls with the same seed draw the same numbers, and calls with another seed draw other numbers."""
-    model = dropout()
+    model = dropout(HOME)
     x = rows(lane_rows * len(devices))
     outputs = []
     with parallel(model, devices, out_dims=0):
@@ -92,7 +72,7 @@ def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
 
 def test_lanes_on_one_gpu_draw_in_lane_order():
     """With gradients, the masks are those that the plain model draws for one shard after the other."""
-    model = dropout()
+    model = dropout(HOME)
     plain = copy.deepcopy(model)
     x = rows(9).to(HOME)
     with parallel(model, TWICE):
@@ -114,7 +94,7 @@ def test_checkpointing_recomputes_the_same_masks(devices):
         def forward(self, x):
             return checkpoint(self.body, x, use_reentrant=False)
 
-    plain = dropout()
+    plain = dropout(HOME)
     model = Checkpointed(copy.deepcopy(plain))
     x = rows(4 * len(devices) + 1)
     for each in (model, plain):

@@ -9,7 +9,7 @@ import torch
 
 from parawrap import ReplicaError, parallel
 from tests.cuda.gpus import HOME, TWICE, cuda
-from tests.devices.zoo import mlp, rows
+from tests.helpers.device_models import mlp, rows
 
 
 def test_a_captured_call_runs_plainly(devices):

@@ -24,7 +24,7 @@ from parawrap.engine import _session as engine_session
 from parawrap.lanes import _lane_streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Casting, Late
-from tests.devices.zoo import mlp, rows
+from tests.helpers.device_models import mlp, rows
 
 PATIENCE_S = 30
 SPARE = 4  # tensors allocated in advance, because a new allocation may wait for all GPUs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from parawrap import parallel
 from tests.cuda.gpus import HOME, TWICE, cuda, every
 from tests.cuda.zoo import Where
-from tests.devices.zoo import assert_same_gradients, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 
 def test_each_lane_has_its_own_stream():
@@ -27,17 +26,6 @@ def test_each_lane_has_its_own_stream():
     assert len({stream for _, stream, _ in first}) == 2
     assert caller not in {stream for _, stream, _ in first}
     assert sorted(model.seen) == first
-
-
-def test_each_lane_has_its_device_as_the_current_one(several):
-    """In a lane, the lane's device is the current device, with a current stream on it."""
-    model = Where().to(HOME)
-    with torch.no_grad(), parallel(model, several):
-        for _ in range(2):
-            model.seen.clear()
-            model(rows(2 * len(several) + 1))
-            assert sorted(device for device, _, _ in model.seen) == list(range(len(several)))
-            assert all(device == current for device, _, current in model.seen)
 
 
 def test_lanes_use_the_callers_stream_under_gradients(devices):
@@ -85,20 +73,3 @@ def test_a_caller_on_another_stream(grad, devices):
                 output.square().sum().backward()
                 expected.square().sum().backward()
                 assert_same_gradients(model, plain)
-
-
-def test_callers_in_several_threads(devices):
-    """Callers in several threads, each on its own stream, get their own outputs."""
-    model = mlp().to(HOME)
-    plain = copy.deepcopy(model).cpu()
-    batches = [rows(13) for _ in range(20)]  # drawn before: a thread that draws meanwhile gets a warning about seeds
-    cuda.synchronize(HOME)
-
-    def calls():
-        with torch.no_grad(), cuda.stream(cuda.Stream(HOME)):
-            for x in batches:
-                torch.testing.assert_close(model(x.to(HOME)).cpu(), plain(x))
-
-    with parallel(model, devices), ThreadPoolExecutor(4) as threads:
-        for each in [threads.submit(calls) for _ in range(4)]:
-            each.result()

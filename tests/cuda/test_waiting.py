@@ -10,7 +10,7 @@ import torch
 from parawrap import parallel
 from tests.cuda.gpus import HOME, torch_refuses_to_wait
 from tests.cuda.zoo import NETS, net_and_rows
-from tests.devices.zoo import assert_same_gradients, mlp, rows
+from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 PLACES = ["pageable", "pinned", HOME]
 SMALL, LARGE = 13, 1 << 14  # rows of a batch that is copied directly, and of one that is staged

@@ -10,7 +10,7 @@ from torch import nn
 
 from parawrap.lanes import here
 from tests.cuda.gpus import HOME, cuda, sleep
-from tests.devices.zoo import Tied, mlp
+from tests.helpers.device_models import Tied, mlp
 
 WIDTH = 512
 SHAPE = (4096, WIDTH)

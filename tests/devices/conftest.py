@@ -18,11 +18,10 @@ if _missing is None:
 
 
 @pytest.fixture(autouse=True)
-def races(monkeypatch):
-    """Seed every test, and fail it if the simulated devices report a race. Yield the races found so far.
+def _races(monkeypatch):
+    """Seed every test, and fail it if the simulated devices report a race.
 
-    The list holds the races that the devices reported before the test last called `simdevice.reset_stats`. A machine
-    without simulated devices skips the test, or fails it if PARAWRAP_TEST_REQUIRE names them.
+    A machine without simulated devices skips the test, or fails it if PARAWRAP_TEST_REQUIRE names them.
     """
     require("sim", _missing)
     gc.collect()  # garbage of earlier tests holds memory on the devices
@@ -37,9 +36,18 @@ def races(monkeypatch):
         reset()
 
     monkeypatch.setattr(simdevice, "reset_stats", keep_and_reset)
-    yield found
+    yield
     assert (*found, *simdevice.stats().races) == ()
     # A lane's own thread may hold the last reference to its pool. Such a thread ends shortly after the test.
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
         gc.collect()
-        thread.join(0.5)
+        thread.join(5)  # lanes of a failed test may never end
+
+
+@pytest.fixture
+def closing():
+    """Register a wrapper, return it, and close it after the test."""
+    made = []
+    yield lambda wrapper: (made.append(wrapper), wrapper)[1]
+    for wrapper in made:
+        wrapper.close()

@@ -14,7 +14,7 @@ from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
 @pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
-def test_each_rank_has_its_own_device(monkeypatch, spawn_method):
+def test_each_rank_has_a_device(monkeypatch, spawn_method):
     """The device of a rank is its current device, as on GPUs. parawrap sets no cores of the machine."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
@@ -33,7 +33,7 @@ def test_each_rank_has_its_own_device(monkeypatch, spawn_method):
     assert list(where()) == [(*[f"neuron:{rank}"] * 3, groups, None) for rank in range(2)]
 
 
-def test_the_default_device_is_also_the_current_device():
+def test_default_and_current_device():
     """`functional.set_default_device` sets both, here to another device than that of the rank."""
 
     @wrapper(Platform(device="neuron", n_gpus=1, verbose=False))
@@ -44,7 +44,7 @@ def test_the_default_device_is_also_the_current_device():
     assert list(where()) == [("neuron:2", "neuron:2")]
 
 
-def test_a_sharded_loader_is_iterated_on_a_device():
+def test_sharded_loader_on_a_device():
     """A loop over a sharded loader draws this rank's numbers, and restores the generators, also with a device."""
 
     @wrapper(Platform(device="neuron", n_gpus=2, verbose=False, seed=3))
@@ -57,31 +57,21 @@ def test_a_sharded_loader_is_iterated_on_a_device():
     assert after == other_after
 
 
-def test_there_is_one_rank_per_device():
+def test_one_rank_per_device():
     """Without n_gpus, a launch uses every device. More ranks than devices are refused."""
     assert Platform(device="neuron").world_size == 4
     with pytest.raises(PlatformError, match="n_gpus=8: 4 are visible"):
         Platform(device="neuron", n_gpus=8)
 
 
-def test_a_preview_names_the_devices():
-    """`dry_run` shows the device of each rank."""
-
-    @wrapper(Platform(device="neuron", n_gpus=2))
-    def nothing():
-        pass
-
-    assert [line.rpartition(" ")[2] for line in nothing.dry_run().ranks] == ["neuron:0", "neuron:1"]
-
-
-def test_a_rank_without_its_device_is_refused():
+def test_rank_without_its_device():
     """The error names the device, the node's count, and what to check."""
     place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
     with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* torch sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
 
 
-def test_an_inline_run_restores_the_current_device():
+def test_inline_restores_the_device():
     """Inside the run the current device is neuron:0, and afterwards it is the previous one."""
     torch.neuron.set_device(2)
 
@@ -96,14 +86,7 @@ def test_an_inline_run_restores_the_current_device():
         torch.neuron.set_device(0)
 
 
-def test_without_a_backend_of_the_vendor_the_groups_use_gloo(monkeypatch):
-    """The default process group uses only backends that torch has. A given backend is kept."""
-    monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo"])
-    assert Platform(device="neuron").process_group_backend == "gloo"
-    assert Platform(device="neuron", backend="gloo").process_group_backend == "gloo"
-
-
-def test_ranks_on_emulated_cores_keep_their_tensors_on_the_cpu(monkeypatch):
+def test_ranks_on_emulated_cores(monkeypatch):
     """With PARAWRAP_NEURON_RUNTIME=host, each rank has one emulated core, whatever package is installed."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import closing
 
 import pytest
 import torch
-from torch import nn
 
 from parawrap import DataParallel, DeviceUnavailableError, neuron, parallel, testing
-from parawrap.backends import backend_of, best_backend, names_cores
-from parawrap.backends.accelerator_backend import AcceleratorBackend
+from parawrap.backends import names_cores
 from parawrap.cli._machine import machine_checks
 from parawrap.neuroncores import runtime
+from tests.helpers.device_models import assert_same_training_step, mlp, rows
 
 ALL = ["neuron:0", "neuron:1", "neuron:2", "neuron:3"]
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def named(p):
     """Return the names of the torch devices of a block."""
     assert all(isinstance(device, torch.device) for device in p.devices)
     return list(map(str, p.devices))
-
-
-def test_neuron_is_an_accelerator_like_any_other():
-    """Its backend is the general accelerator backend, which is also the best one of this process."""
-    assert type(backend_of("neuron")) is AcceleratorBackend
-    assert best_backend() is backend_of("neuron")
 
 
 @pytest.mark.parametrize(
@@ -45,43 +34,17 @@ def test_neuron_is_an_accelerator_like_any_other():
     ],
     ids=str,
 )
-def test_a_plain_model_runs_on_the_devices(devices, expected):
-    """Every spelling names torch devices. The plain model needs no trace, and each device computes some rows."""
-    plain = mlp()
-    model = copy.deepcopy(plain).to("neuron:0")
-    x = torch.randn(13, 5)
-    with torch.no_grad(), parallel(model, devices) as p:
-        assert named(p) == expected
-        for _ in range(2):
-            output = model(x)
-            assert str(output.device) == "neuron:0"
-            torch.testing.assert_close(output.cpu(), plain(x))
-        assert len(p.stats().shards) == len(expected)
+def test_plain_models_on_devices(devices, expected):
+    """Every spelling names torch devices. The plain model needs no trace, and has the plain outputs and gradients."""
+    model = mlp().to("neuron:0")
+    assert named(parallel(model, devices)) == expected
+    assert_same_training_step(model, rows(13), devices)
+    with closing(DataParallel(model)) as wrapped:
+        assert wrapped.device_ids == [0, 1, 2, 3]
+        assert wrapped(rows(8)).shape == (8, 3)
 
 
-def test_a_training_step_has_the_gradients_of_the_plain_model():
-    """Unlike compiled models, models on these devices have gradients."""
-    plain = mlp().double()
-    model = copy.deepcopy(plain).to("neuron:0")
-    x = torch.randn(9, 5, dtype=torch.float64)
-    plain(x).square().sum().backward()
-    with parallel(model, ["neuron:0", "neuron:1"]):
-        model(x).square().sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
-
-
-def test_data_parallel_uses_all_devices():
-    """`parawrap.DataParallel` has the indices of the torch devices."""
-    plain = mlp()
-    model = DataParallel(copy.deepcopy(plain).to("neuron:0"))
-    x = torch.randn(8, 5)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x).cpu(), plain(x))
-    assert model.device_ids == [0, 1, 2, 3]
-
-
-def test_a_device_that_the_process_does_not_see_is_refused():
+def test_absent_devices_are_refused():
     """The error lists the devices, as for other accelerators."""
     with pytest.raises(DeviceUnavailableError, match="'neuron:7' is not available: this process sees neuron:0 to neuron:3"):
         parallel(mlp(), ["neuron:0", "neuron:7"])
@@ -94,10 +57,10 @@ def test_a_device_that_the_process_does_not_see_is_refused():
         lambda model: parallel(model, ["nc:0", "neuron:1"]),
         lambda model: neuron.DataParallel(model, ["neuron:0", "neuron:1"]),
         lambda model: neuron.DataParallel(model),
-        lambda model: neuron.trace(model, torch.zeros(1, 5)),
+        lambda model: neuron.trace(model, rows(1)),
     ],
 )
-def test_compiled_models_are_refused_without_trace(use):
+def test_no_trace_in_the_package(use):
     """The error says that the package has no trace, and how to run the plain model."""
     with pytest.raises(
         DeviceUnavailableError, match=r"torch_neuronx has no trace.*parallel\(model, \['neuron:0', 'neuron:1'\]\)"
@@ -105,7 +68,7 @@ def test_compiled_models_are_refused_without_trace(use):
         use(mlp())
 
 
-def test_the_refusal_is_the_same_if_the_runtime_is_named(monkeypatch):
+def test_no_trace_with_a_named_runtime(monkeypatch):
     """PARAWRAP_NEURON_RUNTIME=torch_neuronx names both generations."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
     with pytest.raises(DeviceUnavailableError, match="torch_neuronx has no trace"):
@@ -113,7 +76,7 @@ def test_the_refusal_is_the_same_if_the_runtime_is_named(monkeypatch):
     assert named(parallel(mlp(), "neuron")) == ALL
 
 
-def test_a_package_that_also_offers_trace_runs_compiled_models(torch_neuronx, monkeypatch):
+def test_packages_with_trace(torch_neuronx, monkeypatch):
     """The generations are told apart by what they offer: here, "nc:0" is a core and "neuron:0" a torch device."""
     monkeypatch.setattr(torch_neuronx, "trace", torch.jit.trace, raising=False)
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
@@ -122,36 +85,31 @@ def test_a_package_that_also_offers_trace_runs_compiled_models(torch_neuronx, mo
     assert named(parallel(mlp(), [torch.device("neuron", 1)])) == ["neuron:1"]
 
 
-def test_a_device_module_that_cannot_count_is_not_used(monkeypatch):
+def test_module_that_cannot_count(monkeypatch):
     """Then "neuron:0" is a core for compiled models."""
     monkeypatch.delattr(torch.neuron, "device_count")
     assert names_cores("neuron:0")
 
 
-def test_a_device_module_need_not_say_that_it_is_available(monkeypatch):
+def test_module_without_is_available(monkeypatch):
     """Then its devices are counted."""
     monkeypatch.delattr(torch.neuron, "is_available")
     assert neuron.core_count() == 4
     assert named(parallel(mlp(), "neuron")) == ALL
 
 
-def test_core_count_is_the_number_of_devices():
-    """It needs no runtime for compiled models."""
-    assert neuron.core_count() == 4
-
-
-def test_emulated_cores_take_precedence():
+def test_emulated_cores_come_first():
     """Inside `neuron_host`, "neuron" names the emulated cores, whatever package is installed."""
     with testing.neuron_host(cores=2):
-        model = neuron.trace(mlp(), torch.zeros(1, 5))
+        model = neuron.trace(mlp(), rows(1))
         with parallel(model, "neuron") as p:
             assert [str(core) for core in p.devices] == ["nc:0", "nc:1"]
-            assert model(torch.randn(3, 5)).device.type == "cpu"
+            assert model(rows(3)).device.type == "cpu"
         assert neuron.core_count() == 2
     assert named(parallel(mlp(), "neuron")) == ALL
 
 
-def test_emulated_cores_can_be_named_by_the_environment(monkeypatch):
+def test_emulated_cores_by_environment(monkeypatch):
     """PARAWRAP_NEURON_RUNTIME=host has the same effect."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")

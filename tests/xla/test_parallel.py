@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
 from torch import nn
 
-from parawrap import DeviceUnavailableError, GatherError, parallel
-from tests.xla.zoo import XLAS, Images, Tied, assert_near, assert_same_gradients, beside, mlp, rows
+from parawrap import DeviceUnavailableError, parallel
+from tests.helpers.device_models import Tied
+from tests.xla.zoo import XLAS, Images, assert_near, assert_near_gradients, beside, mlp, rows
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
@@ -28,7 +28,7 @@ def test_outputs_and_gradients_equal_the_plain_ones(home):
             expected.square().sum().backward()
             assert output.device == torch.device(home)
             assert_near(output, expected)
-            assert_same_gradients(model, plain)
+            assert_near_gradients(model, plain)
             assert count == 1 or sum(p.stats().shards) == count
 
 
@@ -37,14 +37,14 @@ def test_input_may_lie_on_a_device_and_have_a_gradient(given):
     """An input on any device is cut there, even before it is computed, and receives its gradient."""
     model = mlp().to("xla:0")
     plain = beside(model)
-    x = rows().to(given).requires_grad_()
+    x = rows(12).to(given).requires_grad_()
     plain_x = x.detach().cpu().requires_grad_()
     with parallel(model, XLAS):
         for _ in range(3):
             model(x * 2).square().sum().backward()
             plain(plain_x * 2).square().sum().backward()
     assert_near(x.grad, plain_x.grad)
-    assert_same_gradients(model, plain)
+    assert_near_gradients(model, plain)
 
 
 def test_batch_norm_in_evaluation():
@@ -68,21 +68,22 @@ def test_batch_norm_in_training_keeps_the_first_lanes_statistics():
             first = plain(x[:3].to("xla:0"))
             first.square().sum().backward()
     assert_near(output[:3], first)
-    assert_same_gradients(model, plain)
+    assert_near_gradients(model, plain)
     for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         assert_near(mine, theirs)
 
 
 def test_tied_weights_stay_tied():
     """A weight with two names gets the sum of both gradients."""
-    model, plain = Tied("xla:0"), Tied()
-    plain.load_state_dict(model.state_dict())
-    x = rows()
+    plain = Tied().float()
+    model = copy.deepcopy(plain).to("xla:0")
+    model.down.weight = model.up.weight  # `Module.to` copies it twice on XLA
+    x = rows(12)
     with parallel(model, XLAS):
         model(x).square().sum().backward()
     plain(x).square().sum().backward()
     assert model.down.weight is model.up.weight
-    assert_same_gradients(model, plain)
+    assert_near_gradients(model, plain)
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu"])
@@ -93,7 +94,7 @@ def test_training_refreshes_the_replicas(home):
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain)]
     with parallel(model, XLAS) as p:
         for _ in range(5):
-            x = rows()
+            x = rows(12)
             losses = [each(x).square().mean() for each in (model, plain)]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -106,7 +107,7 @@ def test_training_refreshes_the_replicas(home):
 def test_new_data_of_a_parameter_is_copied():
     """After ``parameter.data = ...``, which changes no version counter, the lanes have the new data."""
     model = nn.Linear(5, 3).to("xla:0")
-    x = rows()
+    x = rows(12)
     with torch.no_grad(), parallel(model, XLAS):
         model(x)
         model.weight.data = torch.zeros(3, 5, device="xla:0")
@@ -114,22 +115,10 @@ def test_new_data_of_a_parameter_is_copied():
         assert_near(model(x), torch.ones(12, 3))
 
 
-def test_the_block_restores_the_model():
-    """state_dict has the plain keys and tensors inside the block, and the model has no trace of the block after it."""
-    model = mlp().to("xla:0")
-    before, kind, keys = dict(vars(model)), type(model), list(model.state_dict())
-    with torch.no_grad(), parallel(model, XLAS):
-        model(rows())
-        assert list(model.state_dict()) == keys
-        assert model.state_dict()["0.weight"].device == torch.device("xla:0")
-    assert vars(model) == before
-    assert type(model) is kind
-
-
 def test_output_device():
     """Outputs are joined on `output_device`."""
     model = mlp().to("xla:0")
-    x = rows()
+    x = rows(12)
     expected = beside(model)(x)
     for device in ("cpu", "xla:3"):
         with torch.no_grad(), parallel(model, XLAS, output_device=device):
@@ -152,51 +141,6 @@ def test_map_and_submit():
         assert all(lane.tasks > 0 for lane in p.stats().lanes)
 
 
-def test_several_threads_may_call_at_once():
-    """Each thread that shares a block gets its own output."""
-    model = mlp().to("xla:0")
-    plain = beside(model)
-    batches = [rows() for _ in range(4)]
-    start, outputs = threading.Barrier(len(batches)), {}
-
-    def call(index):
-        start.wait()
-        with torch.no_grad():
-            outputs[index] = [model(batches[index]).cpu() for _ in range(20)]
-
-    with parallel(model, XLAS):
-        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(batches))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for index, batch in enumerate(batches):
-        for output in outputs[index]:
-            assert_near(output, plain(batch))
-
-
-class Refuses(nn.Module):
-    """A model that raises if a row is negative."""
-
-    def forward(self, x):
-        if bool((x < 0).any()):
-            msg = "negative"
-            raise ArithmeticError(msg)
-        return x
-
-
-def test_an_error_keeps_its_type_and_names_its_lane():
-    """The caller gets the lane's exception with a note on the lane, and the block stays usable."""
-    model = Refuses()
-    x = torch.ones(8, 2)
-    x[5] = -1
-    with parallel(model, XLAS):
-        with pytest.raises(ArithmeticError, match="negative") as caught:
-            model(x)
-        assert any("lane 2 on xla:2" in note and "shard 2 of 4" in note for note in caught.value.__notes__)
-        assert_near(model(x.abs()), x.abs())
-
-
 def test_a_tensor_made_in_a_lane_lies_on_its_device():
     """In a lane, ``device="xla"`` means the lane's device."""
 
@@ -212,7 +156,7 @@ def test_autocast_follows_into_the_lanes():
     """Under autocast for XLA, every lane computes in the autocast dtype."""
     model = mlp().to("xla:0")
     with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16), parallel(model, XLAS):
-        assert model(rows()).dtype == torch.bfloat16
+        assert model(rows(12)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (64, (16,) * 4)])
@@ -224,44 +168,6 @@ def test_shards_are_equal(count, sizes):
             model(rows(count))
             assert p.stats().shards == sizes
             model(rows(32))
-
-
-class WithTable(nn.Linear):
-    """A model that returns rows and a table."""
-
-    def forward(self, x):
-        return super().forward(x), torch.ones(3, 2, device=x.device)
-
-
-def test_an_output_without_rows_must_be_declared():
-    """Outputs must have the rows on dim 0, unless out_dims declares otherwise."""
-    model = WithTable(5, 3).to("xla:0")
-    x = rows(8)
-    with torch.no_grad(), parallel(model, XLAS), pytest.raises(GatherError, match=r"output\[1\].*out_dims"):
-        model(x)
-    with torch.no_grad(), parallel(model, XLAS, out_dims=(0, None)):
-        for _ in range(2):
-            y, table = model(x)
-            assert y.shape == (8, 3)
-            assert_near(table, torch.ones(3, 2))
-
-
-class Loss(nn.Linear):
-    """A model that returns one number for all rows."""
-
-    def forward(self, x):
-        return super().forward(x).square().mean()
-
-
-def test_a_loss_needs_a_reduction():
-    """0-d outputs raise without `reduce`. With `reduce="mean"`, the result is the plain loss."""
-    model = Loss(5, 3).to("xla:0")
-    plain = beside(model)
-    x = rows(7)
-    with torch.no_grad(), parallel(model, XLAS), pytest.raises(GatherError, match="reduce"):
-        model(x)
-    with torch.no_grad(), parallel(model, XLAS, reduce="mean"):
-        assert_near(model(x), plain(x))
 
 
 def test_devices():

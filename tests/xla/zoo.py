@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,17 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers import device_models
+
 XLAS = ["xla:0", "xla:1", "xla:2", "xla:3"]
 
-
-def mlp() -> nn.Module:
-    """Two linear layers."""
-    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def rows(count: int = 12) -> Tensor:
-    """A batch on the CPU."""
-    return torch.randn(count, 5)
+mlp = functools.partial(device_models.mlp, torch.float32)
+rows = functools.partial(device_models.rows, dtype=torch.float32)
+assert_near_gradients = functools.partial(device_models.assert_same_gradients, rtol=1e-4, atol=1e-5)
 
 
 class Images(nn.Module):
@@ -37,20 +34,6 @@ class Images(nn.Module):
         return output
 
 
-class Tied(nn.Module):
-    """A model that uses one matrix under two names. `Module.to` copies it twice on XLA, so it is tied again there."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 7, bias=False)
-        self.down = nn.Linear(5, 7, bias=False)
-        self.to(device)
-        self.down.weight = self.up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(x).tanh() @ self.down.weight
-
-
 def beside(model: nn.Module) -> nn.Module:
     """A copy of the model on the CPU, to compare with."""
     return copy.deepcopy(model).cpu()
@@ -59,16 +42,6 @@ def beside(model: nn.Module) -> nn.Module:
 def assert_near(actual: Any, expected: Any) -> None:
     """Assert that two tensors are equal up to rounding, on any devices."""
     torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
-
-
-def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Assert that gradients equal those of the plain model, on the device of their parameters."""
-    for (name, mine), (other, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert name == other
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert mine.grad.device == mine.device
-        assert_near(mine.grad, theirs.grad)
 
 
 @contextmanager

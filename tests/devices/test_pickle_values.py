@@ -10,7 +10,7 @@ from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests import simdevice  # noqa: F401  # makes the devices
 
 
-def test_tensors_of_a_device_arrive_unchanged():
+def test_device_tensors_arrive_unchanged():
     """Their copies in host memory live until they are written."""
     tensors = [torch.full((1 << 21,), float(index)).to("sim:0") for index in range(4)]
     file = memory_file("test")

@@ -1,0 +1,173 @@
+"""What forward writes in lanes on several devices: statistics, other buffers, parameters, and odd places."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import ReplicaError, parallel
+from tests.helpers.device_models import SIMS, rows
+from tests.helpers.odd_models import CASES, MODELS, check
+
+HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
+
+
+@pytest.mark.parametrize("devices", [SIMS, ["sim:2", "sim:0"], ["sim:1", "sim:1"]], ids=str)
+@pytest.mark.parametrize("script", [False, True], ids=["eager", "script"])
+@HOMES
+def test_batch_norm_statistics(home, devices, script):
+    """Each lane normalizes its own rows, the model keeps lane 0's statistics, and eval mode uses them in all lanes."""
+    plain = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+    model = copy.deepcopy(plain).to(home)
+    model = torch.jit.script(model) if script else model
+    with parallel(model, devices) as p:
+        for count in (13, 13, 11):
+            x = rows(count) * 3 + 1
+            output = model.train()(x)
+            parts = x.split(p.stats().shards)
+            expected = torch.cat([copy.deepcopy(plain).train()(part) for part in parts])
+            torch.testing.assert_close(output.cpu(), expected)
+            plain.train()(parts[0])
+            ours = {name: value.cpu() for name, value in model.state_dict().items()}
+            torch.testing.assert_close(ours, dict(plain.state_dict()))
+            with torch.no_grad():
+                torch.testing.assert_close(model.eval()(x).cpu(), plain.eval()(x))
+
+
+@HOMES
+def test_later_calls_keep_graphs_usable(home):
+    """Between forward and backward there may be other calls, in any mode, and steps of other models' optimizers."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to(home)
+    plain, other = copy.deepcopy(model), nn.Linear(2, 2)
+    x = rows(9)
+    with parallel(model, SIMS) as p:
+        loss = model(x).square().sum() + model(x).square().sum()
+        with torch.no_grad():
+            model.eval()(x)
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1, fused=True).step()
+        model.train()(x)
+        loss.backward()
+        shards = p.stats().shards
+    expected = [copy.deepcopy(plain) for _ in shards]
+    for each, part in zip(expected, x.split(shards), strict=True):
+        (2 * each(part.to(home)).square().sum()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in expected), msg=name)
+
+
+class Average(nn.Module):
+    """Subtracts a running mean. Forward replaces the mean's buffer, or writes to it in place."""
+
+    def __init__(self, *, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x):
+        output = self.linear(x) - self.mean
+        if self.in_place:
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        else:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return output
+
+
+@HOMES
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_forward_writes(in_place, home):
+    """Every lane starts a call with the buffers that lane 0 wrote in the call before."""
+    model = Average(in_place=in_place).to(home)
+    plain = copy.deepcopy(model).cpu()
+    with torch.no_grad(), parallel(model, SIMS) as p:
+        for _ in range(4):
+            x = rows(9)
+            expected = plain.linear(x) - plain.mean
+            torch.testing.assert_close(model(x).cpu(), expected)
+            plain(x[: p.stats().shards[0]])
+            torch.testing.assert_close(model.mean.cpu(), plain.mean)
+
+
+@HOMES
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_of_other_lanes_are_lost(in_place, home):
+    """Buffer writes in lanes other than lane 0 are discarded before the next call."""
+
+    class Latch(nn.Linear):
+        def __init__(self):
+            super().__init__(1, 1, bias=False)
+            self.register_buffer("tripped", torch.zeros(()))
+
+        def forward(self, x):
+            before = self.tripped.clone()
+            if (x > 6).any():
+                if in_place:
+                    self.tripped.fill_(1)
+                else:
+                    self.tripped = torch.ones_like(self.tripped)
+            return before.expand(len(x))
+
+    model = Latch().to(home)
+    x = torch.arange(9.0)[:, None]
+    with torch.no_grad(), parallel(model, SIMS):
+        for _ in range(3):
+            assert model(x).tolist() == [0.0] * 9
+    assert model.tripped.item() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("devices", [["sim:2", "sim:2"], ["sim:2", "sim:1"]], ids=str)
+def test_whole_calls_may_write_buffers(devices):
+    """Lanes that run whole calls write the model's statistics in order, without a race."""
+    model = nn.Sequential(nn.Linear(5, 5), Average(in_place=True), nn.BatchNorm1d(5)).double().to("sim:2")
+    with parallel(model, devices) as p:
+        for future in [p.submit(rows(7)) for _ in range(12)]:
+            assert future.result().isfinite().all()
+    assert model[2].running_mean.isfinite().all()
+    assert int(model[2].num_batches_tracked) > 0
+
+
+@HOMES
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [lambda calls: calls.add_(1), lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)],
+    ids=["in place", "through data", "other memory"],
+)
+def test_parameters_that_forward_writes(write, grad, home):
+    """They are refused, also in lanes that would write a copy of their own."""
+
+    class Counter(nn.Linear):
+        def forward(self, x):
+            write(self.calls)
+            return super().forward(x)
+
+    model = Counter(5, 5, dtype=torch.float64)
+    model.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+    model.to(home)
+    with torch.set_grad_enabled(grad), parallel(model, SIMS):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match="the parameter 'calls' was written during a call"):
+                model(rows())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:the model wrote:UserWarning", "ignore:Calling .zero_grad:UserWarning", "ignore:The .grad attribute:UserWarning"
+)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_odd_models_equal_a_plain_copy(make):
+    """Models with an unusual structure have the plain outputs and gradients, whatever changes between calls."""
+
+    def made():
+        with torch.device("sim:0"):  # `Module.to` would leave tensors in dicts behind
+            return make()
+
+    opened = functools.partial(parallel, devices=["sim:2", "sim:0", "sim:3", "sim:3"], output_device="sim:0")
+    for case in CASES:
+        event, grad = case.values
+        check(made, event, opened, 9, grad=grad)

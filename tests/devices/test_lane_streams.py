@@ -1,0 +1,359 @@
+"""Lanes work on their own streams, ordered with the caller's streams by events.
+
+The simulated devices report every memory access that no event orders, and they delay copies as long as the program
+allows. A fixture in conftest.py fails a test if a device reports a race; some tests check only this.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import DataParallel, parallel
+from parawrap.backends import backend_of
+from parawrap.lanes import _lane_streams as lane_streams
+from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
+from tests.helpers.waiting import PATIENCE_S
+
+TWICE = ["sim:0", "sim:0"]
+
+
+class Where(nn.Module):
+    """Records the input's device, its current stream, and the current device for each shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        type(self).seen = []  # on the class, because a replica has its own attributes
+
+    def forward(self, x):
+        self.seen.append((str(x.device), torch.sim.current_stream(x.device).stream_id, torch.sim.current_device()))
+        return x * self.weight
+
+
+def streamed(work, device="sim:0"):
+    """Run `work` on a new stream of the device."""
+    with torch.sim.stream(side_stream(device)):
+        return work()
+
+
+def in_a_thread(work):
+    """Run `work` in a new thread to its end, and raise what it raises."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+# ---------------------------------------------------------------- which stream a lane uses
+
+
+@pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:1", "sim:1", "sim:2"]], ids=str)
+def test_each_lane_has_its_own_stream(devices):
+    """It is not the caller's, and stays the same from call to call. The device of the lane is the current one."""
+    model = Where().to("sim:0")
+    with torch.no_grad(), parallel(model, devices):
+        model(rows(11))
+        first = sorted(model.seen)
+        model.seen.clear()
+        model(rows(11))
+    assert len({(device, stream) for device, stream, _ in first}) == len(devices)
+    assert all(stream != 0 and f"sim:{current}" == device for device, stream, current in first)
+    assert sorted(model.seen) == first
+
+
+def test_many_lanes_share_no_stream():
+    """Torch hands out 32 streams per device in turn. A lane skips streams in use, and shares one only if all are in use."""
+    shelf, device = lane_streams._Shelf(), torch.device("sim:0")
+    taken = {shelf.take(device)}
+    for lanes in range(2, 33):
+        for _ in range(31):  # the next stream from torch is then the first one again
+            torch.sim.Stream(device)
+        taken.add(shelf.take(device))
+        assert len(taken) == lanes
+    assert shelf.take(device) in taken
+
+
+def test_successive_blocks_reuse_streams():
+    """A block reuses the streams of closed blocks, because torch keeps memory for each stream that was ever used."""
+    model = Where().to("sim:0")
+    for _ in range(10):
+        with torch.no_grad(), parallel(model, TWICE) as p:
+            model(rows(9))
+            list(p.map([rows(8)] * 4))
+    assert len({stream for _, stream, _ in model.seen}) <= 4  # two for compute and two for input copies
+
+
+def test_lanes_under_gradients_share_the_stream():
+    """Lanes on the model's device use the caller's stream: torch adds up gradients there, and warns of other streams."""
+    model = Where().to("sim:0")
+    stream = side_stream()
+    with parallel(model, ["sim:0", "sim:0", "sim:1"]), torch.sim.stream(stream):
+        model(rows(7)).sum().backward()
+    assert {each for device, each, _ in model.seen if device == "sim:0"} == {stream.stream_id}
+
+
+def test_the_caller_keeps_device_and_streams():
+    """After a call, also a failed one, the caller's current device and streams are unchanged."""
+    model = mlp().to("sim:0")
+    stream = side_stream("sim:2")
+    with torch.no_grad(), parallel(model, SIMS), torch.sim.stream(stream):
+        model(rows())
+        with pytest.raises(RuntimeError):
+            model(rows(width=4))
+        assert torch.sim.current_device() == 2
+        assert torch.sim.current_stream("sim:2") == stream
+        assert [torch.sim.current_stream(device).stream_id for device in ("sim:0", "sim:1", "sim:3")] == [0, 0, 0]
+
+
+def test_lanes_do_not_share_casts():
+    """Lanes on one device, each on its own stream, cast shared parameters separately under autocast."""
+    model = nn.Linear(64, 64).to("sim:0")
+    x = torch.ones(9, 64, device="sim:0")
+    with torch.no_grad(), parallel(model, TWICE), torch.autocast("sim", dtype=torch.bfloat16):
+        for _ in range(20):
+            assert model(x).dtype is torch.bfloat16
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_captured_calls_run_plainly(monkeypatch):
+    """While the caller's stream is captured into a graph, calls run plainly, because lanes cannot add to the graph."""
+    model = Where().to("sim:0")
+    monkeypatch.setattr(backend_of("sim").module, "is_current_stream_capturing", lambda: True, raising=False)
+    with torch.no_grad(), parallel(model, SIMS) as p:
+        model(rows(8).to("sim:0"))
+        assert p.stats().plain == 1
+    assert model.seen == [("sim:0", 0, 0)]
+
+
+# ---------------------------------------------------------------- ordering between the caller and the lanes
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:2", "sim:1"]], ids=str)
+def test_callers_on_a_side_stream(devices, grad):
+    """Lanes run after the work that the caller queued before the call; the caller's later work runs after theirs."""
+    model = mlp().to("sim:0")
+    plain = copy.deepcopy(model)
+    stream = side_stream()
+    settle()
+    with parallel(model, devices), torch.sim.stream(stream), torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = rows(9).pin_memory().to("sim:0", non_blocking=True)
+            for each in (model, plain):
+                with torch.no_grad():
+                    each[2].bias.add_(x.mean())
+            output, expected = model(x), plain(x)
+            torch.testing.assert_close(output, expected)
+            if grad:
+                output.square().sum().backward()
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)
+            else:
+                output.add_(1)
+
+
+def test_training_on_changing_streams():
+    """The caller can change its stream between two training steps without a warning from torch about gradients."""
+    model = mlp().to("sim:0")
+    plain = copy.deepcopy(model)
+    side = side_stream()
+    torch.set_warn_always(True)
+    try:
+        with parallel(model, SIMS):
+            for stream in (torch.sim.default_stream("sim:0"), side, side, torch.sim.default_stream("sim:0")):
+                settle()
+                with torch.sim.stream(stream):
+                    x = rows(9).to("sim:0")
+                    for each in (model, plain):
+                        each.zero_grad()
+                        each(x).square().sum().backward()
+                    assert_same_gradients(model, plain)
+    finally:
+        torch.set_warn_always(False)
+
+
+class Program:
+    """Random calls of all kinds, and changes of the model, on random streams, each compared with a plain copy.
+
+    The program orders its own reads and writes of the model, and nothing else.
+    """
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.model = Holder().eval()
+        self.plain = copy.deepcopy(self.model)
+        self.devices = self.random.choice([["sim:1"], ["sim:2", "sim:1"], ["sim:0", "sim:1"], TWICE, [*SIMS, "sim:0"]])
+        self.other = DataParallel(self.model, [0, 2, 1])
+        self.readers, self.writer = [], torch.sim.default_stream("sim:0")
+
+    def run(self, steps):
+        settle()
+        with parallel(self.model, self.devices, out_dims=0) as self.block:
+            for _ in range(steps):
+                work = self.random.choice([self.infer, self.infer, self.infer, self.write])
+                streams = [self.random.choice([torch.sim.default_stream, side_stream])(device) for device in SIMS]
+                run = self.random.choice([in_a_thread, lambda work: work()])
+                run(lambda work=work, streams=streams: self.on(streams, work))
+        self.other.close()
+        settle()
+
+    def on(self, streams, work):
+        with ExitStack() as active:
+            for stream in reversed(streams):
+                active.enter_context(torch.sim.stream(stream))
+            for earlier in [self.writer] if work == self.infer else [self.writer, *self.readers]:
+                streams[0].wait_stream(earlier)
+            work()
+        self.readers.append(streams[0])
+        if work != self.infer:
+            self.readers, self.writer = [], streams[0]
+
+    def infer(self):
+        x = rows(self.random.choice([1, 7, 9]))
+        expected = self.plain(x.to("sim:0"))
+        place = self.random.choice(["cpu", "sim:0", "sim:3"])
+        ways = [self.model, self.block, self.other, lambda x: self.block.submit(x).result()]
+        with torch.no_grad():
+            output = self.random.choice([*ways, lambda x: list(self.block.map([x, x]))[-1]])(x.to(place))
+        torch.testing.assert_close(output, expected.detach())
+
+    def write(self):
+        which = self.random.choice([lambda m: m.linear.weight, lambda m: m.factor, lambda m: m.scale])
+        with torch.no_grad():
+            for each in (self.model, self.plain):
+                which(each).mul_(1.1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_in_any_order(seed):
+    """Outputs are right, and no device reports a race, whatever calls and changes came before."""
+    Program(seed).run(steps=30)
+
+
+def test_callers_in_several_threads():
+    """Each caller, on its own stream, gets its own output."""
+    model = mlp().to("sim:0")
+    plain = copy.deepcopy(model).cpu()
+    settle()
+    # Draw the batches first: numbers that another thread draws during a call count as drawn by the call.
+    work = [[rows(13) for _ in range(8)] for _ in range(4)]
+
+    def calls(batches):
+        with torch.no_grad(), torch.sim.stream(side_stream()):
+            for x in batches:
+                torch.testing.assert_close(model(x.to("sim:0")).cpu(), plain(x))
+
+    with parallel(model, ["sim:0", "sim:0", "sim:1"]), ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(calls, batches) for batches in work]:
+            each.result()
+
+
+def test_refresh_before_earlier_work_starts(monkeypatch):
+    """A call submitted before a refresh, but started after it, writes statistics only after the refresh has read them."""
+    submitted_first, refreshed = threading.Event(), threading.Event()
+    begin = lane_streams.LaneFuture.set_running_or_notify_cancel
+
+    def start_the_first_late(future):
+        if not submitted_first.is_set():
+            submitted_first.set()
+            assert refreshed.wait(PATIENCE_S)
+        return begin(future)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("sim:0")
+    x = torch.randn(7, 8)
+    with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
+        p(x)
+        monkeypatch.setattr(lane_streams.LaneFuture, "set_running_or_notify_cancel", start_the_first_late)
+        first = p.submit(x)  # to lane 0, which writes its statistics to the model
+        assert submitted_first.wait(PATIENCE_S)
+        p.submit(x).result()  # in lane 1, which makes its statistics stale
+        last = p.submit(x)  # after a refresh
+        refreshed.set()
+        for future in (first, last):
+            assert future.result().isfinite().all()
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_results_may_be_read_anywhere():
+    """A thread, or a callback, that reads a future's result can use it at once on any stream."""
+    model = mlp().to("sim:0")
+    x = rows(9)
+    expected = model(x.to("sim:0")).detach().cpu()
+    settle()
+    kept, there = [], threading.Event()
+
+    def keep(future):
+        kept.append(future.result())
+        there.set()
+
+    with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
+        for future in [p.submit(x) for _ in range(6)]:
+            total = in_a_thread(lambda future=future: streamed(lambda: (future.result() * 2).cpu()))
+            torch.testing.assert_close(total, 2 * expected)
+        p.submit(x).add_done_callback(keep)
+        assert there.wait(PATIENCE_S)
+        torch.testing.assert_close(streamed(lambda: (kept[0] + 0).cpu()), expected)
+
+
+def test_callbacks_may_read_other_lanes():
+    """A callback that reads the results of all lanes gets complete results, usable on any stream."""
+    results, first_done, there = [], threading.Event(), threading.Event()
+
+    class Following(nn.Linear):
+        def forward(self, x):
+            if x.device == torch.device("sim:2"):
+                assert first_done.wait(PATIENCE_S)
+            return super().forward(x)
+
+    model = Following(5, 3, dtype=torch.float64).to("sim:0")
+    x = rows(7).to("sim:0")
+    settle()
+
+    def collect(_):
+        results.extend(future.result() for future in futures)
+        there.set()
+
+    with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
+        futures = [p.submit(x), p.submit(x)]
+        futures[1].add_done_callback(collect)
+        futures[0].add_done_callback(lambda _: first_done.set())
+        assert there.wait(PATIENCE_S)
+        sums = streamed(lambda: [result + 0 for result in results])
+    settle()
+    for each in sums:
+        torch.testing.assert_close(each, nn.functional.linear(x, model.weight, model.bias))
+
+
+@pytest.mark.parametrize("devices", [["sim:1", "sim:2"], ["sim:0", "sim:1"]], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "sim:0"])
+def test_output_device_without_a_lane(where, devices):
+    """A result on a device other than the model's and the lanes' is ready for the reader's stream."""
+    model = mlp().to("sim:0")
+    x = rows(7).to(where)
+    expected = model(x.to("sim:0")).detach().cpu()
+    settle()
+    with torch.no_grad(), parallel(model, devices, output_device="sim:3") as p:
+        for _ in range(4):
+            y = streamed(lambda: (p.submit(x).result() * 2).cpu(), "sim:3")
+            torch.testing.assert_close(y, 2 * expected)
+
+
+def test_changes_between_submitted_calls():
+    """A pending call uses either the old or the new parameters. Calls submitted after the change use the new ones."""
+    model = nn.Linear(5, 1, bias=False, dtype=torch.float64).to("sim:0")
+    x = torch.ones(4, 5, dtype=torch.float64)
+    with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
+        model.weight.fill_(1)
+        before = [p.submit(x) for _ in range(4)]
+        model.weight.fill_(2)
+        after = [p.submit(x) for _ in range(4)]
+        assert all(future.result().unique().tolist() in ([5.0], [10.0]) for future in before)
+        assert all(future.result().unique().tolist() == [10.0] for future in after)

@@ -1,0 +1,449 @@
+"""Replicas on other devices follow every change of the module, and only changed tensors are copied."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils import weight_norm as old_weight_norm
+
+from parawrap import ReplicaError, parallel
+from tests import simdevice
+from tests.helpers.device_models import SIMS, Holder, Tied, assert_same_gradients, lane_devices, mlp, rows
+
+HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
+
+
+def bytes_of(model):
+    """Return the total bytes of all parameters. Tied parameters count once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------- fresh
+
+
+class Changing(Holder):
+    """A layer with buffers, plain tensors, a submodule, dropout, and optionally another parameter."""
+
+    def __init__(self, home):
+        super().__init__(home)
+        self.body = nn.Sequential(nn.Linear(5, 5), nn.Dropout(1.0)).to(home, torch.float64).eval()
+        self.extra = None
+
+    def forward(self, x):
+        y = super().forward(self.body(x))
+        return y if self.extra is None else y + self.extra
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def another_state(model, device=None):
+    return {name: torch.rand_like(value).to(device or value.device) for name, value in model.state_dict().items()}
+
+
+def step(model):
+    model(rows()).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+def add_in_place(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+CHANGES = {
+    "optimizer": step,
+    "one parameter": lambda m: add_in_place(m.linear.bias),
+    "parameter replaced": lambda m: setattr(m.linear, "weight", nn.Parameter(m.linear.weight.detach() * 2)),
+    "submodule replaced": lambda m: setattr(m, "body", nn.Linear(5, 5).to(m.linear.weight)),
+    "load": lambda m: m.load_state_dict(another_state(m)),
+    "load, assign": lambda m: m.load_state_dict(another_state(m), assign=True),
+    "data": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data * 2),
+    "data of another shape": lambda m: (
+        setattr(m.linear.weight, "data", torch.ones(1, 5).to(m.linear.weight)),
+        setattr(m.linear.bias, "data", torch.ones(1).to(m.linear.weight)),
+    ),
+    "frozen": lambda m: m.linear.requires_grad_(requires_grad=False),
+    "all frozen but one": lambda m: m.requires_grad_(requires_grad=False).linear.bias.requires_grad_(),
+    "unfrozen": lambda m: m.unused.requires_grad_(requires_grad=True),
+    "parameter added": lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3).to(m.linear.weight))),
+    "parameter removed": lambda m: setattr(m, "unused", None),
+    "buffer written": lambda m: (m.factor.add_(1), m.mask.logical_not_()),
+    "buffer replaced": lambda m: (setattr(m, "factor", m.factor + 1), setattr(m, "mask", ~m.mask)),
+    "attribute written": lambda m: m.scale.mul_(3),
+    "attribute replaced": lambda m: setattr(m, "scale", m.scale * 3),
+    "item written": lambda m: m.held["shift"][0].add_(5),
+    "item replaced": lambda m: m.held["shift"].__setitem__(0, m.scale * 3),
+    "container replaced": lambda m: setattr(m, "held", {"shift": [m.scale * 3]}),
+    "training": lambda m: m.train(),
+    "parametrized": lambda m: parametrize.register_parametrization(m.linear, "weight", Double()),
+    "float": lambda m: plain_tensors(m.float(), torch.float32),
+    "to sim:3": lambda m: plain_tensors(m.to("sim:3"), "sim:3"),
+    "to cpu": lambda m: plain_tensors(m.to("cpu"), "cpu"),
+    "replaced, then to sim:2": lambda m: (add_in_place(m.linear.weight), plain_tensors(m.to("sim:2"), "sim:2")),
+}
+
+
+def plain_tensors(model, to):
+    """Also convert the tensors that `Module.to` leaves alone."""
+    model.scale, model.held["shift"][0] = model.scale.to(to), model.held["shift"][0].to(to)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@HOMES
+def test_replicas_follow_changes(change, home):
+    """Cut, submitted, and mapped calls use the changed model, and gradients are those of the changed model."""
+    model = Changing(home)
+    model.unused = nn.Parameter(torch.ones(1, device=home), requires_grad=False)
+    for earlier in (torch.enable_grad, torch.no_grad):
+        twin = copy.deepcopy(model)
+        with parallel(twin, SIMS) as p:
+            with earlier():
+                twin(rows())
+            change(twin)
+            assert_follows(p, twin)
+            with torch.no_grad():
+                for each in (*twin.parameters(), twin.scale):
+                    each.mul_(0.5)
+            assert_follows(p, twin)
+
+
+def assert_follows(p, model):
+    plain = copy.deepcopy(model)
+    x = rows().to(plain.linear.weight.dtype)
+    expected = plain(x.to(plain.linear.weight.device))
+    with torch.no_grad():
+        for output in (model(x), p.submit(x).result(), *p.map([x])):
+            assert output.device == expected.device
+            torch.testing.assert_close(output, expected.detach())
+    output = model(x)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_gradients(model, plain)
+    model.zero_grad()
+
+
+def fused_step(model):
+    model.train()[0](rows()).square().sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def reestimate(model):
+    with torch.no_grad():
+        model.train()[0](rows() * 3 + 1)
+
+
+@pytest.mark.parametrize("change", [fused_step, reestimate])
+def test_writes_without_a_version(change):
+    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors alone."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))).double().eval()
+    with parallel(model, SIMS) as p:
+        for _ in range(3):
+            x = rows()
+            with torch.no_grad():
+                for output in (model(x), p.submit(x).result(), *p.map([x])):
+                    torch.testing.assert_close(output, model[0](x))
+            change(model)
+            model.eval()
+
+
+def test_data_at_the_same_address():
+    """Lanes see a new ``.data`` tensor, even if it lies at the address of the old one and holds other values."""
+    model = nn.Linear(4, 2, bias=False)
+    memory = bytearray(model.weight.nbytes)
+    x = torch.ones(7, 4)
+    with torch.no_grad(), parallel(model, ["sim:1"]) as p:
+        for value in range(4):
+            model.weight.data = torch.empty(2, 4)
+            torch.frombuffer(memory, dtype=torch.float32).fill_(value)
+            model.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(2, 4)
+            for output in (p(x), p.submit(x).result()):
+                assert output.unique().tolist() == [4 * value]
+
+
+@HOMES
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_grad_modes_in_any_order(first, home):
+    """A block opened and first called in any mode serves calls in all modes, with parameter changes between."""
+    model = mlp().to(home)
+    x = rows()
+    with first():
+        p = parallel(model, SIMS).__enter__()
+    for mode in [first, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad]:
+        plain = copy.deepcopy(model)
+        expected = plain(x.to(home))
+        with mode():
+            output = model(x)
+        torch.testing.assert_close(output.detach(), expected.detach())
+        assert output.requires_grad == (mode is torch.enable_grad)
+        if output.requires_grad:
+            model.zero_grad()
+            output.square().sum().backward()
+            expected.square().sum().backward()
+            assert_same_gradients(model, plain)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    p.close()
+
+
+def test_model_made_in_inference_mode():
+    """It can be called there, and calls use its changed parameters."""
+    with torch.inference_mode():
+        model = mlp().to("sim:0")
+        x = rows()
+        with parallel(model, SIMS):
+            model(x)
+            model[0].bias.add_(1)
+            torch.testing.assert_close(model(x), model[2](model[1](model[0](x.to("sim:0")))))
+
+
+@HOMES
+def test_lazy_modules(home):
+    """The first call of a lazy module runs plainly and sets its shapes. Later calls use replicas."""
+    model = nn.Sequential(nn.LazyLinear(3, dtype=torch.float64)).to(home)
+    x = rows()
+    with parallel(model, SIMS) as p:
+        first = model(x.to(home))
+        assert p.stats().plain == 1
+        torch.testing.assert_close(model(x), first)
+        assert p.stats().shards == (3, 3, 2, 2)
+
+
+def test_cpu_tensors_of_a_device_model():
+    """If a model on a device holds a CPU tensor, the tensor is on the CPU in every lane."""
+
+    class Table(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3, dtype=torch.float64)
+            self.lengths = torch.tensor([1, 2])
+
+        def forward(self, x):
+            return super().forward(x)[:, : int(self.lengths.numpy().sum())]
+
+    model = Table().to("sim:0")
+    x = rows()
+    with torch.no_grad(), parallel(model, SIMS):
+        torch.testing.assert_close(model(x), Table.forward(model, x.to("sim:0")))
+
+
+@HOMES
+@pytest.mark.parametrize("how", [torch.jit.script, lambda model: torch.jit.trace(model, rows(2))], ids=["script", "trace"])
+def test_torchscript_follows_changes(how, home):
+    """Lanes use the changed and replaced parameters of a scripted or traced module."""
+    model = how(mlp()).to(home)
+    x = rows()
+
+    def write():
+        dict(model.named_parameters())["2.bias"].add_(1)
+
+    def replace():
+        layer = getattr(model, "2")
+        layer.bias = nn.Parameter(layer.bias * 3)
+
+    with torch.no_grad(), parallel(model, SIMS):
+        model(x)
+        for change in (write, replace) if how is torch.jit.script else (write,):
+            change()
+            expected = mlp().to(home)
+            expected.load_state_dict(model.state_dict())
+            torch.testing.assert_close(model(x), expected(x.to(home)))
+
+
+@HOMES
+@pytest.mark.parametrize("warned", ["default", "error"])
+def test_compiled_module(warned, home):
+    """A compiled module (eager backend) has the plain outputs and gradients, also if warnings are errors."""
+    warnings.simplefilter(warned)
+    plain = mlp().to(home)
+    model = torch.compile(copy.deepcopy(plain), backend="eager")
+    x = rows()
+    with parallel(model, SIMS):
+        output = model(x)
+        output.square().sum().backward()
+    expected = plain(x.to(home))
+    torch.testing.assert_close(output, expected)
+    expected.square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+# ---------------------------------------------------------------- what is copied
+
+
+def test_only_changes_are_copied():
+    """Parameters travel once to each other device, whatever the number of its lanes, and again only if they changed."""
+    model = mlp().to("sim:0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = rows(13)
+
+    def copied(*, grad):
+        simdevice.reset_stats()
+        with torch.set_grad_enabled(grad):
+            output = model(x)
+        assert (simdevice.stats().h2d_bytes, simdevice.stats().scalar_reads) == (x.nbytes, 0)
+        return simdevice.stats().d2d_bytes, output
+
+    with parallel(model, [*SIMS, "sim:3", "sim:0"], out_dims=0, output_device="cpu") as p:
+        assert copied(grad=False)[0] == 3 * bytes_of(model)
+        assert copied(grad=False)[0] == 0
+        with torch.no_grad():
+            model[2].bias.fill_(1)
+        assert copied(grad=False)[0] == 3 * model[2].bias.nbytes
+        for _ in range(2):
+            before = p.stats()
+            _, output = copied(grad=True)
+            simdevice.reset_stats()
+            output.square().sum().backward()
+            assert simdevice.stats().d2d_bytes == 3 * bytes_of(model)  # gradients, once from each device
+            assert simdevice.stats().scalar_reads == 0
+            optimizer.step()
+            assert copied(grad=True)[0] == 3 * bytes_of(model)
+            copied(grad=False)
+            assert copied(grad=False)[0] == 0
+            assert p.stats().refreshes > before.refreshes
+            assert p.stats().copied_bytes - before.copied_bytes >= 3 * bytes_of(model)
+
+
+def test_small_tensors_travel_together():
+    """A refresh of many small tensors takes few copies. Large tensors travel alone, and every byte once per device."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(20)), nn.Linear(5, 60_000))
+    model.to("sim:0")
+    x = torch.randn(8, 5, device="sim:0")
+    with torch.no_grad(), parallel(model.eval(), ["sim:0", "sim:1", "sim:2"], out_dims=0) as p:
+        for _ in range(2):
+            before = p.stats().copied_bytes
+            simdevice.reset_stats()
+            model(x)
+            # Copies per device: rows there and back, three packs (parameters, float buffers, counters), and a large tensor.
+            assert simdevice.stats().d2d <= 2 * (2 + 3 + 1)
+            if before:
+                assert p.stats().copied_bytes - before == 2 * bytes_of(model)
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        torch.testing.assert_close(p(x), model.forward(x))
+
+
+def test_tied_weights_are_copied_once():
+    model = Tied().to("sim:0")
+    with torch.no_grad(), parallel(model, SIMS, output_device="cpu"):
+        simdevice.reset_stats()
+        model(rows())
+        assert simdevice.stats().d2d_bytes == 3 * model.up.weight.nbytes
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Keeps(nn.Linear):
+    """Stores its last output in an attribute and a buffer."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.register_buffer("ema", torch.zeros(3))
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.last = y.detach()
+        self.ema = 0.9 * self.ema + 0.1 * self.last.mean(0)
+        return y
+
+
+def replace_weight(model):
+    model.weight = nn.Parameter(torch.randn_like(model.weight))
+
+
+def train_adam(model):
+    if not hasattr(model, "optimizer"):
+        object.__setattr__(model, "optimizer", torch.optim.Adam(model.parameters()))
+    model.optimizer.zero_grad()
+    model(torch.randn(9, 5)).square().mean().backward()
+    model.optimizer.step()
+
+
+@HOMES
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: mlp(torch.float32), train_adam),
+        (Keeps, lambda model: None),
+        (lambda: nn.Linear(5, 3), replace_weight),
+        (lambda: old_weight_norm(nn.Linear(5, 3)), lambda model: None),
+    ],
+    ids=["training", "attributes", "replaced", "weight norm"],
+)
+@pytest.mark.filterwarnings("ignore:the model wrote 'last':UserWarning", "ignore::FutureWarning")
+def test_memory_does_not_grow(make, change, home):
+    model = make().to(home)
+    levels = []
+    with parallel(model, SIMS):
+        for _ in range(10):
+            change(model)
+            with torch.no_grad():
+                model(torch.randn(9, 5))
+            gc.collect()
+            levels.append(simdevice.stats().live)
+    assert levels[-1] <= levels[3], levels
+
+
+@HOMES
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_freed_after_the_block(fails, home):
+    """After the block, also after an error, all device memory that it allocated is free, except for gradients."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
+    model(torch.randn(9, 5, device=home)).sum().backward()  # allocates the gradients
+    gc.collect()
+    before = simdevice.stats()
+
+    def calls():
+        with parallel(model, SIMS):
+            for _ in range(3):
+                model(torch.randn(9, 5)).sum().backward()
+            assert simdevice.stats().live_bytes > before.live_bytes
+            if fails:
+                model(torch.randn(9, 6))
+
+    if fails:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            calls()
+    else:
+        calls()
+    gc.collect()
+    assert simdevice.stats().live_bytes_by_device == before.live_bytes_by_device
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_errors_while_making_a_replica():
+    """The ReplicaError names the module, the device, and the cause."""
+
+    class Stubborn(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is Tensor.clone:
+                raise TypeError("never")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = nn.Sequential(nn.Linear(5, 3)).to("sim:0")
+    model[0].register_buffer("scale", torch.ones(3, device="sim:0").as_subclass(Stubborn))
+    with parallel(model, SIMS) as p, pytest.raises(ReplicaError, match=r"no replica of Sequential .* on sim:0: .*never"):
+        model(torch.randn(9, 5))
+    assert lane_devices(p) == SIMS
+
+
+def test_tensors_of_functions_are_refused():
+    """A tensor that only a function holds would lie on the wrong device. The error names its path."""
+    model, scale = nn.Linear(3, 3, device="sim:0"), torch.ones(3, device="sim:0")
+    model.scaled = lambda x: x * scale
+    with parallel(model, SIMS), pytest.raises(ReplicaError, match=r"scaled.* is a tensor that only a function"):
+        model(torch.randn(7, 3))

@@ -1,0 +1,328 @@
+"""Copies to and from devices are queued where that is safe, and memory is kept until every stream has read it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from parawrap import TupleParallel, parallel, tuple_fn
+from parawrap.backends import bring
+from tests import simdevice
+from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
+from tests.helpers.waiting import PATIENCE_S
+
+MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a device without staging
+
+
+def called(p, x):
+    """Return the output of a call that is cut."""
+    return p(x)
+
+
+def submitted(p, x):
+    """Return the output of a call that one lane runs whole."""
+    return p.submit(x).result()
+
+
+WAYS = pytest.mark.parametrize("ask", [called, submitted])
+
+
+# ---------------------------------------------------------------- host to device, and between devices
+
+
+def test_large_inputs_are_staged():
+    """Large pageable inputs are copied through pinned memory, so the host does not wait. Small inputs are not staged."""
+    model = mlp().to("sim:0")
+
+    def copies(x):
+        torch.sim.synchronize()
+        simdevice.reset_stats()
+        model(x)
+        return simdevice.stats()
+
+    with torch.no_grad(), parallel(model, SIMS):
+        model(rows(9))
+        small, large = copies(rows(9)), copies(rows(MANY * 4))
+    assert (small.h2d, large.h2d) == (4, 4)
+    assert large.late - small.late == 4
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(1024, 64),
+    "channels_last": lambda: torch.randn(4, 3, 64, 64).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(64, 1024).t(),
+    "permuted": lambda: torch.randn(16, 64, 64).permute(2, 0, 1),
+    "columns": lambda: torch.randn(1024, 128)[:, :64],
+    "every other row": lambda: torch.randn(2048, 64)[::2],
+    "expanded": lambda: torch.randn(1, 64).expand(1024, 64),
+}
+DENSE = ("contiguous", "channels_last", "transposed", "permuted")
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_inputs_of_any_layout(layout, pinned):
+    """A large input is copied once, without blocking the host, and keeps its values; a dense one keeps its strides."""
+    tensor = LAYOUTS[layout]()
+    if pinned:  # pin_memory() would change the layout
+        whole = torch.empty(tensor.untyped_storage().nbytes() // 4).pin_memory()
+        tensor = whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor) if layout != "expanded" else tensor
+    simdevice.reset_stats()
+    brought = bring(tensor, torch.device("sim:1"))
+    stats = simdevice.stats()
+    assert (stats.h2d, stats.h2d_bytes, stats.late) == (1, tensor.nbytes, 1)
+    torch.testing.assert_close(brought.cpu(), tensor, rtol=0, atol=0)
+    if layout in DENSE:
+        assert brought.stride() == tensor.stride()
+    with torch.no_grad(), parallel(nn.Identity(), SIMS, out_dims=0) as p:
+        for output in (p(tensor), p.submit(tensor).result()):
+            torch.testing.assert_close(output.cpu(), tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_outputs_are_copied_once(dim):
+    """Without a graph, each lane's output is copied once, from device to device, to its place in the joined output."""
+    x = rows(12, 12).to("sim:2")
+    with torch.no_grad(), parallel(nn.Identity(), SIMS, dim=dim, out_dims=dim, output_device="sim:2") as p:
+        simdevice.reset_stats()
+        y = p(x)
+        stats = simdevice.stats()
+        assert (stats.d2d, stats.d2h, stats.h2d) == (6, 0, 0)
+        assert stats.d2d_bytes == 2 * x.nbytes * 3 // 4
+    torch.testing.assert_close(y, x)
+
+
+def test_prepare_follows_the_caller():
+    """A tensor that `prepare` finds in a closure is ordered like an input, on any device of the block."""
+
+    def shifted(turn):
+        return x + sum(shift.cpu() for shift in shifts)
+
+    x = rows(4)
+    with torch.no_grad(), parallel(mlp().to("sim:0"), SIMS) as p:
+        for turn in range(1, 4):
+            shifts = [torch.full((1,), float(turn), dtype=torch.float64).to(device) * 2 for device in SIMS]
+            (output,) = p.map([turn], prepare=shifted)
+            torch.testing.assert_close(output, p.submit(x + 2 * turn * len(SIMS)).result())
+
+
+# ---------------------------------------------------------------- CPU lanes
+
+
+def pending(value=3.0):
+    """Return a device tensor; the copy that fills it is still queued on the current stream."""
+    return torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
+
+
+@WAYS
+@pytest.mark.parametrize("home", ["sim:0", "cpu"])
+def test_cpu_lanes_wait_for_pending_work(home, ask):
+    """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""
+    model = nn.Linear(5, 5, dtype=torch.float64)
+    expected = model(torch.full((9, 5), 3.0, dtype=torch.float64)).detach()
+    model.to(home)
+    settle()
+    with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p, torch.sim.stream(side_stream()):
+        for _ in range(3):
+            y = ask(p, pending())
+            settle()
+            torch.testing.assert_close(y.cpu(), expected)
+
+
+def test_tuples_on_the_cpu_wait_for_pending_work():
+    """tuple_fn and TupleParallel on CPU lanes read each part after the caller's queued work on it."""
+    increment = tuple_fn(lambda part: part + 1, parallel=True, devices=["cpu", "cpu"])
+    wrapped = TupleParallel(nn.Identity(), ["cpu", "cpu"])
+    settle()
+    with torch.no_grad(), torch.sim.stream(side_stream()):
+        for run, more in ((increment, 1), (wrapped, 0)):
+            outputs = run((pending(1), pending(2)))
+            assert [output.unique().tolist() for output in outputs] == [[1.0 + more], [2.0 + more]]
+    wrapped.close()
+
+
+# ---------------------------------------------------------------- memory that others release
+
+
+@pytest.mark.parametrize("place", ["cpu", "pinned", "sim:0", "sim:3"])
+@pytest.mark.parametrize("devices", [SIMS, ["sim:0", "sim:0"], ["sim:1"]], ids=str)
+def test_batches_that_the_source_releases(devices, place):
+    """`map` keeps batches alive until a lane has read them, even if the source drops its references."""
+    model = mlp().to("sim:0")
+    batches = [rows(MANY + i) for i in range(5)]
+    expected = [model(batch.to("sim:0")).detach().cpu() for batch in batches]
+
+    def source():
+        for batch in batches:
+            copy = batch.clone().pin_memory() if place == "pinned" else batch.to(place, copy=True)
+            yield copy
+            del copy
+            if place not in ("cpu", "pinned"):
+                torch.zeros(MANY, 5, dtype=torch.float64, device=place)  # would reuse the batch's memory if it were free
+
+    with torch.no_grad(), parallel(model, devices) as p:
+        for output, answer in zip(p.map(source()), expected, strict=True):
+            torch.testing.assert_close(output.cpu(), answer)
+            output.add_(1)
+
+
+def test_submitted_memory_is_not_reused_early():
+    """Memory of an input, and then of an output, is reused only after the lane and the reader are done with it."""
+    started, allowed = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Gated(nn.Linear):
+        def forward(self, x):
+            started.release()
+            assert allowed.acquire(timeout=PATIENCE_S)
+            return super().forward(x)
+
+    model = Gated(5, 3, dtype=torch.float64).to("sim:0")
+    with torch.no_grad(), torch.sim.stream(side_stream()), parallel(model, ["sim:0"]) as p:
+        torch.sim.current_stream().wait_stream(torch.sim.default_stream("sim:0"))
+        first, second = (p.submit(rows(MANY).to("sim:0")) for _ in range(2))
+        allowed.release()
+        for _ in range(2):
+            assert started.acquire(timeout=PATIENCE_S)
+        torch.zeros(1, device="sim:0")  # the lane has started the second call and released the input of the first
+        first.result().add_(1)
+        del first
+        allowed.release()  # the second call now allocates memory
+        second.result()
+    settle()  # the model is freed after this
+
+
+@pytest.mark.parametrize("make", [mlp, lambda: Holder().eval()], ids=["parameters", "buffers and attributes"])
+@pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
+def test_memory_of_replicas_is_not_reused_early(make, devices):
+    """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
+    model = make().to("sim:0")
+    x = rows(7).to("sim:0")
+    settle()
+    device = devices[-1]
+    stream = side_stream(device)
+    with torch.no_grad():
+        with parallel(model, devices):
+            with torch.sim.stream(stream):
+                model(x)
+            model(x)
+        sizes = [each.shape for each in (*model.parameters(), *model.buffers())]
+        with torch.sim.stream(stream):  # allocate tensors as large as the freed ones, and write to them at once
+            kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes * 4]
+    settle()
+    assert all(each.count_nonzero() == 0 for each in kept)
+
+
+def test_unread_results_are_safe():
+    """Submitted calls finish before their memory is reused, even if no thread reads their results."""
+    model = mlp().to("sim:0")
+    with torch.no_grad():
+        with parallel(model, SIMS) as p:
+            for _ in range(8):
+                p.submit(rows(MANY))
+        del model, p
+        torch.ones(100, device="sim:0")
+    settle()
+
+
+@pytest.mark.parametrize("close_after", ["a call", "nothing"])
+def test_a_block_closed_during_a_call(close_after):
+    """A call that is running when another thread ends the block finishes with its own replicas."""
+    inside, closed, armed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            if armed.is_set():
+                inside.set()
+                assert closed.wait(PATIENCE_S)
+            return super().forward(x)
+
+    model = Slow(64, 64).to("sim:0")
+    x = torch.randn(7, 64, device="sim:0")
+    outputs = []
+
+    def call():
+        with torch.no_grad():
+            outputs.append(model(x))
+
+    with ExitStack() as block:
+        block.enter_context(parallel(model, ["sim:1"]))
+        if close_after == "a call":
+            call()
+        settle()
+        armed.set()
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert inside.wait(PATIENCE_S)
+    closed.set()
+    thread.join()
+    settle()
+    torch.testing.assert_close(outputs[-1], nn.functional.linear(x, model.weight, model.bias))
+
+
+# ---------------------------------------------------------------- packed sequences
+
+
+class Packed(nn.Linear):
+    """A linear layer on the data of a packed sequence that also uses its index tensors."""
+
+    def forward(self, packed):
+        orders = packed.sorted_indices + 0, packed.unsorted_indices + 0
+        return PackedSequence(super().forward(packed.data), packed.batch_sizes, *orders)
+
+
+def sequences(device):
+    """Return a packed sequence of three unsorted sequences."""
+    return pack_sequence([torch.ones(k, 3, device=device) for k in (1, 3, 2)], enforce_sorted=False)
+
+
+def assert_equals_plain(packed, model):
+    data = torch.ones(6, 3, device=packed.data.device)
+    torch.testing.assert_close(packed.data, nn.functional.linear(data, model.weight, model.bias))
+    assert packed.sorted_indices.tolist() == [1, 2, 0]
+
+
+def test_packed_sequences_stay_alive():
+    """A packed sequence without other references stays alive, with its indices, until a lane has read it."""
+    model = Packed(3, 3).to("sim:0")
+    settle()
+    with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p:
+        futures = []
+        for _ in range(6):
+            futures.append(p.submit(sequences("sim:0")))
+            torch.zeros(18, device="sim:0")  # would reuse the sequence's memory if it were free
+            torch.zeros(3, dtype=torch.int64, device="sim:0")
+        results = [future.result() for future in futures]
+        settle()
+        for result in results:
+            assert_equals_plain(result, model)
+
+
+@WAYS
+def test_packed_sequences_on_a_third_device(ask):
+    """They are copied after that device's queued work."""
+    model = Packed(3, 3).to("sim:0")
+    settle()
+    with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p, torch.sim.stream(side_stream("sim:3")):
+        for _ in range(3):
+            assert_equals_plain(ask(p, sequences("sim:3")), model)
+
+
+@WAYS
+@pytest.mark.parametrize("devices", [["sim:0"], ["sim:0", "sim:1"], ["sim:1"]], ids=str)
+def test_packed_sequences_of_one_row(devices, ask):
+    """A packed sequence with one row on the CPU, which cannot be cut, is moved to the lane that runs it."""
+
+    class Summed(nn.Linear):
+        def forward(self, packed):
+            return super().forward(packed.data).sum(0, keepdim=True)
+
+    model = Summed(3, 2).to("sim:0")
+    x = torch.randn(4, 3)
+    with torch.no_grad(), parallel(model, devices) as p:
+        y = ask(p, pack_sequence([x]))
+        torch.testing.assert_close(y, nn.functional.linear(x.to("sim:0"), model.weight, model.bias).sum(0, keepdim=True))
