@@ -22,7 +22,7 @@ from pathlib import Path
 import cloudpickle
 
 from parawrap import Platform, wrapper
-from tests.contract.torchrun_world import ROOT, TorchrunWorld
+from tests.helpers.torchrun_world import ROOT, TorchrunWorld
 from tests.helpers.waiting import eventually
 
 PATIENCE_S = 80.0

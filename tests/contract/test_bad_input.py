@@ -23,7 +23,7 @@ from parawrap import (
 from tests.contract import scenarios
 from tests.contract.harness import ErrorRecord, SlurmLauncher, assert_no_survivors, wait_for_reports
 from tests.contract.table import RECORDED
-from tests.contract.torchrun_world import ROOT
+from tests.helpers.torchrun_world import ROOT
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.contract
