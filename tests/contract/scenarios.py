@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -142,6 +143,13 @@ def wait_for_ever(folder):
         time.sleep(600)
     finally:
         report(folder, "cleaned")
+
+
+def leave_daemon(folder):
+    """Start a process that leaves the rank's process group, report both process ids, and wait to be ended."""
+    daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    report(folder, "pids", f"{os.getpid()} {daemon.pid}")
+    wait_for_ever(folder)
 
 
 def leave_others_in_a_collective():

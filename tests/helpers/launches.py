@@ -10,7 +10,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def results_of(launch, while_waiting=lambda: None, patience_s=2 * PATIENCE_S):
-    """Wait for the end of a launch, and return its results or raise its error. A launch that hangs fails with its stacks."""
+    """Return the results of a launch, or raise its error. A launch that hangs fails with its stacks."""
 
     def ended():
         while_waiting()

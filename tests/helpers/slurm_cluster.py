@@ -115,7 +115,7 @@ class SlurmCluster:
         silence_s: Seconds of silence after which the controller counts a node as down.
     """
 
-    def __init__(self, count: int = 2, *, cpus: int = 4, gpus: int = 2, silence_s: int = 20) -> None:
+    def __init__(self, count: int = 2, *, cpus: int = 16, gpus: int = 2, silence_s: int = 20) -> None:
         self.nodes = tuple(f"node{index}" for index in range(count))
         self._cpus, self._gpus, self._silence_s = cpus, gpus, silence_s
         self._machines: dict[str, Machine] = {}
