@@ -70,6 +70,8 @@ _MASKS = [
     (r"job \d+", "job …"),
     (r"on node\d\S*", "on …"),
     (r"\S+ has (\d+) CPU", r"… has \1 CPU"),
+    (r"within rank \d+ of \d+", "within rank … of …"),
+    (r"Rank \d+ waited in one", "Rank … waited in one"),
     (r"rank \d+ of (\d+) was lost", r"rank … of \1 was lost"),
     (r"\|", r"\\|"),
     (r"__", r"\\_\\_"),

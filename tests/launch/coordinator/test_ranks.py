@@ -246,25 +246,13 @@ class Report:
     weights: torch.Tensor
 
 
-def test_values_keep_their_kind(world):
-    """Dtypes, layouts, requires_grad, parameters, and classes arrive unchanged, and views stay views."""
+def test_values_keep_class_and_memory(world):
+    """Instances keep their classes, and tensors that share memory share it in the rank."""
 
     class Local:
         def __init__(self, value):
             self.value = value
 
-    tensors = [
-        torch.zeros(0, 3),
-        torch.ones(2, 3, dtype=torch.bfloat16).t(),
-        torch.ones(3, requires_grad=True),
-        torch.nn.Parameter(torch.ones(2)),
-        torch.eye(3).to_sparse(),
-    ]
-    for here in world(lambda *each: each, *tensors):
-        for given, found in zip(tensors, here, strict=True):
-            assert type(found) is type(given)
-            assert (found.dtype, found.layout, found.requires_grad) == (given.dtype, given.layout, given.requires_grad)
-            assert torch.equal(found.to_dense(), given.to_dense())
     base = torch.arange(1 << 20)
 
     def change(whole, part, local, report):

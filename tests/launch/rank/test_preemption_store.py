@@ -126,36 +126,6 @@ def test_one_rank_requeues_or_raises(world):
     assert world(call) == [([(1, 2.0)] * 2, "ValueError('own')")] * 2
 
 
-class Agreements:
-    """The agreements of several ranks, all in this process."""
-
-    def __init__(self, calls):
-        store = SignedStore(dist.HashStore(), "test", Signer(b"secret"))
-        self.all = [StoreAgreement(lambda: store, rank, len(calls)) for rank in range(len(calls))]
-        for agreement, times in zip(self.all, calls, strict=True):
-            assert not any(agreement.preemption.is_due() for _ in range(times))
-
-    def is_due_from(self, rank, calls):
-        """Check that `is_due` is False until this number of calls, and True then."""
-        preemption = self.all[rank].preemption
-        while not preemption.is_due():
-            calls -= 1
-        assert calls == 0
-
-
-def test_ranks_decide_on_the_highest_count():
-    """Whichever rank was preempted. A rank that has ended does not count."""
-    agreements = Agreements((2, 5, 3, 9))
-    with agreements.all[0], agreements.all[1], agreements.all[2]:
-        with agreements.all[3]:
-            pass
-        agreements.all[2].request()
-        for agreement in agreements.all[:3]:
-            eventually(lambda each=agreement: each.preemption._due_from is not None, "a decision")
-        for rank, times in enumerate((2, 5, 3)):
-            agreements.is_due_from(rank, 5 - times)
-
-
 def test_a_forged_request_preempts_no_rank(caplog):
     """A request that is not signed with the ranks' secret is logged, and no rank saves."""
     store = dist.HashStore()
