@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 import torch
 from parawrap import Platform, current_rank, functional
-from parawrap.errors import UnsendableError
 
 ranks = Platform(device="cpu", n_cpus=2).open()
 lr = 0.1
@@ -57,14 +56,6 @@ def count():
     step = 3
 
 ranks(count)
-print(*ranks(lambda: step))
-step = 8
-try:
-    ranks(lambda: step)
-except UnsendableError as error:
-    print(error.message)
-del step
-print(*ranks(lambda: step))
 """,
     "say": """
 def say():
@@ -115,13 +106,6 @@ def test_cells_share_the_state_of_ranks(cells):
     assert lines_of(cells["train on"]) == ["True"]
     (line,) = lines_of(cells["redefine"])
     assert line == "redefined, 7 steps with 0.5 " * 2 + "DistributedDataParallel DistributedDataParallel"
-
-
-def test_a_global_with_two_owners_is_refused(cells):
-    """The notebook and the ranks assigned it. Once the notebook deletes its own, that of the ranks is used."""
-    first, refusal, *_, last = lines_of(cells["own step"])
-    assert refusal.startswith("the global 'step', which <lambda> uses, was assigned in the ranks")
-    assert first == last == "3 3"
 
 
 def test_output_is_under_the_calling_cell(cells):
