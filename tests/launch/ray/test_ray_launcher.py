@@ -74,51 +74,6 @@ def has_group(ray, launch):
     return group is not None and ray.util.placement_group_table(group)["state"] != "REMOVED"
 
 
-# -- the loss of a node
-
-
-def test_a_lost_node(ray, ray_cluster, folders):
-    """Its launch raises, or restarts on the nodes that are left and one that joins later; `cancel` ends the wait for it."""
-    lost = ray_cluster.add_node()
-    options = {"ended": {}, "restarted": {"max_restarts": 1, "ipc_groups": []}, "cancelled": {"max_restarts": 1}}
-    made = {name: folders(name) for name in options}
-    launches = {name: on_ray(wait_in_first_start, n_nodes=3, **each).submit(made[name]) for name, each in options.items()}
-    for folder in made.values():
-        wait_for_reports(folder, "begun", 3)
-    ray_cluster.kill_node(lost)
-    with pytest.raises(RankDiedError, match=r"was lost with its node, which no longer answers \(node ") as raised:
-        results_of(launches["ended"])
-    check_cell("node lost", "ray", raised.value)
-    cancelled = launches["cancelled"]
-    eventually(lambda: cancelled._backend._attempts.restart == 1, "the second start, which waits")
-    cancelled.cancel()
-    with pytest.raises(LaunchCancelledError):
-        cancelled.results()
-    joined = ray_cluster.add_node()
-    assert results_of(launches["restarted"]) == (1, 1, 1)
-    ray_cluster.remove_node(joined)
-    for folder in made.values():
-        assert_no_survivors(folder, 3)
-
-
-def test_a_killed_actor_is_a_lost_node(ray, folders, caplog):
-    """Its guard ends the ranks, and a new actor starts the next attempt; or the launch raises and logs Ray's reason."""
-    restarted, ended = folders("restarted"), folders("ended")
-    restarting = on_ray(wait_in_first_start, max_restarts=1).submit(restarted)
-    ending = on_ray(scenarios.leave_daemon).submit(ended)
-    pids = pids_of(ended)
-    wait_for_reports(restarted, "begun", 2)
-    for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
-        actor.kill()
-    with pytest.raises(RankDiedError, match="was lost with its node, which no longer answers"):
-        results_of(ending)
-    assert " of a launch is lost: its actor died: " in caplog.text
-    assert results_of(restarting) == (1, 1)
-    wait_for_reports(restarted, "cleaned", 2)
-    assert_no_survivors(restarted, 2)
-    assert_gone(pids)
-
-
 # -- the end of the launching process, and of its connection to the cluster
 
 KILLED_DRIVER = """
@@ -285,4 +240,49 @@ def test_ranks_stay_on_two_nodes(ray):
     with pytest.raises(RankDiedError, match=r"rank 1 of 2 was killed by SIGKILL"):
         ranks(os.getpid)
     ranks.close()
+    assert_gone(pids)
+
+
+# -- the loss of a node; last, because processes that join a cluster soon after it may hang
+
+
+def test_a_lost_node(ray, ray_cluster, folders):
+    """Its launch raises, or restarts on the nodes that are left and one that joins later; `cancel` ends the wait for it."""
+    lost = ray_cluster.add_node()
+    options = {"ended": {}, "restarted": {"max_restarts": 1, "ipc_groups": []}, "cancelled": {"max_restarts": 1}}
+    made = {name: folders(name) for name in options}
+    launches = {name: on_ray(wait_in_first_start, n_nodes=3, **each).submit(made[name]) for name, each in options.items()}
+    for folder in made.values():
+        wait_for_reports(folder, "begun", 3)
+    ray_cluster.kill_node(lost)
+    with pytest.raises(RankDiedError, match=r"was lost with its node, which no longer answers \(node ") as raised:
+        results_of(launches["ended"])
+    check_cell("node lost", "ray", raised.value)
+    cancelled = launches["cancelled"]
+    eventually(lambda: cancelled._backend._attempts.restart == 1, "the second start, which waits")
+    cancelled.cancel()
+    with pytest.raises(LaunchCancelledError):
+        cancelled.results()
+    joined = ray_cluster.add_node()
+    assert results_of(launches["restarted"]) == (1, 1, 1)
+    ray_cluster.remove_node(joined)
+    for folder in made.values():
+        assert_no_survivors(folder, 3)
+
+
+def test_a_killed_actor_is_a_lost_node(ray, folders, caplog):
+    """Its guard ends the ranks, and a new actor starts the next attempt; or the launch raises and logs Ray's reason."""
+    restarted, ended = folders("restarted"), folders("ended")
+    restarting = on_ray(wait_in_first_start, max_restarts=1).submit(restarted)
+    ending = on_ray(scenarios.leave_daemon).submit(ended)
+    pids = pids_of(ended)
+    wait_for_reports(restarted, "begun", 2)
+    for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
+        actor.kill()
+    with pytest.raises(RankDiedError, match="was lost with its node, which no longer answers"):
+        results_of(ending)
+    assert " of a launch is lost: its actor died: " in caplog.text
+    assert results_of(restarting) == (1, 1)
+    wait_for_reports(restarted, "cleaned", 2)
+    assert_no_survivors(restarted, 2)
     assert_gone(pids)
