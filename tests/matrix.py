@@ -48,7 +48,7 @@ MARKS = "-m", "not (contract or slurm or ray or long or stress)"
 # Ray's test cluster refuses to kill a node if this process is connected to it. In Ray 2.40, that may be any node. That
 # release also leaves log files open.
 CLUSTERS = (
-    *("tests/clusters/test_slurm_arrays.py", "tests/workers/test_ray_workers.py", "tests/contract/test_results.py"),
+    *("tests/launch/slurm", "tests/workers/test_ray_workers.py", "tests/contract/test_results.py"),
     *("-k", "(slurm or ray) and not lost_node"),
     *("-W", "ignore::ResourceWarning", "-W", "ignore::pytest.PytestUnraisableExceptionWarning"),
 )

@@ -1,11 +1,20 @@
-"""Session fixtures with the launchers of the contract suite."""
+"""One run of all scenarios under each launcher. The tests of the contract read what it observed."""
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import io
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from tests.contract.harness import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
-from tests.contract.table import RECORDED
+import pytest
+import torch
+
+from tests.contract import scenarios
+from tests.contract.launchers import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
+from tests.helpers.launches import wait_for_reports
 
 _PARAMS = [
     "inline",
@@ -19,33 +28,138 @@ _PARAMS = [
 @pytest.fixture(scope="session", params=_PARAMS)
 def launcher(request, tmp_path_factory):
     """Each launcher in turn, with the cluster or the processes that it needs."""
-    made = _make_launcher(request, tmp_path_factory)
-    yield made
-    made.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "inline":
+            made = InlineLauncher()
+        elif request.param == "local":
+            made = SubmitLauncher("local", 1, device="cpu", launcher="local")
+        elif request.param == "torchrun":
+            made = TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
+        elif request.param == "ray":
+            request.getfixturevalue("ray_cluster")
+            import ray
+
+            ray.init(log_to_driver=False, logging_level="ERROR")  # because launches of several threads cannot join at once
+            made = SubmitLauncher("ray", 2, device="ray")
+        else:
+            made = SlurmLauncher(request.getfixturevalue("slurm"))
+            patch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path_factory.mktemp("launches")))
+        yield made
+        made.stop()
+        if request.param == "ray":
+            ray.shutdown()
 
 
-def _make_launcher(request, tmp_path_factory):
-    if request.param == "inline":
-        return InlineLauncher()
-    if request.param == "local":
-        return SubmitLauncher("local", 1, device="cpu", launcher="local")
-    if request.param == "torchrun":
-        return TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
-    if request.param == "ray":
-        request.getfixturevalue("ray_cluster")
-        return SubmitLauncher("ray", 2, device="ray")
-    return SlurmLauncher(request.getfixturevalue("slurm_launches"))
+class Observed:
+    """The observations of all scenarios under one launcher, by name. Scenarios run at the same time.
+
+    Attributes:
+        folder: Has a folder for each scenario.
+        output: What this process wrote meanwhile.
+    """
+
+    def __init__(self, launcher, folder):
+        self._launcher, self.folder, self._results = launcher, folder, {}
+        self._pool = ThreadPoolExecutor(6)  # a guess
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            self._start_all()
+            self._pool.shutdown()
+        self.output = output.getvalue()
+
+    def __getitem__(self, name):
+        return self._results[name]()
+
+    def _play(self, name, function, *args, **options):
+        if self._launcher.name == "inline":  # only this thread gets signals
+            observation = self._launcher.play(function, *args, **options)
+            self._results[name] = lambda: observation
+        else:
+            self._results[name] = self._pool.submit(self._launcher.play, function, *args, **options).result
+
+    def _new_folder(self, name):
+        folder = Path(self.folder, name)
+        folder.mkdir()
+        return folder
+
+    def _start_all(self):
+        name = self._launcher.name
+        here, described = os.getpid(), self._new_folder("described")
+        if name not in ("torchrun", "inline"):
+            self._start_watched()
+        self._play(
+            "described",
+            scenarios.describe_rank,
+            [1, {"x": torch.arange(3)}],
+            lambda rank: 10**rank,
+            kwargs={"b": "two", "big": torch.zeros(1 << 21)},
+            verbose=True,
+            console_logs=described / "logs",
+            trace=described / "trace.json",
+            upon_finish=lambda: (described / f"finished-{os.getpid() == here}").touch(),
+            **({"n_cpus": 2} if name in ("slurm", "ray") else {}),
+        )
+        failed = self._new_folder("raised")
+        restarting = self._new_folder("restarting")
+        wait_options = {"do": self._preempt(restarting), "max_restarts": 1, "grace_s": 60}
+        self._play(
+            "restarting", scenarios.live_through_restarts, restarting, name not in ("torchrun", "inline"), **wait_options
+        )
+        fail = scenarios.fail_while_others_wait
+        self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
+        self._play("sys.exit", fail, scenarios.exit_3)
+        dies = {"dies": True} if name in ("torchrun", "inline") else {}
+        self._play("os._exit", fail, scenarios.exit_at_once, **dies)
+        self._play("killed", fail, scenarios.kill_itself, **dies)
+        self._play("result", scenarios.return_lock)
+        if name == "torchrun":
+            cancelled = self._new_folder("cancel")
+            self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled, {}), dies=True)
+        if name != "inline":
+            limit = {"timeout_min": 1} if name == "torchrun" else {}  # ends the test if no connection breaks
+            self._play("left in a collective", scenarios.leave_others_in_a_collective, **limit)
+
+    def _start_watched(self):
+        self._play("left elsewhere", scenarios.leave_others_with_a_new_group)
+        self.stacks = {}
+        cancelled = self._new_folder("cancel")
+        self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled, self.stacks))
+        for name, limit in ("timeout", {"timeout_min": 0.2}), ("silence", {"hang_timeout_s": 6}):
+            self._results[name] = self._pool.submit(self._end_by_limit, self._new_folder(name), **limit).result
+
+    def _end_by_limit(self, folder, **limit):
+        """Exceed a limit. If a rank had not begun by then, on a busy machine, try again with a longer limit."""
+        while True:
+            observation = self._launcher.play(scenarios.wait_for_ever, folder, **limit)
+            if len([*folder.glob("begun-*")]) == 2:
+                return observation
+            limit = {name: 5 * value for name, value in limit.items()}
+
+    def _cancel(self, folder, stacks):
+        def cancel(launch):
+            wait_for_reports(folder, "begun", 2)
+            if hasattr(launch, "stacks"):
+                stacks.update(launch.stacks(), running=(launch.state, launch.done()))
+            launch.cancel()
+
+        return cancel
+
+    def _preempt(self, folder):
+        def preempt(launch):
+            wait_for_reports(folder, "counting", 1 if self._launcher.name == "inline" else 2)
+            launch.preempt()
+
+        return preempt
 
 
 @pytest.fixture(scope="session")
-def slurm_launches(slurm, tmp_path_factory):
-    """The Slurm cluster, with a launch folder that all its nodes share."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path_factory.mktemp("launches")))
-        yield slurm
-
-
-@pytest.fixture
-def note_for_page(launcher):
-    """Record how this launcher behaves in a situation, for the table in the docs."""
-    return lambda situation, behaviour: RECORDED.note(situation, launcher.name, behaviour)
+def observed(launcher, tmp_path_factory):
+    """The observations of all scenarios under this launcher."""
+    before = threading.active_count()
+    with torch.random.fork_rng([]), pytest.MonkeyPatch.context() as patch:
+        torch.manual_seed(0)
+        # On Slurm and Ray the nodes keep the default.
+        patch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 2.0)
+        made = Observed(launcher, tmp_path_factory.mktemp(launcher.name))
+    assert launcher.name != "local" or threading.active_count() == before
+    return made

@@ -1,11 +1,26 @@
-"""Launch helper for the tests of `functional`."""
+"""Launch helper for the tests of `functional`, and functions that ranks run."""
 
 from __future__ import annotations
 
-from parawrap import Platform, wrapper
+import torch
+import torch.distributed as dist
+
+from parawrap import Platform, current_rank, wrapper
 from tests.helpers.waiting import PATIENCE_S
 
 
 def on(ranks, function, *args, **kwargs):
     """Run a function on `ranks` CPU ranks, and return the results. Keyword arguments are options of Platform."""
     return wrapper(Platform(device="cpu", n_cpus=ranks, **({"timeout_min": PATIENCE_S / 60} | kwargs)))(function)(*args)
+
+
+def my_rank():
+    """Return the global rank of this process."""
+    return current_rank().global_rank
+
+
+def all_sum(value=1.0):
+    """Sum a number over all ranks."""
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total.item()

@@ -15,6 +15,7 @@ from typing import Self
 import pytest
 
 _STORE_BYTES = 100 << 20
+_PATIENCE_S = 120.0
 
 
 class RayCluster:
@@ -37,6 +38,8 @@ class RayCluster:
             patch = cleanup.enter_context(pytest.MonkeyPatch.context())
             patch.setenv("RAY_TMPDIR", str(self.folder))
             patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+            # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
+            patch.setenv("RAY_health_check_period_ms", "1000")
 
             from ray.cluster_utils import Cluster
 
@@ -66,9 +69,17 @@ class RayCluster:
         return self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_STORE_BYTES, **head).node_id
 
     def kill_node(self, node: str) -> None:
-        """Kill all processes of a worker node, without a graceful shutdown."""
+        """Kill all processes of a worker node, without a graceful shutdown. Ray notices the loss seconds later."""
+        self._remove(node, allow_graceful=False)
+
+    def remove_node(self, node: str) -> None:
+        """End a worker node. When this returns, no driver tries to join it."""
+        self._remove(node, allow_graceful=True)
+        self._cluster.wait_for_nodes(_PATIENCE_S)
+
+    def _remove(self, node: str, *, allow_graceful: bool) -> None:
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)
-        self._cluster.remove_node(found, allow_graceful=False)
+        self._cluster.remove_node(found, allow_graceful=allow_graceful)
 
     def _end(self) -> None:
         import ray

@@ -115,7 +115,7 @@ class SlurmCluster:
         silence_s: Seconds of silence after which the controller counts a node as down.
     """
 
-    def __init__(self, count: int = 2, *, cpus: int = 4, gpus: int = 2, silence_s: int = 20) -> None:
+    def __init__(self, count: int = 2, *, cpus: int = 16, gpus: int = 2, silence_s: int = 20) -> None:
         self.nodes = tuple(f"node{index}" for index in range(count))
         self._cpus, self._gpus, self._silence_s = cpus, gpus, silence_s
         self._machines: dict[str, Machine] = {}
@@ -152,18 +152,6 @@ class SlurmCluster:
         """Run a command such as sbatch on this machine and return its output; raise RuntimeError if it fails."""
         return machines.run(*command, environment=self._full_environment, timeout_s=timeout_s).rstrip("\n")
 
-    def on(self, node: str, *command: str, timeout_s: float = PATIENCE_S) -> str:
-        """Run a command on a node and return its output; raise RuntimeError if it fails."""
-        return self._machines[node].run(*command, timeout_s=timeout_s).rstrip("\n")
-
-    def command_on(self, node: str, *command: str) -> list[str]:
-        """Return the command line that runs a command on a node."""
-        return self._machines[node].command(*command)
-
-    def job(self, number: str | int) -> dict[str, str]:
-        """Return the controller's fields for a job: JobState, NodeList, Restarts, and so on."""
-        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(number))))
-
     def state_of(self, node: str) -> str:
         """Return the controller's state for a node: IDLE, ALLOCATED, or DOWN, with suffixes such as +NOT_RESPONDING."""
         fields = ["--noheader", "--partition", "general", "--Format", "StateComplete:99"]
@@ -176,13 +164,6 @@ class SlurmCluster:
     def declare_down(self, node: str) -> None:
         """Mark a node as down, as an operator would, so that the controller does not wait for `silence_s`."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
-
-    def restore_node(self, node: str) -> None:
-        """Start a killed node again and wait until it accepts jobs."""
-        self._start(node, _NODE)
-        # Check the daemon first, because the controller's state can be stale.
-        self._until(lambda: self.on(node, "scontrol", "show", "slurmd", node) != "", f"a daemon on {node}")
-        self._until(lambda: self.state_of(node) in _READY, f"the return of {node}")
 
     def hasten(self) -> None:
         """Let requeued jobs start in the next second. Slurm would delay them by 6 seconds."""

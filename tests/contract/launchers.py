@@ -1,0 +1,209 @@
+"""Run a scenario under any launcher and record what the user sees."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import cloudpickle
+
+from parawrap import Platform, wrapper
+from tests.contract.table import behavior_of
+from tests.helpers.launches import results_of
+from tests.helpers.torchrun_world import ROOT, TorchrunWorld
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the caller of a launch sees.
+
+    Attributes:
+        results: The results of the launch.
+        kind: The class of the exception that the launch raised.
+        message: The text of the exception.
+        notes: The notes of the exception.
+        attributes: The attributes of the exception.
+        state: The final state of the handle; empty without a handle.
+        logs: The output of each rank, read from the handle.
+        output: What the processes of torchrun, or of an inline call that ended its process, wrote.
+        exit_code: The exit code of the launching process, if the launch ended that process.
+    """
+
+    results: tuple | None = None
+    kind: type[BaseException] | None = None
+    message: str = ""
+    notes: str = ""
+    attributes: dict | None = None
+    state: str = ""
+    logs: tuple[str, ...] = ()
+    output: str = ""
+    exit_code: int | None = None
+
+    def expect_results(self):
+        """Return the results; an error fails the test."""
+        assert self.kind is None, (self.kind, self.message, self.notes)
+        assert self.exit_code is None, self.output
+        return list(self.results)
+
+    @property
+    def behavior(self):
+        """The exception, as a text for a cell of the page."""
+        assert self.kind is not None, self
+        return behavior_of(self.kind, self.message)
+
+
+def observe(call):
+    """Make a call, which returns results, the handle's state, and its logs; and record them or the exception."""
+    try:
+        results, state, logs = call()
+        return Observation(results, state=state, logs=logs)
+    except AssertionError:
+        raise
+    except BaseException as error:
+        attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        return Observation(None, type(error), str(error), notes, attributes)
+
+
+class SubmitLauncher:
+    """A launcher with a handle: its ranks run in other processes."""
+
+    def __init__(self, name, n_nodes, **fields):
+        self.name, self.n_nodes = name, n_nodes
+        self._fields = {"n_nodes": n_nodes, "n_cpus": 2 // n_nodes, **fields}
+
+    def play(self, function, *args, do=None, kwargs=None, **fields):
+        """Launch two ranks, call `do(launch)` while they run, and wait for the end of the launch."""
+        states = []
+
+        def call():
+            platform = Platform(**self._fields | {"verbose": False} | fields)
+            launch = wrapper(platform)(function).submit(*args, **(kwargs or {}))
+            try:
+                if do is not None:
+                    do(launch)
+                results = results_of(launch, while_waiting=self.while_waiting)
+            finally:
+                launch.cancel()
+                states.append(launch.state)
+            return results, launch.state, tuple(launch.logs(rank) for rank in range(len(results)))
+
+        observation = observe(call)
+        return Observation(**vars(observation) | {"state": states[0] if states else ""})
+
+    def while_waiting(self):
+        """Called repeatedly while a launch runs."""
+
+    def stop(self):
+        """Do nothing: each launch ends its processes."""
+
+
+class SlurmLauncher(SubmitLauncher):
+    """Launches on two nodes of the Slurm cluster of the tests."""
+
+    def __init__(self, cluster):
+        super().__init__("slurm", 2, device="slurm")
+        self.while_waiting, self.stop = cluster.hasten, cluster.settle
+
+
+class TorchrunLauncher:
+    """Two processes started by torchrun that run one call after another. A call that ends them has a world of its own."""
+
+    name, n_nodes = "torchrun", 1
+
+    def __init__(self, folder):
+        self._folder, self._lock = folder, threading.Lock()
+        self._world = self._start_world()
+
+    def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
+        """Make the call in every process; all ranks must return or raise the same type of exception."""
+        if dies:
+            world = self._start_world()
+            try:
+                return self._call(world, function, args, kwargs, do, fields)
+            finally:
+                world.stop()
+        with self._lock:
+            return self._call(self._world, function, args, kwargs, do, fields)
+
+    def _call(self, world, function, args, kwargs, do, fields):
+        written = len(world.log())
+        platform_fields = {"device": "cpu", "n_cpus": 2, "verbose": False, **fields}
+        world.begin(lambda: call_from_world(function, args, kwargs or {}, platform_fields))
+        if do is not None:
+            do(world)
+        eventually(lambda: world.endings() is not None or world.exit_code is not None, f"a call; {world.log()[written:]}")
+        if world.endings() is None:
+            return Observation(exit_code=world.exit_code, output=world.log()[written:])
+        first, second = world.endings()
+        assert first.kind is second.kind, (first, second)
+        return Observation(**vars(first) | {"output": world.log()[written:]})
+
+    def _start_world(self):
+        return TorchrunWorld(tempfile.mkdtemp(dir=self._folder), 2)
+
+    def stop(self):
+        """Stop the world."""
+        self._world.stop()
+
+
+class InlineLauncher:
+    """Runs the function in this process."""
+
+    name, n_nodes = "inline", 1
+
+    def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
+        """Call the function while another thread runs `do`; with `dies`, call it in a subprocess."""
+        platform_fields = {"device": "cpu", "n_cpus": 4, "verbose": False, **fields}
+        if dies:
+            program = f"import sys, pickle; sys.path.insert(0, {str(ROOT)!r}); pickle.load(sys.stdin.buffer)()"
+            call = cloudpickle.dumps(lambda: wrapper(Platform(**platform_fields))(function).inline(*args))
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(command, input=call, capture_output=True, check=False, timeout=PATIENCE_S)
+            return Observation(exit_code=done.returncode, output=done.stderr.decode())
+        thread = threading.Thread(target=lambda: do is None or do(self))
+        thread.start()
+        try:
+            return observe(lambda: (wrapper(Platform(**platform_fields))(function).inline(*args, **(kwargs or {})), "", ()))
+        finally:
+            thread.join()
+
+    def preempt(self):
+        """Send this process SIGUSR2, as its user or cluster would."""
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    def stop(self):
+        """Do nothing: no process was started."""
+
+
+def call_from_world(function, args, kwargs, fields):
+    """Launch from a process of a world and return what that process sees."""
+
+    def call():
+        launch = wrapper(Platform(**fields))(function).submit(*args, **kwargs)
+        results = launch.results()
+        pickle.dumps(results)
+        return results, launch.state, tuple(launch.logs(rank) for rank in range(2))
+
+    return observe(call)
+
+
+def name_of_last_rank(launcher):
+    """Return how the notes of an exception name the last of two ranks."""
+    host = "node1" if launcher.name == "slurm" else os.uname().nodename
+    return f"raised in rank 1 of 2 (node {launcher.n_nodes - 1}, {host}), with this traceback:\n"
+
+
+def folder_in(root, name):
+    """Make a folder for one launch."""
+    folder = Path(root, name)
+    folder.mkdir()
+    return folder

@@ -1,0 +1,266 @@
+"""Calls that end ranks which stay: deaths, limits, deadlocks, Ctrl-C, and the end of the parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
+from tests.helpers.processes import SILENT_S, assert_gone, is_gone, pids_in, ranks, running_scripts
+from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+def wait_in_collective():
+    dist.all_reduce(torch.ones(3))
+
+
+def test_waiting_for_a_returned_rank(monkeypatch):
+    """LaunchError has the stack of the rank that waits, and the ranks answer the next call."""
+    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.5)
+
+    def return_early():
+        if my_rank() == 1:
+            wait_in_collective()
+
+    with ranks().open() as opened:
+        with pytest.raises(LaunchError) as caught:
+            opened(return_early)
+        assert type(caught.value) is LaunchError
+        for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in wait_in_collective":
+            assert text in str(caught.value)
+        assert opened(all_sum) == (2.0, 2.0)
+        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
+            opened[0](all_sum)
+        assert opened(all_sum) == (2.0, 2.0)
+
+
+# -- deaths
+
+
+def die(how):
+    if my_rank() == 1:
+        if how == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "exit":
+            sys.exit(3)
+        os._exit(4)
+    wait_in_collective()
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "code", "text"),
+    [
+        ("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"),
+        ("exit", None, 3, "called sys.exit(3)"),
+        ("_exit", None, 4, "exited with code 4"),
+    ],
+)
+def test_a_death_ends_all_ranks(how, number, code, text):
+    """The call and all that wait raise RankDiedError, no rank survives, and later calls name the first death."""
+    opened = ranks(grace_s=1).open()
+    pids = opened(os.getpid)
+    launches = opened.submit(die, how), opened.submit(all_sum)
+    for launch in launches:
+        with pytest.raises(RankDiedError) as caught:
+            launch.results(PATIENCE_S)
+        assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, number, code)
+        assert text in str(caught.value)
+    assert_gone(pids)
+    assert opened.state == "ended"
+    for call in (opened, opened[0], opened.submit):
+        with pytest.raises(RankDiedError) as later:
+            call(all_sum)
+        for part in "these ranks have ended, and cannot call all_sum", "rank 1", text:
+            assert part in str(later.value)
+        assert (later.value.rank, later.value.signal, later.value.exit_code) == (1, number, code)
+    opened.close()
+    with pytest.raises(LaunchError, match="closed"):
+        opened(all_sum)
+
+
+def test_a_death_between_two_calls():
+    """A rank that is killed while idle ends all ranks; the next call names it."""
+    with ranks(grace_s=1).open() as opened:
+        pids = opened(os.getpid)
+        os.kill(pids[0], signal.SIGKILL)
+        assert_gone(pids)
+        eventually(lambda: opened.state == "ended", "the end of the ranks")
+        with pytest.raises(RankDiedError, match=r"cannot call all_sum.* rank 0 .*was killed by SIGKILL") as caught:
+            opened(all_sum)
+        assert (caught.value.rank, caught.value.signal) == (0, signal.SIGKILL)
+
+
+# -- time limits
+
+
+@pytest.mark.parametrize(("field", "limit"), [("timeout_min", SILENT_S / 60), ("hang_timeout_s", SILENT_S)])
+def test_a_time_limit_counts_per_call(field, limit):
+    """Neither earlier calls nor the time between calls count. A call that exceeds the limit ends the ranks."""
+    opened = ranks(grace_s=0.5, **{field: limit}).open()
+    pids = opened(os.getpid)
+    begun = time.monotonic()
+    while time.monotonic() - begun < 1.2 * SILENT_S:  # longer than the limit
+        if field == "timeout_min":
+            opened(time.sleep, 0.05)
+    with pytest.raises(LaunchTimeoutError, match=field) as caught:
+        opened(lambda: threading.Event().wait())
+    assert sorted(caught.value.stacks) == [0, 1]
+    for rank, stack in caught.value.stacks.items():
+        assert f"rank {rank}" in str(caught.value)
+        assert "in <lambda>" in stack
+    assert_gone(pids)
+    with pytest.raises(LaunchError, match=f"(?s)cannot call all_sum.*{field}"):
+        opened(all_sum)
+    opened.close()
+
+
+# -- Ctrl-C and the end of the parent
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from parawrap import LaunchError, Platform, current_rank
+
+how, folder = sys.argv[1:]
+
+def all_sum():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+def note_interrupt(folder):
+    Path(folder, f"{current_rank().global_rank}.interrupted").touch()
+
+def waits(how, folder):
+    try:
+        report_pid(folder)
+        if how == "collective":
+            dist.recv(torch.ones(1), src=1 - current_rank().global_rank)
+        while True:
+            time.sleep(600)
+    except KeyboardInterrupt:
+        note_interrupt(folder)
+        raise
+
+def ignores(how, folder):
+    report_pid(folder)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            note_interrupt(folder)
+
+def work(ranks):
+    pids = ranks(os.getpid)
+    try:
+        ranks(ignores if how.startswith("ignores") else waits, how, folder)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    try:
+        print(*ranks(all_sum), ranks(os.getpid) == pids)
+    except LaunchError as error:
+        print(error)
+
+def leave(ranks):
+    ranks(lambda: report_pid(folder))
+    if "busy" in how:
+        ranks.submit(time.sleep, 600)
+    time.sleep(600 if "killed" in how else 0)
+
+def fork(ranks):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ranks(all_sum)
+        except LaunchError as error:
+            print(error, flush=True)
+        ranks.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(*ranks(all_sum))
+
+if __name__ == "__main__":
+    grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
+    method = "forkserver" if how in ("group", "killed busy") else "fork"
+    ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False, spawn_method=method).open()
+    {"fork": fork, "busy": leave, "killed idle": leave, "killed busy": leave}.get(how, work)(ranks)
+"""
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory):
+    """Scripts with ranks that stay, started together, because each of them loads torch."""
+    ways = ["sleep", "group", "collective", "ignores", "ignores once", "fork", "busy", "killed idle", "killed busy"]
+    cases = {how: lambda folder, how=how: (PARENT, how, folder) for how in ways}
+    with running_scripts(tmp_path_factory.mktemp("parents"), cases) as started:
+        yield started
+
+
+def interrupted_in(folder):
+    return sorted(path.name for path in folder.glob("*.interrupted"))
+
+
+@pytest.mark.parametrize("how", ["sleep", "group", "collective"])
+def test_ctrl_c_keeps_ranks_that_answer(how, parents):
+    """Each rank's function raises KeyboardInterrupt, also in a collective, and the same processes answer the next call."""
+    parent, folder = parents[how]
+    pids = pids_in(folder, 2)
+    (os.killpg if how == "group" else os.kill)(parent.pid, signal.SIGINT)
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output.splitlines() == ["interrupted", "2.0 2.0 True"]
+    if how != "collective":  # a broken connection may end the collective before
+        assert interrupted_in(folder) == ["0.interrupted", "1.interrupted"]
+    assert parent.returncode == 0
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("how", ["ignores", "ignores once"])
+def test_ctrl_c_ends_ranks_that_ignore_it(how, parents):
+    """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first. The next call says so."""
+    parent, folder = parents[how]
+    pids = pids_in(folder, 2)
+    os.kill(parent.pid, signal.SIGINT)
+    if how == "ignores":
+        eventually(lambda: len(interrupted_in(folder)) == 2, "KeyboardInterrupt in both ranks")
+        os.kill(parent.pid, signal.SIGINT)
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output.startswith("interrupted\nthese ranks have ended, and cannot call all_sum")
+    assert how == "ignores" or "did not stop within grace_s=0.5" in output
+    assert_gone(pids)
+
+
+def test_a_fork_cannot_use_the_ranks(parents):
+    """A forked child that calls or closes the ranks gets an error, and leaves them to its parent."""
+    parent, _ = parents["fork"]
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    refusal, answer = output.splitlines()
+    assert refusal.startswith(f"these ranks belong to process {parent.pid}: call all_sum there, not in a forked child")
+    assert answer == "2.0 2.0"
+
+
+@pytest.mark.parametrize("how", ["busy", "killed idle", "killed busy"])
+def test_ranks_end_with_their_parent(how, parents):
+    """No process survives a script that never closes its ranks, nor one that is killed."""
+    parent, folder = parents[how]
+    family = {*pids_in(folder, 2)}
+    if "killed" in how:
+        family |= {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
+        os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(timeout=PATIENCE_S)
+    assert "killed" in how or parent.returncode == 0
+    try:
+        assert_gone(family)
+    finally:
+        for pid in family:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,439 @@
+"""Ranks that stay: each call has the contract of a launch, and the ranks keep their state between calls."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pickle
+import random
+import re
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    Platform,
+    PlatformError,
+    RankResults,
+    UnsendableError,
+    current_rank,
+    functional,
+    wrapper,
+)
+from tests.helpers.processes import assert_gone, notes_of, ranks
+from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+STATE = {}
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Two ranks that all tests of this module share. No test ends them."""
+    with ranks(seed=0).open() as opened:
+        yield opened
+
+
+def store(name, value):
+    STATE[name] = value
+
+
+def recall(name):
+    return STATE.get(name)
+
+
+# -- calls
+
+
+def test_each_call_is_a_launch(world):
+    """The same processes answer in the order of ranks, with process groups, and without their own state here."""
+    assert type(world(my_rank)) is RankResults
+    assert [world(all_sum, float(step)) for step in range(3)] == [(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]
+    assert world(os.getpid) == world(os.getpid)
+
+    def reduce():
+        rank = current_rank()
+        return rank.world_size, rank.device.type, functional.reduce_metrics({"loss": float(rank.global_rank)})["loss"]
+
+    assert world(reduce) == ((2, "cpu", 0.5),) * 2
+    assert wrapper(ranks())(all_sum)() == (2.0, 2.0)  # a launch next to them
+    assert world(all_sum) == (2.0, 2.0)
+
+
+def test_one_rank_can_be_called(world):
+    """An index selects one rank, and the call returns its value. The other ranks keep their state."""
+    assert (len(world), [one(my_rank) for one in world], world[-1](my_rank)) == (2, [0, 1], 1)
+    world(store, "value", 0)
+    world[1](store, "value", 7)
+    assert world(recall, "value") == (0, 7)
+    with pytest.raises(IndexError, match=r"rank=2: there are the ranks 0 to 1"):
+        world[2]
+    with pytest.raises(IndexError, match=r"rank=-3"):
+        world[-3]
+
+
+class Adder:
+    """Adds a number, by all kinds of methods."""
+
+    base = 10
+
+    def __init__(self, number):
+        self.number = number
+
+    def add(self, value):
+        return self.number + value
+
+    @classmethod
+    def add_base(cls, value):
+        return cls.base + value
+
+    def __call__(self, value):
+        return self.number * value
+
+
+@wrapper(Platform(device="cpu", n_cpus=1, verbose=False))
+def decorated(value):
+    """Run in the ranks that are called, and not in ranks of its own platform."""
+    return value, current_rank().world_size
+
+
+def add(left, right=0, *more, scale=1):
+    return (left + right + sum(more)) * scale + my_rank()
+
+
+def test_functions_of_every_kind(world):
+    functions = [Adder(3).add, Adder.add_base, Adder(3), lambda value: value * 50, functools.partial(pow, 2), float]
+    assert [world(each, 2)[1] for each in functions] == [5, 12, 6, 100, 4, 2.0]
+    assert world(decorated, 2) == ((2, 2),) * 2
+    assert world(add, 1, 2, 3, scale=10) == (60, 61)
+    assert world[1](add, left=4, right=1) == 6
+    number = 1
+    read = lambda: number  # noqa: E731
+    first, number = world(read), 2
+    assert (first, world(read)) == ((1, 1), (2, 2))
+
+
+def test_calls_that_cannot_work(world):
+    """Wrong arguments, coroutines, generators, and values that cannot be sent are refused before the call."""
+
+    async def waits():
+        pass
+
+    def yields():
+        yield
+
+    with pytest.raises(TypeError, match="wrong"):
+        world(add, 1, right=2, wrong=3)
+    for function in (waits, yields):
+        with pytest.raises(TypeError):
+            world(function)
+    lock = threading.Lock()
+    with pytest.raises(UnsendableError, match=re.escape("args[0]['steps'][1] cannot be sent to another process: ")):
+        world(lambda _: None, {"steps": [0, lock]})
+    with pytest.raises(UnsendableError, match=re.escape("kwargs['config'][0] cannot be sent to another process: ")):
+        world(lambda **_: None, config=[lock])
+    with pytest.raises(UnsendableError, match="'lock'"):
+        world(lambda: lock)
+    with pytest.raises(UnsendableError, match=re.escape("args[0]")):
+        world(lambda _: None, world)
+    with pytest.raises(TypeError, match="ranks belong to the process that opened them"):
+        pickle.dumps(world)
+    with pytest.raises(LaunchError, match=re.escape("Platform.open was called within a rank")):
+        world(lambda: ranks(1).open())
+    assert world(my_rank) == (0, 1)
+
+
+def test_values_that_fail_on_the_way(world):
+    """An unsendable result is named with its rank. An argument that cannot be unpickled raises its own exception."""
+
+    class Cursed:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    before = world(os.getpid)
+    with pytest.raises(UnsendableError, match=r"the result\['history'\].*\[1\].* cannot be sent .*: lock") as caught:
+        world(lambda: {"history": [1, threading.Lock()]} if my_rank() == 1 else None)
+    assert "rank 1 of 2" in notes_of(caught.value)
+    with pytest.raises(ValueError, match="no number") as caught:
+        world(lambda _: None, Cursed())
+    assert "unpickled the function, its arguments, and its globals" in notes_of(caught.value)
+    assert world(os.getpid) == before
+
+
+# -- state
+
+
+def draw(count):
+    return [(random.random(), torch.rand(1).item()) for _ in range(count)]
+
+
+class Net(torch.nn.Module):
+    """A model with random numbers in its forward pass, so that their stream counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def prepare():
+    STATE["model"] = DistributedDataParallel(Net())
+
+
+def train(steps):
+    model = STATE["model"]
+    for _ in range(steps):
+        loss = model(torch.randn(4, 8) + my_rank()).square().mean()
+        loss.backward()
+        for each in model.parameters():  # torch.optim would import torch.compile, which takes seconds
+            each.data -= each.grad / 8
+            each.grad = None
+    return loss.item(), draw(1), [each.detach().clone() for each in model.parameters()]
+
+
+def train_at_once():
+    prepare()
+    return train(4), train(4)
+
+
+def test_training_over_calls_is_one_launch():
+    """Calls have the losses, random numbers, and weights of one launch, bit for bit."""
+    expected = wrapper(ranks(seed=1))(train_at_once)()
+    with ranks(seed=1).open() as opened:
+        opened(prepare)
+        found = zip(opened(train, 4), opened(train, 4), strict=True)
+    assert expected[0][0][0] != expected[1][0][0]  # each rank has its own batches
+    for here, there in zip(found, expected, strict=True):
+        for (loss, drawn, weights), (expected_loss, expected_drawn, expected_weights) in zip(here, there, strict=True):
+            assert (loss, drawn) == (expected_loss, expected_drawn)
+            assert all(map(torch.equal, weights, expected_weights))
+    assert STATE == {}
+
+
+# -- tensors and classes
+
+
+def exchange(tensor):
+    STATE.setdefault("kept", []).append(tensor)
+    return tensor + my_rank(), [[each[0].item(), each[-1].item()] for each in STATE["kept"]]
+
+
+def test_large_tensors_outlive_later_calls(world):
+    """Later calls do not reuse the memory of arguments that a rank keeps, nor of results."""
+    size = 1 << 20
+    results = [world(exchange, torch.full((size,), 10.0 * step)) for step in range(4)]
+    for step, each in enumerate(results):
+        for rank, (tensor, kept) in enumerate(each):
+            assert torch.equal(tensor, torch.full((size,), 10.0 * step + rank))
+            assert kept == [[10.0 * earlier] * 2 for earlier in range(step + 1)]
+    world(STATE.clear)
+
+
+@dataclass
+class Report:
+    """An argument and result of a class of this module."""
+
+    rank: int
+    weights: torch.Tensor
+
+
+def test_values_keep_class_and_memory(world):
+    """Instances keep their classes, and tensors that share memory share it in the rank."""
+
+    class Local:
+        def __init__(self, value):
+            self.value = value
+
+    base = torch.arange(1 << 20)
+
+    def change(whole, part, local, report):
+        assert (type(local), type(report)) == (Local, Report)
+        whole[5] = -1
+        return part[0].item(), whole, whole[5:], Local(my_rank()), Report(report.rank + my_rank(), report.weights)
+
+    for rank, (value, whole, part, local, report) in enumerate(world(change, base, base[5:], Local(5), Report(3, base))):
+        whole[5] = 3
+        assert (value, part[0].item(), base[5].item()) == (-1, 3, 5)
+        assert (type(local), local.value, type(report), report.rank) == (Local, rank, Report, 3 + rank)
+
+
+# -- output
+
+
+def speak(word):
+    print(f"{word} of {my_rank()}", flush=True)
+
+
+def test_output_of_a_call(capfd, tmp_path):
+    """Output has its rank in front, is shown before the call returns, and is kept by `logs` and in files."""
+    with ranks(verbose=True, console_logs=tmp_path, print_ranks=(1,)).open() as opened:
+        opened(speak, "one")
+        assert capfd.readouterr().out == "[rank 1] one of 1\n"
+        opened[1](speak, "two")
+        assert capfd.readouterr().out == "[rank 1] two of 1\n"
+        assert (opened.logs(0), opened.logs(1)) == ("one of 0\n", "one of 1\ntwo of 1\n")
+    (file,) = tmp_path.rglob("rank-1.log")
+    assert file.read_text() == "one of 1\ntwo of 1\n"
+
+
+# -- handles of calls
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+    return my_rank()
+
+
+def test_a_submitted_call_has_a_handle(world, tmp_path):
+    """The handle has the state, stacks, output, and results of its own call. Later calls wait for it."""
+    world(speak, "before")
+    world(store, "order", [])
+
+    def work(path):
+        speak("during")
+        return wait_for(path)
+
+    launch = world.submit(work, tmp_path / "go")
+    later = [world.submit(lambda step=step: recall("order").append(step)) for step in range(5)]
+    eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
+    assert (launch.done(), launch.state, world.state, later[0].done()) == (False, "running", "running", False)
+    with pytest.raises(TimeoutError):
+        launch.results(timeout=0.01)
+    for stacks in launch.stacks(), world.stacks():
+        assert sorted(stacks) == [0, 1]
+        assert all("in wait_for" in text for text in stacks.values())
+    (tmp_path / "go").touch()
+    assert launch.results(PATIENCE_S) == launch.results() == (0, 1)
+    assert (launch.done(), launch.state, launch.stacks()) == (True, "finished", {})
+    assert [launch.logs(0), launch.logs(1)] == ["during of 0\n", "during of 1\n"]
+    assert world(recall, "order") == ([0, 1, 2, 3, 4],) * 2
+
+
+def test_a_cancelled_call_keeps_the_ranks(world, tmp_path):
+    """`cancel` raises KeyboardInterrupt in the function; a call that has not begun never runs."""
+    before = world(os.getpid)
+
+    def waits(path):
+        speak("waits")
+        try:
+            wait_for(path)
+        except KeyboardInterrupt:
+            (path.parent / f"{my_rank()}.interrupted").touch()
+            raise
+
+    first = world.submit(waits, tmp_path / "go")
+    second = world.submit(store, "cancelled", True)
+    eventually(lambda: first.logs(0) and first.logs(1), "output of the call")
+    second.cancel()
+    first.cancel()
+    for launch in first, second:
+        with pytest.raises(LaunchCancelledError):
+            launch.results()
+        assert launch.state == "cancelled"
+    assert len(list(tmp_path.glob("*.interrupted"))) == 2
+    assert world(recall, "cancelled") == (None, None)
+    assert (world(os.getpid), world(all_sum)) == (before, (2.0, 2.0))
+
+
+def test_threads_may_call_several_worlds(world):
+    """Each thread gets the results of its own calls, in the world that it calls."""
+    found = {}
+
+    def calls(opened, number):
+        found[number] = {opened(all_sum, float(number)) for _ in range(20)}
+
+    with ranks(3).open() as other:
+        threads = [threading.Thread(target=calls, args=((world, other)[number % 2], number)) for number in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(PATIENCE_S)
+        other(store, "world", 3)
+        assert world(recall, "world") == (None, None)
+        assert not set(world(os.getpid)) & set(other(os.getpid))
+    assert found == {0: {(0.0, 0.0)}, 1: {(3.0,) * 3}, 2: {(4.0, 4.0)}, 3: {(9.0,) * 3}}
+
+
+# -- displays and the end
+
+
+def test_ranks_show_their_state(world):
+    pids = world(os.getpid)
+    world(my_rank)
+    assert (repr(world), repr(world[1])) == ("<2 ranks of cpu: idle>", "<rank 1 of <2 ranks of cpu: idle>>")
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", world._repr_html_())]
+    assert rows[0] == ["rank", "device", "process", "state", "last call"]
+    for rank, row in enumerate(rows[1:]):
+        assert row[:4] == [f"{rank}", "cpu", f"{pids[rank]}", "idle"]
+        assert re.fullmatch(r"my_rank, [\d.e-]+ s", row[4])
+
+
+def test_closed_ranks_refuse_calls():
+    """`close` may be called again, ends the processes, and later calls raise."""
+    finished = []
+    opened = ranks(upon_finish=lambda: finished.append(1)).open()
+    pids = opened(os.getpid)
+    launch = opened.submit(my_rank)
+    opened.close()
+    opened.close()
+    assert (launch.results(0), finished, opened.stacks()) == ((0, 1), [1], {})
+    assert_gone(pids)
+    assert repr(opened) == "<2 ranks of cpu: ended>"
+    assert "ended" in opened._repr_html_()
+    for call in (opened, opened.submit, opened[0]):
+        with pytest.raises(LaunchError, match="these ranks are closed, and cannot call my_rank"):
+            call(my_rank)
+
+
+def test_ranks_end_without_close():
+    """An exception in the block and the garbage collector end the ranks."""
+    pids = []
+
+    def work():
+        with ranks().open() as opened:
+            pids.extend(opened(os.getpid))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    forgotten = ranks(1).open()
+    pids.extend(forgotten(os.getpid))
+    del forgotten
+    gc.collect()
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cure"),
+    [
+        ({"launcher": "slurm"}, "launcher='ray'"),
+        ({"launcher": "env"}, "launcher='local'"),
+        ({"max_restarts": 1}, "Leave max_restarts out"),
+    ],
+    ids=["slurm", "env", "restarts"],
+)
+def test_platforms_that_cannot_stay(fields, cure):
+    """The error names the field, its value, and a cure."""
+    ((name, value),) = fields.items()
+    with pytest.raises(PlatformError, match=cure) as caught:
+        ranks(**fields).open()
+    assert str(caught.value).startswith(f"{name}={value!r}: ")
+
+
+def test_a_torchrun_rank_opens_no_ranks(monkeypatch):
+    """In a process that torchrun started, the launcher is env by default."""
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlatformError, match="launcher='env'"):
+        ranks().open()

@@ -1,0 +1,304 @@
+"""Failed calls of ranks that stay: the error arrives, and the ranks answer the next call with working process groups."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from parawrap import LaunchCancelledError, LaunchError, current_rank
+from tests.helpers.processes import assert_gone, notes_of, ranks
+from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+STATE = {}
+
+
+def block(how):
+    """Block forever if only some ranks call it."""
+    if how == "all_reduce":
+        dist.all_reduce(torch.ones(3))
+    elif how == "recv":
+        dist.recv(torch.ones(3), src=(my_rank() + 1) % dist.get_world_size())
+    elif how == "event":
+        threading.Event().wait()
+    elif how == "sleep":
+        time.sleep(600)
+    elif how == "hold_gil":
+        ctypes.PyDLL(None).sleep(600)
+    while how == "compute":
+        pass
+    while how == "ignore":
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            continue
+
+
+def keep_group():
+    STATE["group"] = dist.group.WORLD
+
+
+def has_same_group():
+    return STATE["group"] is dist.group.WORLD
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """All ranks that `world` has opened: one world, unless a failing test ended it."""
+    opened = [ranks(seed=0).open()]
+    yield opened
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def world(worlds):
+    """Two shared ranks. They answer before and after the test, from the same processes."""
+    if worlds[-1].state == "ended":
+        worlds.append(ranks(seed=0).open())
+    opened = worlds[-1]
+    opened(keep_group)
+    before = opened(os.getpid)
+    yield opened
+    assert opened(os.getpid) == before
+    assert opened(all_sum) == (2.0, 2.0)
+
+
+def fail_beside(failing, how):
+    """Raise in one rank while all others are blocked."""
+    if my_rank() == failing:
+        raise KeyError("weight", 7)  # the user's line
+    block(how)
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "recv", "event", "sleep", "compute"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_beside_a_blocked_rank(world, how, failing):
+    """The exception has a note with its rank and traceback. The process groups are new after a broken collective."""
+    with pytest.raises(KeyError) as caught:
+        world(fail_beside, failing, how)
+    assert caught.value.args == ("weight", 7)
+    assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in notes_of(caught.value)
+    assert 'raise KeyError("weight", 7)  # the user\'s line' in notes_of(caught.value)
+    assert "parawrap/launch" not in notes_of(caught.value)
+    assert world(all_sum) == (2.0, 2.0)
+    assert world(has_same_group) == (how not in ("all_reduce", "recv"),) * 2
+
+
+def test_three_ranks_in_three_places():
+    """One rank raises, one waits in a collective, and one sleeps; and groups are those of the platform."""
+
+    def fail_in_turn():
+        if my_rank() == 1:
+            raise LookupError("first")
+        block("all_reduce" if my_rank() == 0 else "sleep")
+
+    def sum_in_group():
+        group, total = current_rank().group, torch.ones(1)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total.item()
+
+    with ranks(3, ipc_groups=[[0, 1]]).open() as opened:
+        before = opened(os.getpid)
+        for _ in range(2):
+            with pytest.raises(LookupError, match="first") as caught:
+                opened(fail_in_turn)
+            assert "raised in rank 1 of 3" in notes_of(caught.value)
+            assert opened(sum_in_group) == (2.0, 2.0, 1.0)
+        assert opened(os.getpid) == before
+
+
+def test_ranks_without_groups_may_fail():
+    def fails():
+        raise LookupError("here")
+
+    with ranks(ipc_groups=None).open() as opened:
+        with pytest.raises(LookupError, match="here"):
+            opened(fails)
+        assert opened(dist.is_initialized) == (False, False)
+
+
+def resources(pids):
+    gc.collect()
+    found = [psutil.Process(pid) for pid in pids]
+    return [(each.num_fds(), each.num_threads()) for each in found], [each.memory_info().rss for each in found]
+
+
+def use(value):
+    return value
+
+
+@pytest.mark.stress
+def test_many_calls_leave_nothing_behind(world):
+    """Hundreds of calls and some failures leave descriptors, threads, and memory of all processes as they were."""
+    pids = [os.getpid(), *world(os.getpid)]
+    tensor = torch.ones(1 << 16)
+
+    def calls(count):
+        for number in range(count):
+            world(all_sum, float(number))
+            world[number % 2](use, number)
+            world(use, {"large": tensor, "text": "x" * 1000})
+            if number % 25 == 0:
+                with pytest.raises(KeyError):
+                    world(fail_beside, number % 2, "all_reduce")
+                world.submit(use, tensor).results()
+
+    calls(76)
+    before_counts, before_memory = resources(pids)
+    calls(201)
+    counts, memory = resources(pids)
+    assert counts == before_counts
+    grown = [after - before for before, after in zip(before_memory, memory, strict=True)]
+    assert max(grown) < 10 << 20, grown
+
+
+def prepare():
+    torch.manual_seed(0)
+    STATE["model"] = DistributedDataParallel(torch.nn.Linear(4, 1))
+
+
+def train():
+    model = STATE["model"]
+    model.zero_grad()
+    model(torch.ones(2, 4) * (1 + my_rank())).sum().backward()
+    return model.module.weight.grad.tolist()
+
+
+def test_a_model_survives_or_says_why_not(world):
+    """A model stays usable if no rank was blocked. One of old process groups raises, and a note says to make it again."""
+
+    def fail_everywhere():
+        dist.barrier()
+        raise LookupError(f"in rank {my_rank()}")
+
+    def fail_alone():
+        raise LookupError("alone")
+
+    world(prepare)
+    before = world(train)
+    with pytest.raises(LookupError, match="in rank"):
+        world(fail_everywhere)
+    with pytest.raises(LookupError, match="alone") as caught:
+        world[1](fail_alone)
+    assert "raised in rank 1 of 2" in notes_of(caught.value)
+    assert world(train) == before
+    with pytest.raises(KeyError):
+        world(fail_beside, 0, "all_reduce")
+    with pytest.raises(RuntimeError) as caught:
+        world(train)
+    reason = "the process groups of these ranks were made again after the call of fail_beside had failed"
+    assert reason in notes_of(caught.value)
+    assert "Make them again" in notes_of(caught.value)
+    world(prepare)
+    assert world(train) == before == ([[3.0] * 4],) * 2
+
+
+# -- no operation of a failed call meets one of a later call
+
+
+def begin_and_fail():
+    if my_rank() == 0:
+        STATE["work"] = dist.all_reduce(torch.ones(3), async_op=True)
+    raise LookupError
+
+
+def swap(value, fails=False):
+    """Exchange a number with the other rank of two."""
+    other, received = 1 - my_rank(), torch.zeros(1)
+    sending = dist.isend(torch.tensor([value]), other)
+    if fails:
+        raise LookupError
+    dist.recv(received, other)
+    sending.wait()
+    return received.item()
+
+
+def make_group_in_rank_0():
+    if my_rank() == 0:
+        dist.new_group([0])
+        raise LookupError
+
+
+def sum_in_new_group(value):
+    total = torch.tensor(value)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return total.item() / 2
+
+
+@pytest.mark.parametrize(
+    ("failing", "works"),
+    [(begin_and_fail, all_sum), (functools.partial(swap, 6.0, fails=True), swap), (make_group_in_rank_0, sum_in_new_group)],
+    ids=["collective", "message", "group"],
+)
+def test_a_failed_call_leaves_no_operation(failing, works):
+    """A collective, message, or group of one rank in a failed call is not mixed up with those of the next call."""
+    with ranks(2).open() as world:
+        with pytest.raises(LookupError):
+            world(failing)
+        assert world(works, 5.0) == ((10.0, 10.0) if works is all_sum else (5.0, 5.0))
+
+
+def test_a_busy_rank_may_finish_its_call(world, tmp_path):
+    """After a failure, another rank that is about to end finishes on its own; one that is not is interrupted."""
+
+    def fail_while_busy(forever):
+        if my_rank() == 0:
+            raise LookupError("early")
+        while forever:
+            time.sleep(600)
+        (tmp_path / "finished").touch()
+
+    with pytest.raises(LookupError, match="early"):
+        world(fail_while_busy, True)
+    assert not (tmp_path / "finished").exists()
+    with pytest.raises(LookupError, match="early"):
+        world(fail_while_busy, False)
+    assert (tmp_path / "finished").exists()
+
+
+@pytest.mark.parametrize("how", ["hold_gil", "ignore"])
+def test_a_rank_that_does_not_stop_ends_all(how):
+    """The first error has a note, and later calls say why the ranks have ended."""
+    with ranks(grace_s=0.5).open() as opened:
+        pids = opened(os.getpid)
+        with pytest.raises(KeyError) as caught:
+            opened(fail_beside, 0, how)
+        assert "the ranks were ended: rank(s) 1 did not stop within grace_s=0.5" in notes_of(caught.value)
+        assert_gone(pids)
+        with pytest.raises(LaunchError, match=r"cannot call all_sum.*rank\(s\) 1 did not stop"):
+            opened(all_sum)
+
+
+def test_a_cancelled_collective_ends(world):
+    """`cancel` of a call whose ranks wait for each other ends it, and the ranks stay."""
+
+    def waits():
+        print("waits", flush=True)
+        block("recv")
+
+    launch = world.submit(waits)
+    eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
+    launch.cancel()
+    with pytest.raises(LaunchCancelledError):
+        launch.results()
+
+
+def test_preemption_of_ranks_that_stay(world):
+    """`preempt` has no effect, and `requeue` raises, because such ranks cannot restart."""
+    launch = world.submit(lambda: current_rank().should_checkpoint())
+    launch.preempt()
+    assert launch.results(PATIENCE_S) == (False, False)
+    with pytest.raises(LaunchError, match=r"requeue\(\) was called in ranks that stay, which cannot restart"):
+        world(lambda: current_rank().requeue())

@@ -1,0 +1,288 @@
+"""Launches on a Ray cluster: lost nodes and actors, the end of the launching process, large values, and back pressure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
+from parawrap.launch.coordinator._transcript import Transcript
+from parawrap.launch.ray import _node_actor, _reservation
+from tests.contract import scenarios
+from tests.contract.table import check_cell
+from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
+from tests.helpers.processes import assert_gone, processes_in
+from tests.helpers.ranks import all_sum
+from tests.helpers.torchrun_world import ROOT
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.ray
+
+MIB = 1 << 20
+
+
+@pytest.fixture(name="ray")
+def _ray(ray_cluster):
+    """The ray module. A launch joins the cluster, and the fixture leaves it."""
+    import ray
+
+    ray.shutdown()  # tests of other files stay in the cluster
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(name="folders")
+def _folders(tmp_path):
+    """A function that returns a new folder for a launch."""
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    return make
+
+
+def on_ray(function, **fields):
+    """Decorate a function for one rank on each of two nodes, without process groups."""
+    fields = {"n_nodes": 2, "verbose": False, "ipc_groups": None} | fields
+    return wrapper(Platform(device="ray", **fields))(function)
+
+
+def wait_in_first_start(folder):
+    """Wait to be ended in the first start. Return the number of the start in later ones."""
+    if current_rank().restart == 0:
+        scenarios.wait_for_ever(folder)
+    return current_rank().restart
+
+
+def pids_of(folder):
+    """Wait for the process ids that the two ranks of `scenarios.leave_daemon` report."""
+    return [int(pid) for text in wait_for_reports(folder, "pids", 2) for pid in text.split()]
+
+
+def has_group(ray, launch):
+    """True once Ray has the placement group of a launch."""
+    group = launch._backend._reservation._group
+    return group is not None and ray.util.placement_group_table(group)["state"] != "REMOVED"
+
+
+# -- the end of the launching process, and of its connection to the cluster
+
+KILLED_DRIVER = """
+import os, pathlib, signal, sys, time
+from parawrap import Platform, wrapper
+from tests.contract.scenarios import leave_daemon
+
+folder = pathlib.Path(sys.argv[1])
+wrapper(Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None))(leave_daemon).submit(folder)
+while len(list(folder.glob("begun-*"))) < 2:
+    time.sleep(0.1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_end_of_the_driver_ends_launches(ray, folders):
+    """`ray.shutdown()` and SIGKILL end ranks and processes that left their groups. Pending launches raise."""
+    killed, running = folders("killed"), folders("running")
+    with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, killed], cwd=ROOT) as driver:
+        launch = on_ray(scenarios.leave_daemon, n_cpus=1, max_restarts=2).submit(running)
+        pids = pids_of(running) + pids_of(killed)
+        pending, cancelled = (on_ray(scenarios.leave_daemon, n_cpus=4).submit(running) for _ in range(2))
+        eventually(lambda: has_group(ray, pending) and has_group(ray, cancelled), "the requests")
+        assert (pending.state, cancelled.state) == ("pending", "pending")
+        cancelled.cancel()
+        assert cancelled.state == "cancelled"
+        assert not has_group(ray, cancelled)
+        ray.shutdown()
+        with pytest.raises(RankDiedError, match="was lost with its node"):
+            results_of(launch)
+        with pytest.raises(LaunchError, match=r"ray\.shutdown\(\) was called before the nodes of the launch were ready"):
+            results_of(pending)
+        assert not ray.is_initialized()
+    assert driver.returncode == -signal.SIGKILL
+    wait_for_reports(killed, "cleaned", 2)
+    assert_gone(pids)
+
+
+@contextmanager
+def python_interrupts():
+    """Let SIGINT raise KeyboardInterrupt. A shell lets background processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def main_thread_waits():
+    """True if the main thread waits for a launch."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return frame.f_code.co_filename.endswith("_interruptible_event.py")
+
+
+def test_an_interrupt_releases_the_resources(ray, monkeypatch):
+    """A Ctrl-C while Ray makes the placement group removes the group."""
+    groups = []
+    make_group = ray.util.placement_group
+
+    def interrupt(*args, **options):
+        groups.append(make_group(*args, **options))
+        eventually(main_thread_waits, "the wait for the launch")  # a signal in a finalizer would be lost
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return groups[0]
+
+    monkeypatch.setattr(ray.util, "placement_group", interrupt)
+    with python_interrupts(), pytest.raises(KeyboardInterrupt):
+        on_ray(os.getpid)()
+    state = lambda: ray.util.placement_group_table(groups[0])["state"]  # noqa: E731
+    eventually(lambda: state() == "REMOVED", "the removal of the placement group")
+
+
+# -- requests that the cluster cannot satisfy
+
+
+def test_clusters_that_cannot_run_it(ray, monkeypatch):
+    """LaunchError names a node without parawrap, or the resources of the nodes, where Ray itself would wait forever."""
+    with pytest.raises(LaunchError) as raised:
+        on_ray(os.getpid, n_nodes=9)()
+    check_cell("too many nodes", "ray", raised.value)
+    text = "the platform needs 9 node(s) with 1 CPU each, but only 2 of the Ray cluster's nodes have that: "
+    assert raised.value.message.startswith(text)
+    program = _node_actor._PROGRAM.replace("from parawrap.", "from missing_parawrap.")
+    monkeypatch.setattr(_node_actor, "_PROGRAM", program)
+    _reservation._actor_class.cache_clear()
+    try:
+        with pytest.raises(LaunchError) as raised:
+            on_ray(os.getpid)()
+    finally:
+        _reservation._actor_class.cache_clear()
+    text = f"{os.uname().nodename}: {sys.executable} cannot import parawrap: ModuleNotFoundError("
+    assert text in str(raised.value)
+    assert str(raised.value).startswith("node ")
+
+
+# -- output, large values, and ranks that stay
+
+
+def write_lines(count, folder):
+    """Write lines of 1 KiB, and report how many have been written."""
+    for number in range(count):
+        sys.stdout.write("x" * 1023 + "\n")
+        if number % 1024 == 0:
+            scenarios.report(folder, f"written-{number // 1024}")
+
+
+def test_unread_output_stays_in_the_rank(ray, tmp_path, monkeypatch):
+    """While the launching process handles no output, a rank that writes is blocked. Then, all 60 MiB arrive."""
+    may_write, counts = threading.Event(), []
+    write = Transcript.write
+
+    def wait_and_write(self, *args):
+        assert may_write.wait(PATIENCE_S)
+        write(self, *args)
+
+    def is_blocked():
+        counts.append(len([*tmp_path.glob("written-*")]))
+        return counts[-1] > 0 and counts[-100:] == [counts[-1]] * 100
+
+    monkeypatch.setattr(Transcript, "write", wait_and_write)
+    launch = on_ray(write_lines, n_nodes=1, console_logs=tmp_path / "logs").submit(60 << 10, tmp_path)
+    try:
+        eventually(is_blocked, "a rank that is blocked")
+        assert counts[-1] < 30
+    finally:
+        may_write.set()
+    assert results_of(launch) == (None,)
+    (log,) = launch.log_folder.glob("rank*")
+    assert log.stat().st_size == 60 * MIB
+
+
+def keep(value):
+    """Keep a value in this module for later calls."""
+    global kept
+    kept = value
+
+
+def kept_with_rank(scale):
+    """Return what `keep` kept, times `scale`, and the rank."""
+    return kept * scale, current_rank().global_rank
+
+
+def fail_in_rank_0():
+    """Raise in rank 0, while the other rank waits for it."""
+    if current_rank().global_rank == 0:
+        raise ValueError("of rank 0")
+    dist.barrier()
+
+
+def test_ranks_stay_on_two_nodes(ray):
+    """They keep a tensor of 64 MiB, answer after a failure, and end with a death, which later calls name."""
+    ranks = Platform(device="ray", n_nodes=2, verbose=False).open()
+    tensor = torch.arange(8 * MIB)
+    ranks(keep, tensor)
+    answers = *ranks(kept_with_rank, 2), ranks[1](kept_with_rank, 2)
+    assert [rank for _, rank in answers] == [0, 1, 1]
+    assert all(torch.equal(value, 2 * tensor) for value, _ in answers)
+    with pytest.raises(ValueError, match="of rank 0"):
+        ranks(fail_in_rank_0)
+    assert ranks(all_sum) == (2.0, 2.0)
+    pids = ranks(os.getpid)
+    with pytest.raises(RankDiedError, match="SIGKILL"):
+        ranks[1](os.kill, pids[1], signal.SIGKILL)
+    with pytest.raises(RankDiedError, match=r"rank 1 of 2 was killed by SIGKILL"):
+        ranks(os.getpid)
+    ranks.close()
+    assert_gone(pids)
+
+
+# -- the loss of a node; last, because processes that join a cluster soon after it may hang
+
+
+def test_a_lost_node(ray, ray_cluster, folders):
+    """Its launch raises, or restarts on the nodes that are left and one that joins later; `cancel` ends the wait for it."""
+    lost = ray_cluster.add_node()
+    options = {"ended": {}, "restarted": {"max_restarts": 1, "ipc_groups": []}, "cancelled": {"max_restarts": 1}}
+    made = {name: folders(name) for name in options}
+    launches = {name: on_ray(wait_in_first_start, n_nodes=3, **each).submit(made[name]) for name, each in options.items()}
+    for folder in made.values():
+        wait_for_reports(folder, "begun", 3)
+    ray_cluster.kill_node(lost)
+    with pytest.raises(RankDiedError, match=r"was lost with its node, which no longer answers \(node ") as raised:
+        results_of(launches["ended"])
+    check_cell("node lost", "ray", raised.value)
+    cancelled = launches["cancelled"]
+    eventually(lambda: cancelled._backend._attempts.restart == 1, "the second start, which waits")
+    cancelled.cancel()
+    with pytest.raises(LaunchCancelledError):
+        cancelled.results()
+    joined = ray_cluster.add_node()
+    assert results_of(launches["restarted"]) == (1, 1, 1)
+    ray_cluster.remove_node(joined)
+    for folder in made.values():
+        assert_no_survivors(folder, 3)
+
+
+def test_a_killed_actor_is_a_lost_node(ray, folders, caplog):
+    """Its guard ends the ranks, and a new actor starts the next attempt; or the launch raises and logs Ray's reason."""
+    restarted, ended = folders("restarted"), folders("ended")
+    restarting = on_ray(wait_in_first_start, max_restarts=1).submit(restarted)
+    ending = on_ray(scenarios.leave_daemon).submit(ended)
+    pids = pids_of(ended)
+    wait_for_reports(restarted, "begun", 2)
+    for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
+        actor.kill()
+    with pytest.raises(RankDiedError, match="was lost with its node, which no longer answers"):
+        results_of(ending)
+    assert " of a launch is lost: its actor died: " in caplog.text
+    assert results_of(restarting) == (1, 1)
+    wait_for_reports(restarted, "cleaned", 2)
+    assert_no_survivors(restarted, 2)
+    assert_gone(pids)

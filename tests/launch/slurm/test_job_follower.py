@@ -1,0 +1,81 @@
+"""Launches that Slurm ends or refuses, without a cluster: scripts replace the Slurm commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, Platform, PlatformError, RankDiedError, wrapper
+from tests.contract.table import check_cell
+from tests.helpers.waiting import PATIENCE_S
+
+STATES = [
+    ("TIMEOUT", LaunchTimeoutError, "len reached the time limit of Slurm job 1, 01:00:00"),
+    ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, ram=2 GB per node"),
+    ("NODE_FAIL", RankDiedError, "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node0)"),
+    ("PREEMPTED", LaunchError, "was preempted, and the cluster does not requeue Slurm job 1"),
+    ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
+    ("FAILED", LaunchError, "Slurm job 1, which ran len, ended as FAILED (NonZeroExitCode)"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    """The launch folder. No launch leaves files in it."""
+    folder = tmp_path / "launches"
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(folder))
+    yield
+    assert not folder.is_dir() or not list(folder.iterdir())
+
+
+def refusal_of(name):
+    with pytest.raises(LaunchError) as raised:
+        wrapper(Platform(device=name, verbose=False, ram=2))(len).submit("")
+    return raised.value
+
+
+@pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
+def test_each_final_state_has_its_error(state, kind, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("parawrap.launch.slurm._job_follower._POLL_S", 0.1)
+    shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
+    answer = f"case $* in *hostnames*) echo node0 node1;; *) echo '{shown}';; esac"
+    programs = {"sbatch": "echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
+    for name, line in programs.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(kind) as raised:
+        wrapper(Platform(device="slurm", verbose=False, ram=2))(len).submit("").results(PATIENCE_S)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "Ray")])
+def test_a_missing_package_is_named(name, package, monkeypatch):
+    """LaunchError contains the command that installs the package, and no launch starts."""
+    for module in [each for each in sys.modules if each.partition(".")[0] == package.lower()]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package.lower(), None)
+    error = refusal_of(name)
+    check_cell("no extra", name, error)
+    assert error.message == f"launcher={name!r} needs {package}: pip install 'parawrap-torch[{name}]'"
+
+
+def test_places_without_slurm(tmp_path, monkeypatch):
+    """LaunchError names a missing command, and a folder that cannot be written, with the variable that selects it."""
+    pytest.importorskip("submitit")
+    with pytest.raises(PlatformError, match=r"ram='16G': give a number of GB above 0"):
+        Platform(device="slurm", ram="16G")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    error = refusal_of("slurm")
+    check_cell("no cluster", "slurm", error)
+    assert error.message.startswith("sbatch is not installed here: ")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
+    (tmp_path / "sbatch").touch(0o755)
+    error = refusal_of("slurm")
+    check_cell("launch folder", "slurm", error)
+    assert error.message.startswith(f"{tmp_path}/file cannot be written to")
+    assert "PARAWRAP_LAUNCH_DIR" in error.message
