@@ -17,6 +17,7 @@ from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, Parameters
+from tests.helpers.ids import short_repr
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, forward, planned, uncut
 
@@ -175,7 +176,7 @@ FIXED = [
 ]
 
 
-@pytest.mark.parametrize("value", FIXED, ids=repr)
+@pytest.mark.parametrize("value", FIXED, ids=short_repr)
 def test_values_without_state_go_whole(value):
     wrapped = {"alone": value, "short": [(value, [value])], "b": {"c": value}, "record": Batch(value, (value, value))}
     for shard in cut(cutter(), torch.zeros(3, 2), texts=wrapped):

@@ -11,6 +11,7 @@ import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards import JoinRules, as_tree, entries_of
+from tests.helpers.ids import short_repr
 from tests.helpers.shards import joined, refusal
 
 numpy = pytest.importorskip("numpy")
@@ -208,7 +209,7 @@ def test_an_unknown_join_is_refused():
         ({"join": "list"}, False, False),
         ({"as_torch": True}, False, True),
     ],
-    ids=str,
+    ids=short_repr,
 )
 def test_what_the_options_imply(options, needs_proof, keep_single):
     """Shards need different sizes only for undeclared outputs. Single outputs stay unless they become lists or vectors."""

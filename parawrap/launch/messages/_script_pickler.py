@@ -60,7 +60,7 @@ class ScriptPickler(ValuePickler):
 
     Attributes:
         required: The globals of ``__main__`` that the reader needs to load the pickle.
-        used: The globals of ``__main__`` that the pickled functions read.
+        used: The globals that the pickled functions read. Some may not exist yet, or are names of Python.
         assigned: Those that they only assign or delete.
         objects: The pickled objects with a state, such as tensors and modules.
         sources: The lines of files that do not exist, such as cells of a notebook.
@@ -123,7 +123,7 @@ class ScriptPickler(ValuePickler):
         state = reduced[2][1]
         names, state["__globals__"] = state["__globals__"], {}
         read = globals_used_by(function.__code__)
-        self.used |= dict.fromkeys(name for name in names if name in read)
+        self.used |= dict.fromkeys(sorted(read))
         self.assigned |= dict.fromkeys(name for name in names if name not in read)
 
 

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = ["Reservation", "joined"]
 _LOOK_S = 0.2
 _ANSWER_S = 5.0
 _GB = 1 << 30
+_JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
 def joined(platform: Platform) -> Any:
@@ -38,8 +40,9 @@ def joined(platform: Platform) -> Any:
     except ImportError as error:
         msg = "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]'"
         raise LaunchError(msg) from error
-    if not ray.is_initialized():
-        _join(ray, platform)
+    with _JOINING:
+        if not ray.is_initialized():
+            _join(ray, platform)
     if ray.util.client.ray.is_connected():
         msg = (
             "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot reach it: run the script on "

@@ -25,6 +25,7 @@ from torch import nn
 
 from parawrap import ResumeError, parallel
 from parawrap.engine._output_folder import OutputFolder
+from tests.helpers.ids import short_repr
 from tests.helpers.processes import is_gone, pids_in, run_script, running_script, scripts, write_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -190,7 +191,7 @@ def test_another_target_is_refused(tmp_path, first, second, says):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"ordered": False}, {"chunksize": 2}, {"with_inputs": True}, {"prepare": lambda x: x}], ids=str
+    "options", [{}, {"ordered": False}, {"chunksize": 2}, {"with_inputs": True}, {"prepare": lambda x: x}], ids=short_repr
 )
 def test_a_key_is_compared(tmp_path, options):
     """It replaces the batch, and gets it as the source gave it, once per batch and run."""

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.processes import run_script
 
 HEAD = """
-import argparse, copy, dataclasses, enum, functools, json, math, sys, threading, time, traceback, types, typing
+import argparse, copy, dataclasses, enum, functools, json, math, pathlib, sys, threading, time, traceback, types, typing
 import torch, torch.distributed as dist
 from parawrap import Platform, UnsendableError, current_rank, wrapper
 
@@ -311,12 +311,51 @@ with platform.open() as ranks:
         refuses(ranks, call, texts=[text, "del both"])
     del both
     same(ranks(read), (1, 1))
+    both = 3
+    refuses(ranks, read, texts=["'both'"])
     same([ranks(assign_mine), ranks(assign_mine), mine], [(6, 6), (7, 7), 5])
     mine = 50
     refuses(ranks, assign_mine, texts=["'mine'"])
     ranks.submit(assign_late)
     late_global = 2
     refuses(lambda: ranks.submit(lambda: late_global).results(), texts=["'late_global'"])
+""",
+    # A function may use a global that is defined after the ranks received the function.
+    "defined later": """
+def use(is_defined):
+    return later if is_defined else 0
+
+with platform.open() as ranks:
+    same(ranks(use, False), (0, 0))
+    same(type(error_of(ranks, use, True)), NameError)
+    later = 5
+    same(ranks(use, True), (5, 5))
+""",
+    # A queued call lacks the globals that an earlier call could not load.
+    "queued": """
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
+
+cursed, go = Cursed(), pathlib.Path("go").absolute()
+
+def hold():
+    while not go.exists():
+        time.sleep(0.01)
+
+def use():
+    return cursed
+
+with platform.open() as ranks:
+    ranks.submit(hold)
+    first, second = ranks.submit(use), ranks.submit(use)
+    go.touch()
+    same(type(error_of(first.results)), ValueError)
+    error = error_of(second.results)
+    same(type(error), NameError)
+    assert "could not load the globals of an earlier call: ValueError" in error.__notes__[0], error.__notes__
+    cursed = 5
+    same(ranks(use), (5, 5))
 """,
     # A global that cannot be pickled is named if the call uses it. One that cannot be unpickled is sent again.
     "unsendable": """
