@@ -123,17 +123,19 @@ def test_callback_waits_for_no_thread(gate, what):
             failed.append(error)
 
     def callback(_):
+        if not first.acquire(blocking=False):
+            return
         other.start()
         eventually(lambda: is_waiting(other) or not other.is_alive(), "a thread that waits for the lane")
         getattr(p, what)()
         called.set()
 
-    other = threading.Thread(target=change)
+    other, first = threading.Thread(target=change), threading.Lock()
     with processes(model) as p, gate:
-        futures = [p.submit(batch) for batch in numbers(1, 3, 5, 7)]
-        futures[0].add_done_callback(callback)
+        for batch in numbers(1, 3, 5, 7):
+            p.submit(batch).add_done_callback(callback)
         gate.wait_for(2)
-        gate.open(2)
+        gate.open(1)
         assert called.wait(PATIENCE_S)
         gate.open(100)
         other.join(PATIENCE_S)
