@@ -161,7 +161,8 @@ def become(request):
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     path = Path(request["path"])
     sys.argv[:] = [str(path), *request["args"]]
-    sys.path[0] = str(path.parent)
+    added = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(path.parent), *(each for each in added if each and each not in sys.path)]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     main.__file__ = str(path)
     main.__builtins__ = __builtins__
