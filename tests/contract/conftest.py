@@ -15,6 +15,7 @@ import torch
 from tests.contract import scenarios
 from tests.contract.launchers import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
 from tests.helpers.launches import wait_for_reports
+from tests.helpers.waiting import eventually
 
 _PARAMS = [
     "inline",
@@ -139,6 +140,7 @@ class Observed:
         def cancel(launch):
             wait_for_reports(folder, "begun", 2)
             if hasattr(launch, "stacks"):
+                eventually(lambda: launch.state == "running", "the state of the launch")  # Slurm reports it later
                 stacks.update(launch.stacks(), running=(launch.state, launch.done()))
             launch.cancel()
 
