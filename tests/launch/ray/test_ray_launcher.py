@@ -90,25 +90,29 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_end_of_the_driver_ends_launches(ray, folders):
-    """`ray.shutdown()` and SIGKILL end ranks and processes that left their groups. Pending launches raise."""
-    killed, running = folders("killed"), folders("running")
+    """SIGKILL of the launching process ends ranks, and processes that left their groups."""
+    killed = folders("killed")
     with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, killed], cwd=ROOT) as driver:
-        launch = on_ray(scenarios.leave_daemon, n_cpus=1, max_restarts=2).submit(running)
-        pids = pids_of(running) + pids_of(killed)
-        pending, cancelled = (on_ray(scenarios.leave_daemon, n_cpus=4).submit(running) for _ in range(2))
-        eventually(lambda: has_group(ray, pending) and has_group(ray, cancelled), "the requests")
-        assert (pending.state, cancelled.state) == ("pending", "pending")
-        cancelled.cancel()
-        assert cancelled.state == "cancelled"
-        assert not has_group(ray, cancelled)
-        ray.shutdown()
-        with pytest.raises(RankDiedError, match="was lost with its node"):
-            results_of(launch)
-        with pytest.raises(LaunchError, match=r"ray\.shutdown\(\) was called before the nodes of the launch were ready"):
-            results_of(pending)
-        assert not ray.is_initialized()
+        pids = pids_of(killed)
     assert driver.returncode == -signal.SIGKILL
     wait_for_reports(killed, "cleaned", 2)
+    assert_gone(pids)
+
+
+def test_cancel_releases_the_resources(ray, folders):
+    """A launch that waits for resources is pending. `cancel` withdraws its request, or ends its ranks."""
+    running = folders("running")
+    launch = on_ray(scenarios.leave_daemon, n_cpus=1).submit(running)
+    pids = pids_of(running)
+    pending = on_ray(scenarios.leave_daemon, n_cpus=4).submit(running)
+    eventually(lambda: has_group(ray, pending), "the request")
+    assert pending.state == "pending"
+    for each in pending, launch:
+        each.cancel()
+        assert each.state == "cancelled"
+        assert not has_group(ray, each)
+        with pytest.raises(LaunchCancelledError):
+            results_of(each)
     assert_gone(pids)
 
 
