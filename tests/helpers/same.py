@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 def assert_same(one, other):
     """Assert that two outputs have equal types, structure, and values, up to rounding."""
     assert type(one) is type(other)
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):
         assert list(one) == list(other)
         for key in one:
             assert_same(one[key], other[key])

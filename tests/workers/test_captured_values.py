@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.helpers.pools import assert_same, outputs_of, processes
+from tests.helpers.pools import outputs_of, processes
+from tests.helpers.same import assert_same
 
 
 def scaled_by(namespace):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import SessionError, UnsendableError
-from tests.helpers.pools import assert_same, outputs_of, over, processes
+from tests.helpers.pools import outputs_of, over, processes
+from tests.helpers.same import assert_same
 
 
 class Configured(nn.Module):

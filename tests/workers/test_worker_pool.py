@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from parawrap import SessionError, UnsendableError
-from tests.helpers.pools import assert_same
+from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -11,7 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import SessionError, ShardError, parallel
-from tests.helpers.pools import CPUS, assert_same, processes
+from tests.helpers.pools import CPUS, processes
+from tests.helpers.same import assert_same
 
 
 class Several(nn.Module):

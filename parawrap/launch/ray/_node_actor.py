@@ -25,7 +25,7 @@ CONCURRENCY = {"events": 1, "acknowledgements": 1}
 _PIECE = 2 << 20
 _UNREAD_PIECES = 4  # so at most 8 MiB of a node wait in the object store
 _MUCH = 1 << 16  # if so many bytes arrive at once, more will follow soon, and one object for all of them is cheaper
-_PATIENCE_S = 0.002
+_SOON_S = 0.002
 
 # The guard's interpreter. It reports a failed import as a message of `_node_messages`. Garbage collection is off during the
 # imports, because it would take a sixth of the time to import torch. The guard turns it on.
@@ -86,7 +86,7 @@ class NodeActor:
     def _is_readable_soon(self) -> bool:
         poll = select.poll()  # select() is limited to descriptors below 1024
         poll.register(self._line, select.POLLIN)
-        return bool(poll.poll(1000 * _PATIENCE_S))
+        return bool(poll.poll(1000 * _SOON_S))
 
     def acknowledge(self) -> None:
         """Note that the launching process has read a piece of `events`."""
