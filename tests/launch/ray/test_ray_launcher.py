@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -97,6 +98,13 @@ def test_the_end_of_the_driver_ends_launches(ray, folders):
     assert driver.returncode == -signal.SIGKILL
     wait_for_reports(killed, "cleaned", 2)
     assert_gone(pids)
+
+
+def test_first_launches_join_once(ray):
+    """Two threads launch before this process has joined the cluster."""
+    with ThreadPoolExecutor(2) as pool:
+        launched = [pool.submit(on_ray(os.getpid)) for _ in range(2)]
+        assert [len(set(each.result())) for each in launched] == [2, 2]
 
 
 def test_cancel_releases_the_resources(ray, folders):
