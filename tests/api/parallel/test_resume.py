@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import gc
 import json
 import os
 import random
@@ -24,8 +22,6 @@ import torch
 from torch import nn
 
 from parawrap import ResumeError, parallel
-from parawrap.engine._output_folder import OutputFolder
-from tests.helpers.ids import short_repr
 from tests.helpers.processes import is_gone, pids_in, run_script, running_script, scripts, write_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -62,16 +58,14 @@ def run(folder, source, target=None, **options):
 # -- runs
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_second_run_computes_nothing(tmp_path, ordered):
+def test_a_second_run_computes_nothing(tmp_path):
     """A longer source adds its new batches."""
     for count in (5, 5, 7):
-        assert sorted(run(tmp_path / "out", batches(count), ordered=ordered)) == [2 * index for index in range(count)]
+        assert sorted(run(tmp_path / "out", batches(count), ordered=False)) == [2 * index for index in range(count)]
     assert computed == dict.fromkeys(map(float, range(7)), 1)
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
-    """The outputs that the loop has read are not computed again, and the loop sees all outputs in order."""
     with torch.no_grad(), parallel(Counting(), TWO) as p:
         stream = p.map(batches(9), resume=str(tmp_path), buffersize=1)
         assert [next(stream)[0].item() for _ in range(4)] == [0, 2, 4, 6]
@@ -81,7 +75,6 @@ def test_an_interrupted_run_goes_on(tmp_path):
 
 
 def test_a_failed_batch_runs_again(tmp_path):
-    """Exceptions are not saved, also with `return_exceptions`."""
     failed = []
 
     def once(x):
@@ -104,14 +97,8 @@ class Boxes:
     names: list[str]
 
 
-class Marked(list):
-    """A list with an attribute."""
-
-    mark = None
-
-
 def test_outputs_of_any_kind_come_back(tmp_path):
-    """With attributes. A part of a large tensor is saved alone, although torch.save would write the whole storage."""
+    """A part of a large tensor is saved alone, although torch.save would write the whole storage."""
     outputs = [
         {"logits": torch.randn(2, 3), "names": ["a", "b"], "count": 2, "none": None},
         (torch.randn(2, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
@@ -119,35 +106,21 @@ def test_outputs_of_any_kind_come_back(tmp_path):
         [np.arange(3), "text", 1.5],
         torch.randn(4, 4).to_sparse(),
         torch.randn(100_000)[:2],
-        Marked([torch.ones(1)]),
     ]
-    outputs[-1].mark = outputs[-1][0].mark = "a"
+    outputs[2].corners.mark = "a"
     for _ in range(2):
         with torch.no_grad(), parallel(lambda x: outputs[int(x[0])], TWO) as p:
             found = list(p.map(batches(len(outputs)), resume=tmp_path))
         assert [(type(each), repr(each)) for each in found] == [(type(each), repr(each)) for each in outputs]
-        assert (found[-1].mark, found[-1][0].mark) == ("a", "a")
+        assert found[2].corners.mark == "a"
     assert p.stats().calls == 0
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 30_000
 
 
-class Picture:
-    """An object that keeps its values where `vars` does not show them."""
-
-    __slots__ = ("pixels",)
-
-    def __init__(self, pixels):
-        self.pixels = pixels
-
-
 @pytest.mark.parametrize(
     ("wrap", "says"),
-    [
-        (lambda y: y, r"torch\.no_grad"),
-        (Picture, "batch 0 cannot be saved: it has a gradient"),
-        (lambda y: threading.Lock(), "output of batch 0 .*lock"),
-    ],
-    ids=["gradient", "inside an object", "lock"],
+    [(lambda y: y, r"torch\.no_grad"), (lambda y: threading.Lock(), "output of batch 0 .*lock")],
+    ids=["gradient", "lock"],
 )
 def test_outputs_that_cannot_be_saved(tmp_path, wrap, says):
     """A loaded output has no graph, so the loop would see another value than without `resume`."""
@@ -160,7 +133,7 @@ def test_outputs_that_cannot_be_saved(tmp_path, wrap, says):
 
 
 def test_a_source_that_changed(tmp_path):
-    """The error names the first batch that differs; the outputs before it come out. Outputs are never dropped silently."""
+    """The error names the first batch that differs; the outputs before it come out."""
     run(tmp_path, batches(5))
     first, *others = batches(5)
     for changed in (torch.full((2, 1), 7.0), torch.ones(3, 1), torch.ones(2, 1).double(), (torch.ones(2, 1),)):
@@ -180,9 +153,8 @@ def test_a_source_that_changed(tmp_path):
     [
         (Counting(), nn.Linear(1, 1), r"outputs of .*\.Counting\.forward, not of torch\..*\.Linear\.forward"),
         (partial(torch.mul, torch.ones(1)), partial(torch.add, torch.ones(1)), "outputs of partial of .*mul, not of"),
-        (partial(torch.mul, torch.ones(1)), torch.neg, "outputs of partial of .*mul, not of"),
     ],
-    ids=["module", "partial", "function"],
+    ids=["module", "partial"],
 )
 def test_another_target_is_refused(tmp_path, first, second, says):
     run(tmp_path, batches(1), first)
@@ -190,9 +162,7 @@ def test_another_target_is_refused(tmp_path, first, second, says):
         run(tmp_path, batches(1), second)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"ordered": False}, {"chunksize": 2}, {"with_inputs": True}, {"prepare": lambda x: x}], ids=short_repr
-)
+@pytest.mark.parametrize("options", [{}, {"ordered": False, "chunksize": 2, "prepare": lambda x: x}], ids=["", "options"])
 def test_a_key_is_compared(tmp_path, options):
     """It replaces the batch, and gets it as the source gave it, once per batch and run."""
     seen = []
@@ -201,15 +171,10 @@ def test_a_key_is_compared(tmp_path, options):
         seen.append(batch[0])
         return batch[0]
 
-    class Reader(nn.Module):
-        def forward(self, name, x):
-            return x
-
-    with torch.no_grad(), parallel(Reader(), TWO) as p:
+    with torch.no_grad(), parallel(lambda name, x: x, TWO) as p:
         for shift in range(2):
             source = [(f"file {number}", torch.full((1,), float(number + shift))) for number in range(4)]
-            found = list(p.method("forward").map(source, resume=tmp_path, key=key, **options))
-            found = [pair[1] for pair in found] if "with_inputs" in options else found
+            found = p.map(source, resume=tmp_path, key=key, **options)
             assert sorted(output.item() for output in found) == [0, 1, 2, 3]
         source[2] = ("file 9", source[2][1])
         with pytest.raises(ResumeError, match="batch 2 is not the batch that"):
@@ -221,12 +186,9 @@ def test_a_key_is_compared(tmp_path, options):
 
 
 def test_other_files_are_kept(tmp_path, monkeypatch):
-    """A folder of other files is refused; notes in a folder of outputs are ignored. ~ is the home folder."""
+    """~ is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     run("~/outputs", batches(1))
-    (tmp_path / "outputs" / "my.output").write_text("mine")
-    assert run("~/outputs", batches(1)) == [0]
-    assert (tmp_path / "outputs" / "my.output").read_text() == "mine"
     (file := tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ResumeError, match="holds other files, such as"):
         run(tmp_path, batches(2))
@@ -235,17 +197,6 @@ def test_other_files_are_kept(tmp_path, monkeypatch):
             run(path, batches(2))
     assert file.read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
-    """Missing permissions and file systems without locks are no running stream."""
-    failures = {"No locks": (fcntl, "flock", errno.ENOLCK), "Permission denied": (os, "scandir", errno.EACCES)}
-    for says, (module, name, number) in failures.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, Mock(side_effect=OSError(number, os.strerror(number))))
-            with pytest.raises(ResumeError, match=rf"cannot be used: .*{says}"):
-                run(tmp_path / says, batches(2))
-    assert run(tmp_path / "No locks", batches(2)) == [0, 2]
 
 
 def test_manifests_that_are_refused(tmp_path):
@@ -281,38 +232,20 @@ with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_share_no_folder(tmp_path):
-    """The error names the process. Copying the folder, which closes its files, keeps the lock; the copy is free."""
+    """Neither a copy of the folder nor a stream that a forked child closes ends the lock."""
     with torch.no_grad(), parallel(torch.neg, TWO) as p:
         stream = p.map([torch.ones(1)] * 3, resume=tmp_path / "out")
         next(stream)
         shutil.copytree(tmp_path / "out", tmp_path / "copy")
+        if (child := os.fork()) == 0:
+            stream.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         assert f"in use by process {os.getpid()} on " in run_script(tmp_path, ASK, tmp_path / "out")
         assert len(list(p.map([torch.ones(1)] * 3, resume=tmp_path / "copy"))) == 3
         assert len(list(stream)) == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_cannot_share_a_folder(tmp_path):
-    """Closing the child's copy of the parent's stream does not unlock the folder."""
-    stale, folder = OutputFolder(tmp_path, "target"), OutputFolder(tmp_path, "target")
-    with stale:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                for _ in range(2):
-                    with pytest.raises(ResumeError, match=f"in use by process {os.getppid()} on "):
-                        folder.__enter__()
-                    stale.__exit__(None, None, None)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        with pytest.raises(ResumeError, match="in use by another stream"):
-            folder.__enter__()
-    with folder:
-        pass
 
 
 OPEN_STREAM = """
@@ -338,21 +271,6 @@ def test_a_killed_run_keeps_no_lock(tmp_path):
             assert not is_gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_a_stream_that_is_collected(tmp_path, monkeypatch):
-    """The garbage collector may close an abandoned stream while another one takes its lock."""
-
-    class Reader:
-        def __init__(self, stream):
-            self.stream, self.me = stream, self
-            next(stream)
-
-    lock = OutputFolder._lock
-    with torch.no_grad(), parallel(torch.neg, TWO) as p:
-        Reader(p.map(batches(2), resume=tmp_path / "abandoned"))
-        monkeypatch.setattr(OutputFolder, "_lock", lambda folder: (gc.collect(), lock(folder))[1])
-        assert len(list(p.map(batches(2), resume=tmp_path / "other"))) == 2
 
 
 # -- damage
@@ -423,9 +341,7 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kills", "count"), [(3, 200), pytest.param(50, 5_000, marks=pytest.mark.long)])
-def test_a_run_that_is_killed_at_random(tmp_path, kills, count):
+def test_a_run_that_is_killed_at_random(tmp_path):
     """No saved output is lost or computed again. The last run yields every output once."""
     path, folder, log = write_script(tmp_path, KILLED), tmp_path / "out", tmp_path / "log"
     committed: dict[int, int] = {}  # how often the batch of each saved output was computed
@@ -439,7 +355,8 @@ def test_a_run_that_is_killed_at_random(tmp_path, kills, count):
         assert committed.keys() <= saved()
         committed.update({number: runs[number] for number in saved()})
 
-    for enough in sorted(random.Random(5).sample(range(1, count), kills)):
+    count = 200
+    for enough in sorted(random.Random(5).sample(range(1, count), 3)):
         with closing(scripts.start(path, [folder, log, count], tmp_path, streams=1)) as script:
             eventually(lambda: len(saved()) >= enough, f"{enough} outputs")  # noqa: B023
             script.kill()
