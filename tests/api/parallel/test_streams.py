@@ -50,14 +50,11 @@ def test_map_spreads_tuples_and_dicts(batch):
     [
         (torch.zeros(6, 2), {}, r"p.map\(x.split\(32\)\)"),
         ({"x": torch.zeros(6, 2)}, {}, r"p.map\(\[batch\]\)"),
-        (nn.Linear(2, 1).state_dict(), {}, r"p.map\(\[batch\]\)"),
-        ("text", {}, r"p.map\(\[batch\]\)"),
         ([], {"buffersize": 0}, "buffersize=0"),
         ([], {"chunksize": 0}, "chunksize=0"),
         ([], {"buffersize": 2, "chunksize": 3}, "buffersize=2 has no room for chunksize=3"),
         ([], {"prepare": "tuple"}, "prepare='tuple' is not callable"),
         ([], {"key": len}, "key= is given without resume="),
-        ([], {"key": "name", "resume": "folder"}, "key='name' is not callable"),
     ],
 )
 def test_what_map_refuses(source, options, says):
@@ -67,7 +64,7 @@ def test_what_map_refuses(source, options, says):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("buffersize", [None, 1, 5])
+@pytest.mark.parametrize("buffersize", [None, 1])
 def test_batches_in_flight(buffersize, ordered):
     """At most `buffersize`, by default two per lane. None is taken before the first `next`. Outputs are in order."""
     taken, most, outputs = 0, 0, []
@@ -101,8 +98,7 @@ def test_batches_run_whole_in_all_lanes():
     assert_close(model.weight.grad, sum(batches(6, rows=5)).sum()[None, None])
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_the_source_is_read_ahead(ordered):
+def test_the_source_is_read_ahead():
     """Here, a batch ends only when the next one was read."""
     read = [threading.Event() for _ in range(6)]
 
@@ -117,32 +113,27 @@ def test_the_source_is_read_ahead(ordered):
             yield batch
 
     with parallel(target, TWO) as p:
-        assert sorted(first_values(p.map(source(), ordered=ordered, buffersize=2))) == list(range(6))
+        assert first_values(p.map(source(), buffersize=2)) == list(range(6))
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_outputs_behind_a_slow_batch(ordered):
+def test_outputs_behind_a_slow_batch():
     """With ordered=False, each output comes as soon as it is computed."""
     release, seen = threading.Event(), []
 
     def target(x):
         if x[0].item() == 0:
             release.wait(PATIENCE_S)
-        elif ordered:
-            release.set()
         return x
 
     with parallel(target, TWO) as p:
-        for output in p.map(batches(8), ordered=ordered):
+        for output in p.map(batches(8), ordered=False):
             seen.append(output[0].item())
             if len(seen) == 7:
                 release.set()
-    assert seen == [*range(8)] if ordered else seen[-1] == 0
-    assert sorted(seen) == [*range(8)]
+    assert (seen[-1], sorted(seen)) == (0, [*range(8)])
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_closing_drops_batches(ordered):
+def test_closing_drops_batches():
     """Batches that no lane has started never start. A stream that is read after its block raises."""
     ran, release = [], threading.Event()
 
@@ -153,7 +144,7 @@ def test_closing_drops_batches(ordered):
         return x
 
     with parallel(target, TWO) as p:
-        stream = p.map(batches(30), ordered=ordered, buffersize=20)
+        stream = p.map(batches(30), buffersize=20)
         assert next(stream)[0].item() == 0
         stream.close()
         release.set()
@@ -164,62 +155,30 @@ def test_closing_drops_batches(ordered):
         list(late)
 
 
-class RefusedError(LookupError):
-    """An exception that a weak reference may point to."""
-
-
 @pytest.mark.parametrize("where", ["source", "model"])
-@pytest.mark.parametrize("buffersize", [1, 20])
-def test_an_error_comes_at_its_position(where, buffersize):
+def test_an_error_comes_at_its_position(where):
     """After the outputs of earlier batches, and the block stays usable. `return_exceptions` yields those of the model."""
 
     def source():
         yield from batches(3)
         if where == "source":
-            raise RefusedError
-        yield from batches(6)[3:]
+            raise LookupError
+        yield from batches(5)[3:]
 
     def target(x):
         if x[0] == 3:
-            raise RefusedError
+            raise LookupError
         return x
 
     outputs = []
     with parallel(target, THREE) as p:
-        with pytest.raises(RefusedError):
-            outputs.extend(p.map(source(), buffersize=buffersize))
+        with pytest.raises(LookupError):
+            outputs.extend(p.map(source()))
         assert first_values(outputs) == [0, 1, 2]
         if where == "model":
             pairs = list(p.map([*source(), {"y": 1}], return_exceptions=True, with_inputs=True))
-            assert [type(output) for _, output in pairs] == [torch.Tensor] * 3 + [RefusedError] + [torch.Tensor] * 2 + [
-                TypeError
-            ]
-            assert pairs[3][1].__notes__[-1] == "in batch 3 of the stream, counted from 0"
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["in the caller", "in a lane"])
-def test_yielded_errors_are_freed(inside):
-    """Neither the stream nor its frames refer to an exception that the user dropped."""
-    alive = []
-
-    def fail(x):
-        if len(x) == 2:
-            raise RefusedError
-        return x
-
-    def read(batch):
-        refs = [weakref.ref(error) for error in p.map(batches(4), return_exceptions=True)]
-        alive.extend(ref() for ref in refs if ref() is not None)
-        return batch
-
-    with torch.no_grad(), parallel(fail, TWO) as p:
-        gc.collect()
-        gc.disable()
-        try:
-            list(p.map(batches(1, rows=3), prepare=read)) if inside else read(None)
-        finally:
-            gc.enable()
-    assert alive == []
+            kinds = [type(output) for _, output in pairs]
+            assert kinds == [torch.Tensor] * 3 + [LookupError, torch.Tensor, TypeError]
 
 
 def test_batches_are_freed():
@@ -271,23 +230,17 @@ def test_each_method_has_its_streams():
         assert first_values([*p.map(batches(2)), p.submit(torch.zeros(2, 1)).result(PATIENCE_S)]) == [10, 11, 10]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [({}, "3/3"), ({"total": 9, "desc": "embed"}, "embed:"), ({"total": 9}, "3/9"), (None, "3batch")],
-    ids=["sized", "text", "total", "unknown"],
-)
-def test_progress(capfd, options, text):
+def test_progress(capfd):
     """A bar with the rows per second of lanes is drawn on stderr. Without `progress`, map prints nothing."""
     pytest.importorskip("tqdm")
-    source = iter(batches(3)) if options is None else batches(3)
     with parallel(lambda x: x, TWO) as p:
-        list(p.map(batches(6)))
-        assert capfd.readouterr() == ("", "")
-        list(p.map(source, progress=True, **(options or {})))
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert text in err
-    assert "rows/s" in err
+        for options, texts in (({}, ["3/3"]), ({"total": 9, "desc": "embed"}, ["embed:", "3/9"])):
+            list(p.map(batches(6)))
+            assert capfd.readouterr() == ("", "")
+            list(p.map(batches(3), progress=True, **options))
+            out, err = capfd.readouterr()
+            assert out == ""
+            assert all(text in err for text in [*texts, "rows/s"])
 
 
 # -- submit and stats
