@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from parawrap import parallel
 from parawrap.tree import flatten
@@ -70,34 +69,15 @@ class Held(nn.Module):
 
 
 class Structured(nn.Linear):
-    def __init__(self, kind):
-        super().__init__(4, 3)
-        self.kind = kind
-
     def forward(self, x):
         y = super().forward(x)
-        return {
-            "dict": {"y": y, "nested": {"x": [x, (y, None)]}, "name": "a", "range": range(3), "dtype": x.dtype},
-            "namedtuple": Pair(y, (x, "text")),
-            "dataclass": Output(y, [x, y], "a"),
-        }[self.kind]
+        return {"y": y, "nested": {"x": [x, (y, None)]}, "pair": Pair(y, (x, "text")), "output": Output(y, [x, y], "a")}
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant):
-        super().__init__()
-        self.one, self.two = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)
-        self.reentrant = reentrant
-
-    def forward(self, x):
-        return self.two(checkpoint(self.one, x, use_reentrant=self.reentrant))
-
-
-def old_norms():
-    """Layers whose forward pre-hooks compute the weight. Random vectors may give a norm near 0, hence 15 iterations."""
+def old_norm():
+    """A layer whose forward pre-hook computes the weight. Random vectors may give a norm near 0, hence 15 iterations."""
     with warnings.catch_warnings(action="ignore"):
-        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4), n_power_iterations=15), nn.Linear(4, 4))
-        nn.utils.weight_norm(model[1])
+        model = nn.utils.spectral_norm(nn.Linear(4, 4), n_power_iterations=15)
     model(torch.zeros(1, 4))
     return model.eval()
 
@@ -106,17 +86,14 @@ FLAT = {
     "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)),
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(inplace=True)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
-    "old norms": old_norms,
+    "old norm": old_norm,
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(),
     "held": Held,
-    "checkpoint": lambda: Checkpointed(reentrant=False),
-    "reentrant": lambda: Checkpointed(reentrant=True),
-    **{kind: lambda kind=kind: Structured(kind) for kind in ("dict", "namedtuple", "dataclass")},
+    "structured": lambda: Structured(4, 3),
 }
 SEQUENCES = {
     "lstm": lambda: First(nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True)),
     "attention": lambda: First(nn.MultiheadAttention(4, 2, batch_first=True)).eval(),
-    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(),
     "encoder in training": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
 }
 MODELS = {**FLAT, **SEQUENCES}
@@ -144,19 +121,13 @@ def assert_plain_outcome(model, x, lanes, *, grad):
         with parallel(model, ["cpu"] * lanes) as p:
             assert_same(outcome_of(model, x, grad=grad), plain)
     shards = p.stats().shards
-    if lanes == 1 or rows <= 2 or (rows, lanes) == (4, 2):
-        assert shards == ()
-    else:
-        assert sum(shards) == rows
-        assert len(shards) in (min(rows, lanes), min(rows, lanes) - 1)
-        assert len(set(shards)) > 1
+    assert sum(shards) == (0 if lanes == 1 or rows <= 2 or (rows, lanes) == (4, 2) else rows)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of reentrant checkpoints
 def test_models_of_every_kind(name):
     model = MODELS[name]().double()
-    for rows, lanes, grad in ((7, 3, True), (16, 4, True), (9, 2, False)):
+    for rows, lanes, grad in ((7, 3, True), (9, 2, False)):
         x = torch.randn((rows, 5, 4) if name in SEQUENCES else (rows, 4), dtype=torch.float64)
         assert_plain_outcome(model, x, lanes, grad=grad)
 
@@ -167,7 +138,7 @@ def test_any_number_of_rows_and_lanes(rows, lanes, grad):
     assert_plain_outcome(nn.Linear(4, 2).double(), torch.randn(rows, 4, dtype=torch.float64), lanes, grad=grad)
 
 
-@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("dim", [1, -1])
 def test_rows_may_lie_on_any_dim(dim):
     shape = [2, 3, 4]
     shape[dim] = 7
@@ -212,9 +183,6 @@ def test_calls_that_run_plainly(args):
     assert seen == [threading.get_ident()]
 
 
-# -- arguments that the target writes
-
-
 class AddsInPlace(nn.Module):
     """Adds a parameter to its input in place, as is common for position embeddings."""
 
@@ -231,33 +199,11 @@ def test_a_target_may_write_its_rows():
     """The caller's tensor changes as in a plain call, and gradients are the plain ones."""
     model, x = AddsInPlace(), torch.randn(7, 4)
     with parallel(model, THREE):
-        for calls in (1, 2):
-            written = x.clone()
-            y = model(written)
-            assert_close((written, y), (x + model.bias, 2 * (x + model.bias)))
-            y.sum().backward()
-            assert_close(model.bias.grad, torch.full((4,), 14.0 * calls))
-
-
-def test_rows_written_under_enable_grad():
-    """Torch once refused the write to a lane's rows inside no_grad."""
-    weight = nn.Parameter(torch.ones(4))
-
-    def target(x):
-        with torch.enable_grad():
-            x *= weight
-            return x.detach()
-
-    with torch.no_grad(), parallel(target, THREE) as p:
-        assert_close(p(torch.ones(9, 4)), torch.ones(9, 4))
-
-
-def test_writes_to_rows_with_a_graph():
-    """Lanes would race in the graph of the caller's tensor."""
-    model, x = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), torch.randn(7, 4, requires_grad=True)
-    with parallel(model, THREE), pytest.raises(RuntimeError, match="modified inplace") as caught:
-        model(x * 1.0)
-    assert any("in lane 0" in note for note in caught.value.__notes__)
+        written = x.clone()
+        y = model(written)
+        assert_close((written, y), (x + model.bias, 2 * (x + model.bias)))
+        y.sum().backward()
+        assert_close(model.bias.grad, torch.full((4,), 14.0))
 
 
 def test_one_tensor_in_two_arguments():

@@ -42,8 +42,6 @@ MAKERS = {
     "compiled": compiled,
     "compile()": self_compiled,
     "compiled inside": lambda: nn.Sequential(nn.Linear(4, 4), compiled()),
-    "scripted": lambda: torch.jit.script(nn.Linear(4, 3)),
-    "traced": lambda: torch.jit.trace(nn.Linear(4, 3), torch.zeros(2, 4)),
     "scripted inside": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))),
     "frozen": frozen,  # without a train mode and without parameters
 }
