@@ -8,9 +8,7 @@ import dataclasses
 import enum
 import functools
 import pathlib
-import random
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -81,9 +79,7 @@ def test_values_that_every_lane_gets(value):
 ITEMS = {
     "texts": lambda: list("abcdefghi"),
     "lists": lambda: [[index] * 2 for index in range(ROWS)],
-    "tuple": lambda: tuple(range(ROWS)),
     "deque": lambda: collections.deque(range(ROWS)),
-    "range": lambda: range(ROWS),
     "array": lambda: np.arange(ROWS),
 }
 """Sequences with one item per row."""
@@ -91,12 +87,8 @@ ITEMS = {
 OTHERS = {
     "short array": lambda: np.arange(3),
     "iterator": lambda: iter("abcdefghi"),
-    "generator": lambda: (index for index in range(ROWS)),
     "set": lambda: {1, 2},
-    "random": lambda: random.Random(1),
-    "lock": threading.Lock,
     "object": Mine,
-    "object in a list": lambda: [Mine(), 1],
     "object in a dict": lambda: {"a": {"b": Mine()}},
     "tensor in an object": lambda: Mine([{"layer": (torch.zeros(ROWS),)}]),
 }
@@ -201,28 +193,23 @@ def test_texts_without_tensors_warn():
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
-@pytest.mark.parametrize("rows", [2, 8])
-def test_packed_sequences_are_cut(rows, in_order):
+def test_packed_sequences_are_cut(in_order):
     """Outputs keep the order of rows, and gradients are the plain ones. `map` passes a packed batch as one argument."""
 
     class OnPacked(nn.LSTM):
         def forward(self, packed):
             return super().forward(packed)[0]
 
-    lengths = 1 + torch.arange(rows) * 3 % 5
-    lengths = lengths.sort(descending=True).values if in_order else lengths
-    packed = rnn.pack_padded_sequence(torch.randn(5, rows, 3), lengths, enforce_sorted=in_order)
+    lengths = torch.tensor([5, 4, 4, 3, 2, 1, 1] if in_order else [1, 4, 2, 5, 3, 1, 4])
+    packed = rnn.pack_padded_sequence(torch.randn(5, 7, 3), lengths, enforce_sorted=in_order)
     model = OnPacked(3, 4)
     plain = model(packed)
-    plain.data.square().sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
+    gradients = torch.autograd.grad(plain.data.square().sum(), [*model.parameters()])
     with parallel(model, ["cpu"] * 3) as p:
         output = model(packed)
         assert_same(output, plain)
-        output.data.square().sum().backward()
+        assert_close(torch.autograd.grad(output.data.square().sum(), [*model.parameters()]), gradients)
         assert_same(next(p.map([packed])), plain)
-    assert_close([parameter.grad for parameter in model.parameters()], gradients)
 
 
 # -- unit
@@ -236,7 +223,7 @@ def minus_the_mean_of_the_clip(frames):
 
 @pytest.mark.parametrize(
     ("clips", "options", "clips_per_lane"),
-    [(0, {}, ()), (1, {}, ()), (5, {}, (3, 2)), (7, {"out_dims": 0}, (4, 3)), (2, {"out_dims": 0}, (1, 1))],
+    [(0, {}, ()), (1, {}, ()), (5, {}, (3, 2)), (2, {"out_dims": 0}, (1, 1))],
 )
 def test_rows_of_a_unit_stay_together(clips, options, clips_per_lane):
     frames = torch.randn(4 * clips, 3)
