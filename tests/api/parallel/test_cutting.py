@@ -1,4 +1,4 @@
-"""How arguments are cut: which every lane gets whole, which are refused, and that each cure of an error works."""
+"""How arguments are cut: which every lane gets whole, which are refused, and the sizes of shards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import enum
 import functools
 import pathlib
 import re
+import types
+import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from torch.nn.utils import rnn
 from torch.testing import assert_close
 
 from parawrap import ShardError, parallel
+from parawrap.backends import backend_of
+from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -33,13 +37,6 @@ class Fields:
 
     x: object
     mask: object
-
-
-class Mine:
-    """An object of a user's class."""
-
-    def __init__(self, held=None):
-        self.held = held
 
 
 class Spy:
@@ -88,9 +85,8 @@ OTHERS = {
     "short array": lambda: np.arange(3),
     "iterator": lambda: iter("abcdefghi"),
     "set": lambda: {1, 2},
-    "object": Mine,
-    "object in a dict": lambda: {"a": {"b": Mine()}},
-    "tensor in an object": lambda: Mine([{"layer": (torch.zeros(ROWS),)}]),
+    "object in a dict": lambda: {"a": {"b": Spy()}},
+    "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": (torch.zeros(ROWS),)}]),
 }
 """Values that cannot be one item per row, and that may have a state."""
 
@@ -212,11 +208,10 @@ def test_packed_sequences_are_cut(in_order):
         assert_same(next(p.map([packed])), plain)
 
 
-# -- unit
+# -- the sizes of shards
 
 
 def minus_the_mean_of_the_clip(frames):
-    """Subtract from each frame the mean of the four frames of its clip."""
     clips = frames.reshape(-1, 4, 3)
     return (clips - clips.mean(1, keepdim=True)).reshape(-1, 3)
 
@@ -230,3 +225,37 @@ def test_rows_of_a_unit_stay_together(clips, options, clips_per_lane):
     with parallel(minus_the_mean_of_the_clip, TWO, unit=4, **options) as p:
         assert_close(p(frames), minus_the_mean_of_the_clip(frames))
         assert p.stats().shards == tuple(4 * count for count in clips_per_lane)
+
+
+@pytest.mark.parametrize("options", [{"out_dims": 0}, {"join": "list"}, {"out_dims": "ragged"}], ids=str)
+def test_declared_outputs_are_balanced(options):
+    with warnings.catch_warnings(action="error"), parallel(lambda x: (x, x + 1), ["cpu"] * 4, **options) as p:
+        p(torch.zeros(8, 3))
+        assert p.stats().shards == (2, 2, 2, 2)
+        p(torch.zeros(2, 3))
+        assert p.stats().shards == (1, 1)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(8, (4, 4)), (5, (3, 2)), (2, (1, 1))])
+def test_equal_shards_if_sizes_compile(rows, sizes, monkeypatch):
+    """If each shard size costs a compilation, all shards but the last are equal, and outputs have their rows on `dim`."""
+    monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
+    model, x = nn.Linear(3, 2), torch.randn(rows, 3)
+    with parallel(model, TWO) as p:
+        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
+        assert p.stats().shards == sizes
+
+
+def test_unbalanced_shards_warn_once():
+    """A shard may be an eighth larger than a balanced one. Whole calls do not warn."""
+
+    def use():
+        with parallel(torch.tanh, TWO) as p:
+            p(torch.zeros(16, 3))
+            p.submit(torch.zeros(8, 3)).result(PATIENCE_S)
+            for _ in range(3):
+                p(torch.zeros(8, 3))
+
+    (message,) = warnings_of(use)
+    assert message.startswith("a call of 8 rows on 2 lanes has a shard of 5 rows")
+    assert "With out_dims=0, the largest shard has 4 of them" in message
