@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from parawrap import parallel
 from parawrap.tree import flatten
@@ -27,11 +29,8 @@ THREE = ["cpu"] * 3
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: list[torch.Tensor]
-    name: str
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 class First(nn.Module):
@@ -46,32 +45,29 @@ class First(nn.Module):
 
 
 class Held(nn.Module):
-    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and tensors that are no buffers."""
+    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and a tensor that is no buffer."""
 
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
         self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4)
         self.decode.weight = self.encode.weight
-        self.layers = nn.ModuleDict({"again": self.encode})
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(3)])
-        self.table = nn.ParameterDict({"a": nn.Parameter(torch.randn(4))})
         self.several = {"a": [torch.randn(4), 3]}
         self.register_buffer("hidden", torch.randn(4), persistent=False)
-        self.register_buffer("none", None)
 
     def forward(self, x):
         with self.lock:
-            x = self.layers["again"](self.decode(torch.tanh(self.encode(x))))
+            x = self.decode(torch.tanh(self.encode(x)))
         for weight in self.weights:
             x = x * weight
-        return x * self.several["a"][0] * self.several["a"][1] + self.table["a"] * self.hidden
+        return x * self.several["a"][0] * self.several["a"][1] + self.hidden
 
 
 class Structured(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
-        return {"y": y, "nested": {"x": [x, (y, None)]}, "pair": Pair(y, (x, "text")), "output": Output(y, [x, y], "a")}
+        return {"y": y, "nested": {"x": [x, (y, None)]}, "pair": Pair(y, (x, "text"))}
 
 
 def old_norm():
@@ -83,7 +79,7 @@ def old_norm():
 
 
 FLAT = {
-    "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)),
+    "mlp": mlp,
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(inplace=True)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
     "old norm": old_norm,
@@ -183,32 +179,141 @@ def test_calls_that_run_plainly(args):
     assert seen == [threading.get_ident()]
 
 
-class AddsInPlace(nn.Module):
-    """Adds a parameter to its input in place, as is common for position embeddings."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x):
-        x += self.bias
-        return x * 2
-
-
 def test_a_target_may_write_its_rows():
     """The caller's tensor changes as in a plain call, and gradients are the plain ones."""
-    model, x = AddsInPlace(), torch.randn(7, 4)
-    with parallel(model, THREE):
-        written = x.clone()
-        y = model(written)
-        assert_close((written, y), (x + model.bias, 2 * (x + model.bias)))
+    bias, x = nn.Parameter(torch.randn(4)), torch.randn(7, 4)
+
+    def add_in_place(x):
+        x += bias
+        return x * 2
+
+    with parallel(add_in_place, THREE) as p:
+        y = p(written := x.clone())
+        assert_close((written, y), (x + bias, 2 * (x + bias)))
         y.sum().backward()
-        assert_close(model.bias.grad, torch.full((4,), 14.0))
+        assert_close(bias.grad, torch.full((4,), 14.0))
 
 
-def test_one_tensor_in_two_arguments():
-    """In each lane it is one object, so a target that compares its arguments by identity has the plain output."""
-    x = torch.ones(9, 2)
-    with parallel(lambda x, memory: x * 2 if memory is x else x * 3, THREE) as p:
-        assert_close(p(x, x), x * 2)
-        assert_close(p(x, x.clone()), x * 3)
+# -- gradients
+
+
+def penalty(model, x):
+    """Run backward through a gradient: double backward."""
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (grad.norm(dim=1) - 1).square().mean().backward()
+
+
+WAYS = {
+    "penalty": penalty,
+    "two calls": lambda model, x: (model(x).square().sum() + model(-x).sum()).backward(),
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum().backward(),
+    "reentrant": lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True).square().sum().backward(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_run_backward(way):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(7, 4, dtype=torch.float64)
+
+    def gradients():
+        model.zero_grad()
+        WAYS[way](model, x)
+        return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+    plain = gradients()
+    with parallel(model, THREE):
+        for _ in range(2):
+            assert_close(gradients(), plain)
+
+
+def test_frozen_parameters():
+    """Also if they are frozen or unfrozen inside the block. A frozen model has outputs without a graph."""
+    model, x = mlp(), torch.randn(7, 4)
+    model[0].requires_grad_(requires_grad=False)
+    with parallel(model, THREE):
+        model(x).sum().backward()
+        assert [model[0].weight.grad is None, model[2].weight.grad is None] == [True, False]
+        model[0].requires_grad_()
+        model[2].requires_grad_(requires_grad=False)
+        model.zero_grad()
+        model(x).sum().backward()
+        assert [model[0].weight.grad is None, model[2].weight.grad is None] == [False, True]
+        model.requires_grad_(requires_grad=False)
+        assert not model(x).requires_grad
+
+
+def test_training_equals_plain_training():
+    """A hook on a parameter runs once per step and gets the sum of the lanes' gradients."""
+    plain, seen = mlp(), []
+    model = copy.deepcopy(plain)
+    batches = [(torch.randn(11, 4), torch.randn(11, 3)) for _ in range(20)]
+
+    def train(net):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for x, y in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    train(plain)
+    model[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
+    with parallel(model, THREE):
+        train(model)
+    assert len(seen) == 20
+    assert_close(model[0].weight.grad, seen[-1])
+    assert_close(dict(model.state_dict()), dict(plain.state_dict()), atol=1e-5, rtol=1e-4)
+
+
+def test_functional_calls_train():
+    """torch.func.functional_call swaps the parameters for one call."""
+    model, x = nn.Linear(4, 2), torch.randn(7, 4)
+    with parallel(model, THREE) as p:
+        model(x)
+        replaced = {"weight": torch.randn(2, 4, requires_grad=True), "bias": torch.zeros(2)}
+        y = torch.func.functional_call(model, replaced, (x,))
+        assert_close(y, x @ replaced["weight"].T)
+        y.sum().backward()
+        assert p.stats().shards == (3, 2, 2)
+        assert replaced["weight"].grad is not None
+        assert model.weight.grad is None
+        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_function_transforms():
+    """`torch.func.grad`, `vmap`, and `jvp` are the plain ones, and so is a tangent of forward mode."""
+    model, x = mlp(), torch.randn(7, 4)
+
+    def transforms():
+        with fw.dual_level():
+            tangent = fw.unpack_dual(model(fw.make_dual(x, torch.ones_like(x)))).tangent
+        gradient = torch.func.grad(lambda x: model(x).sum())(x)
+        return tangent, gradient, torch.func.vmap(model)(x), torch.func.jvp(model, (x,), (x,))
+
+    plain = transforms()
+    with parallel(model, THREE):
+        assert_close(transforms(), plain)
+
+
+def test_batch_norm_in_training():
+    """As in torch.nn.DataParallel: each shard is normalized by itself, and the first one updates the statistics."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    first, losses = copy.deepcopy(model), []
+    with parallel(model, THREE):
+        for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            x = torch.randn(8, 4)
+            parts = x.split([3, 3, 2])
+            expected = torch.cat([copy.deepcopy(first)(part) for part in parts])
+            output = model(x)
+            assert_close(output, expected)
+            losses.append(output.sum())
+            first(parts[0])
+            model.eval()
+            with mode():
+                assert_close(model(x), first.eval()(x))  # every lane has the new statistics
+            model.train()
+            first.train()
+        sum(losses).backward()  # as in training a GAN; later calls break no graph
+    assert_close(dict(model.state_dict()), dict(first.state_dict()))
+    assert model[1].num_batches_tracked.item() == 3
