@@ -1,9 +1,8 @@
-"""The caller's modes apply in the lanes, and a call does not change them in the caller."""
+"""The caller's modes apply in the lanes, and random numbers can be repeated; else a warning says so."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,23 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from parawrap import parallel
+from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
+small = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
-variable = contextvars.ContextVar("variable", default="unset")
-
-
-@contextlib.contextmanager
-def variable_set():
-    token = variable.set("set")
-    try:
-        yield
-    finally:
-        variable.reset(token)
+FOUR = ["cpu"] * 4
 
 
 def autocast():
@@ -39,15 +32,14 @@ def look():
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.is_autocast_cache_enabled(),
-        torch.empty(1).device.type, variable.get(),
+        torch.empty(1).device.type,
     )  # fmt: skip
 
 
 MODES = {
-    "inference": (torch.inference_mode, (False, True, None, True, "cpu", "unset")),
-    "autocast": (autocast, (True, False, torch.float16, False, "cpu", "unset")),
-    "device": (lambda: torch.device("meta"), (True, False, None, True, "meta", "unset")),
-    "variable": (variable_set, (True, False, None, True, "cpu", "set")),
+    "inference": (torch.inference_mode, (False, True, None, True, "cpu")),
+    "autocast": (autocast, (True, False, torch.float16, False, "cpu")),
+    "device": (lambda: torch.device("meta"), (True, False, None, True, "meta")),
 }
 
 
@@ -126,25 +118,17 @@ def test_the_profiler_records_the_lanes():
     assert events["aten::linear"] == 15
 
 
-# -- modes that lanes do not see
-
-
 def test_dispatch_modes_see_whole_calls():
-    """A FLOP counter counts as in the plain call. `submit` and `map` join outputs as a call does, and count once."""
-
-    class Mean(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).mean()
-
-    model, x = Mean(4, 4), torch.randn(10, 4)
+    """A FLOP counter counts as in the plain call, also in `submit` and `map`."""
+    model, x = nn.Linear(4, 4), torch.randn(10, 4)
     with FlopCounterMode(display=False) as plain:
         model(x)
-    with torch.no_grad(), parallel(model, THREE, reduce=lambda values: values.mean() + 1) as p:
+    with torch.no_grad(), parallel(model, THREE) as p:
         with FlopCounterMode(display=False) as counted:
             outputs = [model(x), p.submit(x).result(), next(p.map([x]))]
         assert p.stats().plain == 3
     assert counted.get_total_flops() == 3 * plain.get_total_flops() > 0
-    assert_close(outputs, [model(x) + 1] * 3)
+    assert_close(outputs, [model(x)] * 3)
 
 
 def test_tracing_and_export_are_plain():
@@ -157,12 +141,87 @@ def test_tracing_and_export_are_plain():
         assert_close(program(x), model(x))
 
 
-def test_saved_tensor_hooks_of_callers():
-    """They get the tensors of the whole batch, as in the plain call."""
-    model, packed = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
-    with parallel(model, THREE):
-        with hooks:
-            y = model(torch.randn(9, 4, requires_grad=True))
+# -- random numbers
+
+
+@small
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_seed_gives_the_same_numbers(grad):
+    """Calls have the same output, and leave the generator in the same state. Gradients need no deterministic algorithms."""
+    torch.use_deterministic_algorithms(not grad)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2))
+    for rows in (4, 7):
+        x, outcomes = torch.randn(rows, 6), []
+        with torch.set_grad_enabled(grad), parallel(model, FOUR):
+            for _ in range(4):
+                torch.manual_seed(3)
+                outcomes.append((model(x), torch.rand(())))
+        assert_close(outcomes, outcomes[:1] * 4, rtol=0, atol=0)
+
+
+@small
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_checkpoints_recompute_dropout(where, reentrant):
+    """Dropout of ones has the mask as output and as gradient."""
+    weight, x = nn.Parameter(torch.ones(6)), torch.ones(9, 6, requires_grad=True)
+
+    def dropped(x):
+        return nn.functional.dropout(x * weight, 0.5)
+
+    def recomputed(x):
+        return checkpoint(dropped, x, use_reentrant=reentrant)
+
+    with parallel(recomputed if where == "inside" else dropped, FOUR) as p:
+        y = p(x) if where == "inside" else checkpoint(p, x, use_reentrant=reentrant)
+        torch.rand(3)  # changes the generator's state between the two passes
         y.sum().backward()
-    assert any(len(tensor) == 9 for tensor in packed)
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(weight.grad, y.detach().sum(0))
+
+
+@pytest.mark.parametrize("source", ["argument", "attribute"])
+def test_lanes_that_share_a_generator(source):
+    """They draw in turns, in row order."""
+
+    class Draws(nn.Module):
+        def forward(self, x, given=None):
+            return x + torch.rand(x.shape, generator=given or self.generator)
+
+    model, generator, x = Draws(), torch.Generator().manual_seed(5), torch.zeros(7, 2)
+    model.generator = generator if source == "attribute" else None
+    with torch.no_grad(), parallel(model, FOUR):
+        outputs = [model(x, *([generator] if source == "argument" else [])) for _ in range(3)]
+    generator.manual_seed(5)
+    assert_close(outputs, [torch.rand(x.shape, generator=generator) for _ in range(3)])
+
+
+def messages_of(target, mode=torch.enable_grad):
+    """Return the warnings of three calls in one block."""
+
+    def use():
+        with mode(), parallel(target, TWO) as p:
+            for _ in range(3):
+                p(torch.randn(9, 3))  # numbers that the caller draws do not count
+
+    return warnings_of(use)
+
+
+def test_simultaneous_draws_warn_once():
+    """With gradients, lanes run in turns."""
+    (message,) = messages_of(nn.Dropout(0.5), torch.no_grad)
+    assert "drew from it at the same time, so a seed does not reproduce this call" in message
+    assert "With torch.use_deterministic_algorithms(True), lanes run one after another" in message
+    assert messages_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))) == messages_of(torch.tanh) == []
+
+
+def test_eval_with_gradients_warns_once():
+    """Without gradients, and for frozen models, no warning is due."""
+    model = nn.Linear(3, 2).eval()
+    (message,) = messages_of(model)
+    assert message.startswith("a model in eval mode is called with gradients enabled")
+    assert "inside torch.inference_mode()" in message
+    assert messages_of(model, torch.no_grad) == messages_of(model, torch.inference_mode) == []
+    for target in (nn.Linear(3, 2), nn.Sequential(model), nn.Tanh().eval(), model.requires_grad_(requires_grad=False)):
+        assert messages_of(target) == []
