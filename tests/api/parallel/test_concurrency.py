@@ -1,11 +1,14 @@
-"""Calls from several threads, nested blocks, and recursion. After close(), no thread, replica, or memory is left."""
+"""Calls from several threads, nested blocks, recursion, and forks. After close(), no thread or replica is left."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import gc
+import os
 import threading
+import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +16,13 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 from parawrap import ReplicaError, SessionError, parallel
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.processes import run_script
+from tests.helpers.waiting import PATIENCE_S
 
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
@@ -161,18 +167,6 @@ def test_calls_keep_others_writes(rows, change):
     assert model.count == 3
 
 
-@torch.no_grad()
-def test_whole_calls_next_to_a_cut_call():
-    """What whole calls write in lane 1 is not compared with the other part of a cut call."""
-    model = Counting().eval()
-    with parallel(model, TWO, out_dims=0) as p:
-        model(torch.ones(6, 3))
-        futures = [p.submit(torch.ones(6, 3)) for _ in range(50)]
-        with slow_call(model, six_rows(sevens=0)):
-            eventually(lambda: sum(future.done() for future in futures) > 1, "whole calls of lane 1")
-        assert [len(future.result(PATIENCE_S)) for future in futures] == [6] * 50
-
-
 def test_submitted_calls_and_writes():
     """A call whose parameters are written before it ran, or while it runs, raises. Later calls are right."""
     started, go = threading.Semaphore(0), threading.Event()
@@ -256,16 +250,6 @@ def test_a_call_may_use_its_block(how, rows):
         assert future.result(PATIENCE_S).shape == (rows, 2)
 
 
-@torch.no_grad()
-def test_whole_calls_of_a_lazy_model():
-    """The first calls give it its shapes, also next to the first call of another thread."""
-    model = nn.Sequential(nn.LazyLinear(2))
-    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(2) as others:
-        futures = [others.submit(lambda: p.submit(torch.ones(6, 3)).result(PATIENCE_S)) for _ in range(4)]
-        assert [future.result(PATIENCE_S).shape for future in futures] == [(6, 2)] * 4
-        assert model(torch.ones(6, 3)).shape == (6, 2)
-
-
 # -- close
 
 
@@ -312,3 +296,77 @@ def test_nothing_is_left_after_close():
     gc.collect()
     assert alive() is None
     assert not lanes()
+
+
+# -- forks and the end of the process
+
+
+def in_fork(use):
+    """Return the exit code of a forked child that calls `use`."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+        try:
+            use()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@forking
+def test_a_forked_worker_calls_a_model():
+    """In a child, which has no lanes, the model runs plainly."""
+    model = nn.Linear(1, 1)
+
+    @torch.no_grad()
+    def rows(indices):
+        return model(torch.full((5, 1), float(indices[0])))
+
+    with parallel(model, TWO) as p:
+        p.submit(torch.ones(5, 1)).result(PATIENCE_S)
+        loader = DataLoader(range(6), collate_fn=rows, num_workers=1, multiprocessing_context="fork")
+        assert_close(list(loader), [rows([index]) for index in range(6)])
+
+
+@forking
+@torch.no_grad()
+@pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
+def test_a_child_waits_for_no_thread(use):
+    """Also if the parent's lanes are at work, and a thread of the parent waits to copy the model."""
+    begun = threading.Event()
+
+    @torch.no_grad()
+    def call(x):
+        begun.set()
+        return model(x)
+
+    def new_block():
+        with parallel(torch.relu, TWO) as own:
+            assert own.submit(torch.ones(4)).result(PATIENCE_S).sum().item() == 4
+
+    model, x = Counting().eval(), torch.ones(6, 3)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        model(x)
+        with slow_call(model, torch.full((6, 3), 7.0)):
+            model.linear.tag = [use]
+            waiting = other.submit(call, x)
+            assert begun.wait(PATIENCE_S)
+            uses = {"call": lambda: model(x), "submit": lambda: p.submit(x).result(), "close": p.close}
+            assert in_fork(uses.get(use, new_block)) == 0
+        assert waiting.result(PATIENCE_S).shape == (6, 2)
+
+
+def test_programs_with_open_blocks_exit(tmp_path):
+    script = """
+        import torch
+        from parawrap import parallel
+        model = torch.nn.Linear(4, 4)
+        p = parallel(model, ["cpu"] * 3)
+        p.__enter__()
+        model(torch.randn(7, 4))
+        p.submit(torch.randn(7, 4)).result()
+        print("end")
+    """
+    assert run_script(tmp_path, script, fresh=True) == "end\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +22,7 @@ small = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWar
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 FOUR = ["cpu"] * 4
+variable = contextvars.ContextVar("variable")
 
 
 def autocast():
@@ -32,14 +34,14 @@ def look():
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.is_autocast_cache_enabled(),
-        torch.empty(1).device.type,
+        torch.empty(1).device.type, variable.get(),
     )  # fmt: skip
 
 
 MODES = {
-    "inference": (torch.inference_mode, (False, True, None, True, "cpu")),
-    "autocast": (autocast, (True, False, torch.float16, False, "cpu")),
-    "device": (lambda: torch.device("meta"), (True, False, None, True, "meta")),
+    "inference": (torch.inference_mode, (False, True, None, True, "cpu", "set")),
+    "autocast": (autocast, (True, False, torch.float16, False, "cpu", "set")),
+    "device": (lambda: torch.device("meta"), (True, False, None, True, "meta", "set")),
 }
 
 
@@ -47,6 +49,7 @@ MODES = {
 def test_a_mode_applies_in_every_lane(name):
     """In calls, `submit`, and `map`. It ends in the lanes when it ends in the caller."""
     mode, expected = MODES[name]
+    variable.set("set")
     before, seen, barrier, x = look(), [], threading.Barrier(3), torch.ones(3, 2)
 
     def target(x):

