@@ -16,13 +16,11 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
 
 from parawrap import ReplicaError, SessionError, parallel
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S
 
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
@@ -315,22 +313,7 @@ def in_fork(use):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@forking
-def test_a_forked_worker_calls_a_model():
-    """In a child, which has no lanes, the model runs plainly."""
-    model = nn.Linear(1, 1)
-
-    @torch.no_grad()
-    def rows(indices):
-        return model(torch.full((5, 1), float(indices[0])))
-
-    with parallel(model, TWO) as p:
-        p.submit(torch.ones(5, 1)).result(PATIENCE_S)
-        loader = DataLoader(range(6), collate_fn=rows, num_workers=1, multiprocessing_context="fork")
-        assert_close(list(loader), [rows([index]) for index in range(6)])
-
-
-@forking
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
 def test_a_child_waits_for_no_thread(use):
@@ -348,12 +331,12 @@ def test_a_child_waits_for_no_thread(use):
 
     model, x = Counting().eval(), torch.ones(6, 3)
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
-        model(x)
+        plain = model(x)
         with slow_call(model, torch.full((6, 3), 7.0)):
             model.linear.tag = [use]
             waiting = other.submit(call, x)
             assert begun.wait(PATIENCE_S)
-            uses = {"call": lambda: model(x), "submit": lambda: p.submit(x).result(), "close": p.close}
+            uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
             assert in_fork(uses.get(use, new_block)) == 0
         assert waiting.result(PATIENCE_S).shape == (6, 2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import collections
-import dataclasses
 import enum
 import functools
 import pathlib
@@ -20,7 +19,6 @@ from torch.nn.utils import rnn
 from torch.testing import assert_close
 
 from parawrap import ShardError, parallel
-from parawrap.backends import backend_of
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
@@ -29,14 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:Us
 TWO = ["cpu"] * 2
 ROWS = 9
 Color = enum.Enum("Color", "RED")
-
-
-@dataclasses.dataclass
-class Fields:
-    """A dataclass of a user."""
-
-    x: object
-    mask: object
 
 
 class Spy:
@@ -58,7 +48,7 @@ class Spy:
 WHOLE = [
     3, 2.5, np.int64(2), "text", None, Color.RED, int, torch.relu, torch.float32, torch.device("cpu"), slice(1, ROWS),
     pathlib.Path("a/b"), re.compile("a"), [1, 2], {"a": [1, "b"], "c": {"d": (2.0, None)}}, ["a"] * (ROWS - 1), (),
-    torch.Size((ROWS, 2)), Fields(2.0, ["a", "b"]), torch.tensor(3.0), torch.zeros(1, 2),
+    torch.Size((ROWS, 2)), torch.tensor(3.0), torch.zeros(1, 2),
 ]  # fmt: skip
 
 
@@ -234,16 +224,6 @@ def test_declared_outputs_are_balanced(options):
         assert p.stats().shards == (2, 2, 2, 2)
         p(torch.zeros(2, 3))
         assert p.stats().shards == (1, 1)
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(8, (4, 4)), (5, (3, 2)), (2, (1, 1))])
-def test_equal_shards_if_sizes_compile(rows, sizes, monkeypatch):
-    """If each shard size costs a compilation, all shards but the last are equal, and outputs have their rows on `dim`."""
-    monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
-    model, x = nn.Linear(3, 2), torch.randn(rows, 3)
-    with parallel(model, TWO) as p:
-        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
-        assert p.stats().shards == sizes
 
 
 def test_unbalanced_shards_warn_once():

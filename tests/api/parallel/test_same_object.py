@@ -9,7 +9,6 @@ import inspect
 import io
 import threading
 import types
-import warnings
 
 import pytest
 import torch
@@ -205,19 +204,17 @@ def test_a_decorated_function():
     """Each call of the function is a block, which ends with the outermost call or its exception."""
     model = Net()
 
-    class Trainer:
-        @parallel(model, TWO)
-        def evaluate(self, x, *, depth):
-            """Evaluate the model."""
-            model(x)
-            return self.evaluate(x, depth=depth - 1) if depth else 1 / len(x)
+    @parallel(model, TWO)
+    def evaluate(x, *, depth):
+        """Evaluate the model."""
+        model(x)
+        return evaluate(x, depth=depth - 1) if depth else 1 / len(x)
 
-    trainer = Trainer()
-    assert (trainer.evaluate.__name__, trainer.evaluate.__doc__) == ("evaluate", "Evaluate the model.")
-    assert trainer.evaluate(torch.ones(5, 4), depth=3) == 0.2
+    assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Evaluate the model.")
+    assert evaluate(torch.ones(5, 4), depth=3) == 0.2
     assert sorted(model.seen) == [2] * 4 + [3] * 4
     with pytest.raises(ZeroDivisionError):
-        trainer.evaluate(torch.ones(0, 4), depth=0)
+        evaluate(torch.ones(0, 4), depth=0)
     assert "forward" not in vars(model)
 
 
@@ -267,17 +264,10 @@ def compiled():
     return torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
 
 
-def frozen():
-    with warnings.catch_warnings(action="ignore"):
-        script = torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval())
-        return torch.jit.optimize_for_inference(torch.jit.freeze(script))
-
-
 MAKERS = {
     "compiled": compiled,
     "compiled inside": lambda: nn.Sequential(nn.Linear(4, 4), compiled()),
     "scripted inside": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))),
-    "frozen": frozen,  # without a train mode and without parameters
 }
 
 
@@ -288,12 +278,11 @@ def test_compiled_models_are_parallel(name):
 
     def outcome():
         y = model(x)
-        gradients = torch.autograd.grad(y.sum(), [x, *model.parameters()]) if name != "frozen" else ()
-        return y, gradients
+        return y, torch.autograd.grad(y.sum(), [x, *model.parameters()])
 
     plain = outcome()
     before = {key: id(value) for key, value in vars(model).items()}
-    with torch.set_grad_enabled(name != "frozen"), parallel(model, THREE) as p:
+    with parallel(model, THREE) as p:
         for _ in range(2):
             assert_close(outcome(), plain)
         assert p.stats().shards == (3, 2, 2)

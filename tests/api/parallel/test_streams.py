@@ -328,7 +328,7 @@ def test_spans_name_their_work(tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("gone/t.html", r"the folder of '.*' does not exist\. Create '.*gone' first"),
+        ("gone/t.html", r"does not exist\. Create '.*gone' first"),
         ("t.png", r"'.*t\.png' is not NAME\.html"),
     ],
 )
