@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import DeviceListError, DeviceUnavailableError, GatherError, Parallel, ReplicaError, ShardError, parallel
+from parawrap import DeviceListError, DeviceUnavailableError, GatherError, ReplicaError, ShardError, parallel
 from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
@@ -87,9 +87,6 @@ def test_exceptions_of_every_type(kind):
             assert model(rows(2)).shape == p.submit(rows(2)).result(PATIENCE_S).shape == (2, 1)
 
 
-# -- streams
-
-
 def internal_frames(error):
     """Return the frames of a traceback that are in parawrap or concurrent.futures, and the text of the last frame."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -141,24 +138,15 @@ def test_stop_iteration_ends_no_stream():
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@pytest.mark.parametrize(
-    ("batch", "cure", "prepare"),
-    [
-        ([torch.ones(2), torch.ones(2)], "prepare=tuple", tuple),
-        ({"a": torch.ones(2)}, "prepare=lambda batch: (batch,)", lambda batch: (batch, torch.ones(2))),
-    ],
-    ids=["list", "dict"],
-)
-def test_type_errors_name_batch_forms(batch, cure, prepare):
+def test_type_errors_name_batch_forms():
     """A list is one argument, and a dict is keyword arguments."""
+    batch = [torch.ones(2), torch.ones(2)]
     with parallel(lambda x, y: y + 1, TWO) as p:
-        with pytest.raises(TypeError) as caught:
-            list(p.map([batch]))
-        assert cure in caught.value.__notes__[-1]
-        assert next(p.map([batch], prepare=prepare)).tolist() == [2, 2]
-
-
-# -- what is refused before a lane runs
+        for wrong, cure in ((batch, "prepare=tuple"), ({"a": batch}, "prepare=lambda batch: (batch,)")):
+            with pytest.raises(TypeError) as caught:
+                list(p.map([wrong]))
+            assert cure in caught.value.__notes__[-1]
+        assert next(p.map([batch], prepare=tuple)).tolist() == [2, 2]
 
 
 class Net(nn.Linear):
@@ -166,24 +154,15 @@ class Net(nn.Linear):
         return self(x)
 
 
-@pytest.mark.parametrize("devices", [[], (), 0, -1, True, 1.5, [None], [1.5], ["cpu:x"]], ids=str)
+@pytest.mark.parametrize("devices", [[], 0, True, 1.5, [None], ["cpu:x"]], ids=str)
 def test_values_that_are_no_devices(devices):
-    with pytest.raises(DeviceListError) as caught:
+    with pytest.raises(DeviceListError):
         parallel(Net(4, 3), devices)
-    assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize(
-    ("devices", "says"),
-    [
-        (["cuda:7"], "cuda"),
-        (["nonsense"], "nonsense"),
-        (["cpu", "cpu:1"], r'\["cpu", "cpu"\]'),
-        (["cpu", "cuda:0"], "cuda"),
-    ],
-)
+@pytest.mark.parametrize(("devices", "says"), [(["nonsense"], "nonsense"), (["cpu", "cpu:1"], r'\["cpu", "cpu"\]')])
 def test_absent_devices(devices, says):
-    with pytest.raises((DeviceListError, DeviceUnavailableError), match=says):
+    with pytest.raises(DeviceUnavailableError, match=says):
         parallel(Net(4, 3), devices)
     with pytest.raises(DeviceUnavailableError):
         parallel(Net(4, 3), TWO, output_device=devices[-1])
@@ -195,8 +174,6 @@ def test_devices_of_cpu_lanes(devices, lanes):
     """A number counts lanes. Without an accelerator, the default is one lane: the plain call."""
     block = parallel(Net(4, 3), devices)
     assert block.devices == (torch.device("cpu"),) * lanes
-    assert type(block) is Parallel is parallel
-    assert len(parallel(Net(4, 3), "cpu").devices) >= 1
 
 
 OPTIONS = [
@@ -220,11 +197,9 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("options", "error", "says"), OPTIONS, ids=[str(options) for options, *_ in OPTIONS])
 def test_wrong_options(options, error, says):
-    """The error names the value at the call of `parallel`."""
+    """The error comes at the call of `parallel`."""
     with pytest.raises(error, match=says):
         parallel(Net(4, 3), TWO, **options)
-    with pytest.raises(ShardError, match="target=3 is not callable"):
-        parallel(3, TWO)
 
 
 def test_wrong_methods():
@@ -239,14 +214,12 @@ def test_wrong_methods():
         p.method("forward")
 
 
-@pytest.mark.parametrize("kind", ["meta", "iterator", "distributed"])
+@pytest.mark.parametrize("kind", ["meta", "distributed"])
 def test_models_that_cannot_be_copied(tmp_path, kind):
     """The error names the place, and the model is unchanged."""
     model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4, device="meta" if kind == "meta" else None))
-    says = {"meta": r"1\.weight.*meta", "iterator": r"1\.layers is an iterator", "distributed": "'1'"}[kind]
-    if kind == "iterator":
-        model[1].layers = iter([model[0]])
-    elif kind == "distributed":
+    says = r"1\.weight.*meta" if kind == "meta" else "'1'"
+    if kind == "distributed":
         store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         model[1] = nn.parallel.DistributedDataParallel(model[1])

@@ -37,11 +37,8 @@ def test_map_spreads_tuples_and_dicts(batch):
     """Any other batch is one argument. `prepare` runs in a lane and returns the arguments in the same forms."""
     with parallel(lambda x, y: x - y, TWO) as p:
         assert [out.tolist() for out in p.map([batch] * 2)] == [[1.0, 1.0]] * 2
-        pairs = list(
-            p.map([3, 4], prepare=lambda count: (torch.ones(count), torch.full((1,), here.lane.index)), with_inputs=True)
-        )
+        pairs = list(p.map([3, 4], prepare=lambda count: (torch.ones(count), here.lane.index), with_inputs=True))
         assert [(count, len(output)) for count, output in pairs] == [(3, 3), (4, 4)]
-        assert sum(lane.rows for lane in p.stats().lanes) == 11
     with parallel(lambda batch: batch, TWO) as p:
         assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
 
@@ -197,7 +194,6 @@ def test_each_method_has_its_streams():
         assert p.method("encode").submit(torch.ones(2, 1), scale=3).result(PATIENCE_S).tolist() == [[13], [13]]
         assert p.method("encode")(torch.ones(7, 1), scale=3).tolist() == [[13]] * 7
         assert p.stats().shards == (4, 3)  # a call is cut
-        assert repr(p.method("encode")) == f"{p!r}.method('encode')"
     with parallel(model, TWO, methods=("encode",)) as p:
         assert first_values([*p.map(batches(2)), p.submit(torch.zeros(2, 1)).result(PATIENCE_S)]) == [10, 11, 10]
 
@@ -219,7 +215,7 @@ def test_progress(capfd):
 
 
 def test_submitted_calls_use_idle_lanes():
-    """They are not cut. While one lane is blocked, the others run all later calls. close() waits, and `stats` counts."""
+    """They are not cut. While one lane is blocked, the others run all later calls. close() waits."""
     hold, started = threading.Event(), threading.Event()
 
     def target(x, *, names=None):
@@ -234,12 +230,9 @@ def test_submitted_calls_use_idle_lanes():
         for future in [p.submit(torch.ones(2), names=["a", "b"]) for _ in range(12)]:
             assert isinstance(future, Future)
             assert future.result(PATIENCE_S) == (2, ["a", "b"])
-        lanes = p.stats().lanes
-        assert (sum(lane.tasks for lane in lanes), sum(lane.rows for lane in lanes)) == (12, 24)
         futures += [p.submit(-torch.ones(1)) for _ in range(5)]
         hold.set()
     assert all(future.done() for future in futures)
-    assert (p.stats().calls, sum(lane.tasks for lane in p.stats().lanes)) == (18, 18)
 
 
 def test_cancelled_calls_never_run():
@@ -288,8 +281,8 @@ def test_stats_count_calls_and_rows():
             p(torch.zeros(7, 2))
     stats = p.stats()
     assert (stats.calls, stats.plain, stats.shards) == (4, 1, (2, 1, 1))
+    assert sum(lane.rows for lane in stats.lanes) == 16
     assert "4 calls (1 plain)" in str(stats)
-    assert all(lane.busy_s > 0 for lane in stats.lanes)
 
 
 # -- trace: when each lane works
