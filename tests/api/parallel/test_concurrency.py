@@ -33,9 +33,6 @@ def lanes():
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
 
 
-# -- threads
-
-
 def test_many_threads_call_one_model():
     """Each gets the outputs and input gradients of its own rows. Calls, `submit`, and `map` share the lanes."""
     model, barrier = mlp(), threading.Barrier(12)
@@ -68,7 +65,7 @@ def test_calls_during_a_close():
 
     with ThreadPoolExecutor(2) as executor:
         futures = [executor.submit(call) for _ in range(2)]
-        for _ in range(100):
+        for _ in range(30):
             with parallel(model, TWO):
                 model(x)
         stop.set()
@@ -97,8 +94,6 @@ def test_blocks_of_threads_on_one_model():
     assert "forward" not in vars(model)
     assert_close(model(x), plain)
 
-
-# -- what a call writes while others run
 
 _waits, _goes_on = threading.Event(), threading.Event()
 
@@ -134,15 +129,9 @@ def slow_call(call, x):
         future.result(PATIENCE_S)
 
 
-def six_rows(*, sevens):
-    x = torch.ones(6, 3)
-    x[sevens] = 7
-    return x
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
-@pytest.mark.parametrize("change", ["nothing", "refresh", "attribute"])
+@pytest.mark.parametrize("change", ["refresh", "attribute"])
 def test_calls_keep_others_writes(rows, change):
     """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
     model, begun = Counting().eval(), threading.Event()
@@ -152,12 +141,14 @@ def test_calls_keep_others_writes(rows, change):
         begun.set()
         return model(torch.ones(rows, 3))
 
+    x = torch.ones(6, 3)
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
-        model(torch.ones(6, 3))
-        with slow_call(model, six_rows(sevens=5)):
+        model(x)
+        x[5] = 7
+        with slow_call(model, x):
             if change == "refresh":
                 p.refresh()
-            elif change == "attribute":
+            else:
                 model.linear.tag = [change]
             during = another.submit(call)
             assert begun.wait(PATIENCE_S)
@@ -190,9 +181,6 @@ def test_submitted_calls_and_writes():
         assert torch.equal(p.submit(x).result(PATIENCE_S), model(x))
 
 
-# -- nested blocks
-
-
 def test_blocks_on_one_model_nest():
     """The inner block's lanes run calls while it is open. Closing the outer one first is refused and changes nothing."""
     model, x = mlp(), torch.randn(7, 4)
@@ -215,17 +203,12 @@ def test_blocks_on_one_model_nest():
 def test_blocks_on_model_and_submodule():
     """Whichever is opened first."""
     model, x = mlp(), torch.randn(7, 4)
-    plain, plain_first = model(x), model[0](x)
+    plain = model(x), model[0](x)
     for first, second in ((model, model[0]), (model[0], model)):
         with parallel(first, TWO):
-            assert_close(model(x), plain)
             with parallel(second, THREE):
-                assert_close((model(x), model[0](x)), (plain, plain_first))
-            assert_close(model(x), plain)
-    assert not any("forward" in vars(part) for part in model.modules())
-
-
-# -- calls inside lanes and plain calls
+                assert_close((model(x), model[0](x)), plain)
+            assert_close((model(x), model[0](x)), plain)
 
 
 @torch.no_grad()
@@ -246,9 +229,6 @@ def test_a_call_may_use_its_block(how, rows):
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
         future = other.submit(torch.no_grad()(model), torch.ones(rows, 3))
         assert future.result(PATIENCE_S).shape == (rows, 2)
-
-
-# -- close
 
 
 @pytest.mark.parametrize("lane", [0, 2])
@@ -294,9 +274,6 @@ def test_nothing_is_left_after_close():
     gc.collect()
     assert alive() is None
     assert not lanes()
-
-
-# -- forks and the end of the process
 
 
 def in_fork(use):

@@ -100,11 +100,7 @@ def test_numbers_without_reduce(target):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_hidden_states(kind, layers):
     """Their rows are on dim 1. They are refused for every layer count, and joined with `out_dims`."""
-    model = kind(3, 2, layers, batch_first=True)
-
-    def make(rows):
-        return torch.randn(rows, 5, 3)
-
+    model, make = kind(3, 2, layers, batch_first=True), lambda rows: torch.randn(rows, 5, 3)
     with torch.no_grad():
         assert_refused(model, make)
         assert_joined(model, make, rows=(2, 5, 9), out_dims=(0, (1, 1)) if kind is nn.LSTM else (0, 1))
@@ -123,9 +119,6 @@ def test_outputs_that_hold_a_layer():
         for use in (lambda: p(x), lambda: next(p.map([x])), lambda: p.submit(x).result()):
             with pytest.raises(GatherError, match="holds a Returns, which is a lane's"):
                 use()
-
-
-# -- out_dims and join
 
 
 @pytest.mark.parametrize("constant", [torch.arange(3), np.arange(3), 3], ids=["tensor", "array", "number"])
@@ -152,14 +145,6 @@ def test_join_list_and_pad():
             assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
     with parallel(lambda x: x[:, : len(x)], TWO, join="pad", pad_value=-1.0) as p:
         assert p(torch.ones(5, 4)).tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
-
-
-def test_output_device():
-    with parallel(torch.tanh, TWO, output_device="cpu") as p:
-        assert p(torch.zeros(5)).device == torch.device("cpu")
-
-
-# -- reduce
 
 
 @pytest.mark.parametrize(

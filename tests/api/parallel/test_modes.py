@@ -18,30 +18,23 @@ from parawrap import parallel
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
-small = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 FOUR = ["cpu"] * 4
 variable = contextvars.ContextVar("variable")
 
 
-def autocast():
-    return torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)
-
-
 def look():
     """Return the modes of this thread."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.is_autocast_cache_enabled(),
-        torch.empty(1).device.type, variable.get(),
-    )  # fmt: skip
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.empty(1).device.type, variable.get()
 
 
 MODES = {
-    "inference": (torch.inference_mode, (False, True, None, True, "cpu", "set")),
-    "autocast": (autocast, (True, False, torch.float16, False, "cpu", "set")),
-    "device": (lambda: torch.device("meta"), (True, False, None, True, "meta", "set")),
+    "inference": (torch.inference_mode, (False, True, None, "cpu", "set")),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), (True, False, torch.float16, "cpu", "set")),
+    "device": (lambda: torch.device("meta"), (True, False, None, "meta", "set")),
 }
 
 
@@ -147,7 +140,6 @@ def test_tracing_and_export_are_plain():
 # -- random numbers
 
 
-@small
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_seed_gives_the_same_numbers(grad):
@@ -163,7 +155,6 @@ def test_a_seed_gives_the_same_numbers(grad):
         assert_close(outcomes, outcomes[:1] * 4, rtol=0, atol=0)
 
 
-@small
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_checkpoints_recompute_dropout(where, reentrant):

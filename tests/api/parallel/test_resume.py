@@ -1,7 +1,4 @@
-"""`map(resume=folder)`: each output is computed and saved once, over any number of interrupted runs.
-
-Equal batches are recognized in every process, and other ones are refused.
-"""
+"""`map(resume=folder)`: each output is computed and saved once. Equal batches are recognized in every process."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from array import array
 from collections import Counter
@@ -65,9 +60,6 @@ def run(folder, source, target=None, **options):
         return [output[0].item() for output in p.map(source, resume=folder, **options)]
 
 
-# -- runs
-
-
 def test_a_second_run_computes_nothing(tmp_path):
     """Nor does a run after an interrupted one compute what the loop has read. A longer source adds its new batches."""
     with torch.no_grad(), parallel(Counting(), TWO) as p:
@@ -94,9 +86,6 @@ def test_a_failed_batch_runs_again(tmp_path):
         assert [output[0].item() for output in p.map(batches(3), resume=tmp_path)] == [0, 2, 4]
 
 
-# -- outputs
-
-
 @dataclass
 class Boxes:
     corners: torch.Tensor
@@ -107,10 +96,9 @@ def test_outputs_of_any_kind_come_back(tmp_path):
     """A part of a large tensor is saved alone, although torch.save would write the whole storage."""
     outputs = [
         {"logits": torch.randn(2, 3), "names": ["a", "b"], "count": 2, "none": None},
-        (torch.randn(2, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
+        (torch.randn(2, dtype=torch.bfloat16), torch.empty(0, 4)),
         Boxes(torch.randn(2, 4), ["cat", "dog"]),
-        [np.arange(3), "text", 1.5],
-        torch.randn(4, 4).to_sparse(),
+        [np.arange(3), torch.eye(4).to_sparse()],
         torch.randn(100_000)[:2],
     ]
     outputs[2].corners.mark = "a"
@@ -129,9 +117,6 @@ def test_outputs_that_cannot_be_saved(tmp_path):
         list(p.map(batches(1), resume=tmp_path))
     with pytest.raises(ResumeError, match=r"output of batch 0 .*lock"):
         run(tmp_path / "locks", batches(1), lambda x: threading.Lock())
-
-
-# -- the source and the target
 
 
 def test_a_source_that_changed(tmp_path):
@@ -164,9 +149,6 @@ def test_a_key_is_compared(tmp_path):
         source[2] = ("file 9", source[2][1])
         with pytest.raises(ResumeError, match="batch 2 is not the batch that"):
             list(p.map(source, resume=tmp_path, **options))
-
-
-# -- the folder
 
 
 def test_other_files_are_kept(tmp_path, monkeypatch):
@@ -246,9 +228,6 @@ def test_a_killed_run_keeps_no_lock(tmp_path):
             assert not is_gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-# -- damage
 
 
 def test_damaged_outputs_run_again(tmp_path, caplog):
@@ -418,13 +397,12 @@ print([digest_value(sample).hex() for sample in samples])
 """
 
 
-def test_digests_in_another_process():
+def test_digests_in_another_process(tmp_path):
     """Sets and hashes of strings have another order in each process."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    environ = {**os.environ, "PYTHONHASHSEED": seed}
     with redirect_stdout(io.StringIO()) as here:
         exec(SAMPLES, {"__name__": "__main__"})
-    assert here.getvalue() == subprocess.check_output([sys.executable, "-c", SAMPLES], text=True, env=environ)
+    assert run_script(tmp_path, SAMPLES, env={**os.environ, "PYTHONHASHSEED": seed}) == here.getvalue()
 
 
 CYCLE = Sample()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import pickle
 import threading
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -45,9 +45,6 @@ class Net(nn.Module):
 def state_of(module):
     """Return the class of every module, and the identity of each value in its `vars`."""
     return [(type(part), {key: id(value) for key, value in vars(part).items()}) for part in module.modules()]
-
-
-# -- the model
 
 
 @pytest.mark.parametrize("columns", [4, 5], ids=["after a call", "after an error"])
@@ -100,9 +97,6 @@ def test_every_reference_is_parallel():
     assert_close(inside(x), plain)
 
 
-# -- methods
-
-
 def test_methods_are_parallel_by_name():
     """Only the named methods are cut. Calls of forward inside generate stay in their lane."""
     model, x = Net(), torch.randn(7, 4)
@@ -118,7 +112,7 @@ def test_methods_are_parallel_by_name():
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
 
 
-@pytest.mark.parametrize("target", [functools.partial(torch.abs), torch.nn.ReLU().forward, torch.Tensor.abs])
+@pytest.mark.parametrize("target", [partial(torch.abs), torch.nn.ReLU().forward, torch.Tensor.abs])
 def test_any_callable_is_parallel(target):
     """Also without a `with` block, until close()."""
     x = torch.rand(7, 2)
@@ -176,9 +170,6 @@ def test_copies_are_plain_models(duplicate):
     assert not torch.equal(clone(x), plain)
 
 
-# -- the decorator and the end
-
-
 def test_a_decorated_function():
     """Each call of the function is a block, which ends with the outermost call or its exception."""
     model = Net()
@@ -225,31 +216,13 @@ def test_a_closed_block():
                 use()
 
 
-# -- torch.compile and TorchScript
+compiled = partial(torch.compile, backend="eager")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiler_reset():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled():
-    return torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
-
-
-MAKERS = {
-    "compiled": compiled,
-    "compiled inside": lambda: nn.Sequential(nn.Linear(4, 4), compiled()),
-    "scripted inside": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))),
-}
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_compiled_models_are_parallel(name):
+@pytest.mark.parametrize("form", [compiled, torch.jit.script, lambda layer: nn.Sequential(compiled(layer), nn.ReLU())])
+def test_compiled_models_are_parallel(form):
     """Outputs and gradients are the plain ones, and the `vars` hold the same objects after the block."""
-    model, x = MAKERS[name](), torch.randn(7, 4, requires_grad=True)
+    model, x = form(nn.Linear(4, 3)), torch.randn(7, 4, requires_grad=True)
 
     def outcome():
         y = model(x)
@@ -266,21 +239,12 @@ def test_compiled_models_are_parallel(name):
     assert_close(model(x), plain[0])
 
 
-def test_changes_in_a_compiled_module():
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Identity())
-    model, x = torch.compile(inner, backend="eager"), torch.randn(7, 4)
-    with parallel(model, THREE):
-        model(x)
-        inner[1] = nn.Threshold(10, 8)
-        assert_close(model(x), torch.full((7, 4), 8.0))
-
-
 def test_a_compiled_function_around():
     """It has the plain output before, inside, and after the block. Inside, the call breaks the graph."""
     model, x = nn.Linear(4, 3), torch.randn(7, 4)
     plain = model(x) + 1
-    function = torch.compile(lambda x: model(x) + 1, backend="eager")
-    full = torch.compile(lambda x: model(x) + 2, backend="eager", fullgraph=True)
+    function = compiled(lambda x: model(x) + 1)
+    full = compiled(lambda x: model(x) + 2, fullgraph=True)
     assert_close(function(x), plain)
     with parallel(model, THREE) as p:
         assert_close(function(x), plain)

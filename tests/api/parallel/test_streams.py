@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import weakref
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -27,9 +27,6 @@ def batches(count, rows=2):
 
 def first_values(outputs):
     return [output[0].item() for output in outputs]
-
-
-# -- map
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(2), torch.zeros(2)), {"x": torch.ones(2), "y": torch.zeros(2)}], ids=type)
@@ -206,12 +203,8 @@ def test_progress(capfd):
             list(p.map(batches(6)))
             assert capfd.readouterr() == ("", "")
             list(p.map(batches(3), progress=True, **options))
-            out, err = capfd.readouterr()
-            assert out == ""
-            assert all(text in err for text in [*texts, "rows/s"])
-
-
-# -- submit and stats
+            shown = capfd.readouterr().err
+            assert all(text in shown for text in [*texts, "rows/s"])
 
 
 def test_submitted_calls_use_idle_lanes():
@@ -250,8 +243,6 @@ def test_cancelled_calls_never_run():
             futures.extend(p.submit(torch.full((1,), float(index))) for index in range(20))
             started.wait(PATIENCE_S)
             assert [futures[1].cancel(), futures[0].cancel()] == [True, False]
-            with pytest.raises(CancelledError):
-                futures[1].result(PATIENCE_S)
             futures[2].add_done_callback(lambda _: hold.set())  # of its cancellation
             raise KeyboardInterrupt
 
@@ -285,9 +276,6 @@ def test_stats_count_calls_and_rows():
     assert "4 calls (1 plain)" in str(stats)
 
 
-# -- trace: when each lane works
-
-
 def events_in(path):
     return json.loads(path.read_text())["traceEvents"]
 
@@ -309,44 +297,31 @@ def test_spans_name_their_work(tmp_path):
         (True, "forward", None, None),
     }
     assert {str(span.work) for span in trace.spans} >= {"forward, batch 0, 1 row", "forward, batch 1, 5 rows"}
-    for number in range(2):
-        prepare, call = (span for span in trace.spans if span.work.batch == number)
-        assert (prepare.work.method, prepare.lane) == ("prepare", call.lane)
-        assert prepare.end <= call.start
     events = events_in(tmp_path / "t.json")
     assert [event["args"]["name"] for event in events if event["ph"] == "M"][:2] == [f"lane {i} on cpu" for i in range(2)]
     assert len([event for event in events if event["ph"] == "X"]) == len(trace.spans) == 7
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("gone/t.html", r"does not exist\. Create '.*gone' first"),
-        ("t.png", r"'.*t\.png' is not NAME\.html"),
-    ],
-)
-def test_files_that_cannot_be_written(tmp_path, name, says):
+def test_a_file_that_cannot_be_written(tmp_path):
     """`trace` raises before the block, and creates nothing."""
-    with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match=says):
-        p.trace(tmp_path / name)
+    with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match=r"does not exist\. Create '.*gone' first"):
+        p.trace(tmp_path / "gone" / "t.html")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_after_an_exception(tmp_path, monkeypatch):
+def test_a_trace_after_an_exception(tmp_path):
     """The file has the spans of the call that raised. If it cannot be written, a note of the exception says so."""
-    monkeypatch.chdir(tmp_path)
     (folder := tmp_path / "folder").mkdir()
 
-    def fail(x):
-        if len(x) == 1:
-            folder.rmdir()
+    def fail():
+        folder.rmdir()
         raise ZeroDivisionError
 
-    with parallel(fail, TWO) as p:
-        with pytest.raises(ZeroDivisionError), p.trace("t.json"):
-            p(torch.zeros(7))
+    with parallel(torch.matmul, TWO) as p:
+        with pytest.raises(RuntimeError), p.trace(tmp_path / "t.json"):
+            p(torch.zeros(7, 2), torch.zeros(7, 3))
         with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
-            p(torch.zeros(1))
+            fail()
     assert "the trace could not be written" in caught.value.__notes__[-1]
     errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
-    assert errors == ["ZeroDivisionError"] * 2
+    assert errors == ["RuntimeError"] * 2
