@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -89,47 +89,27 @@ def test_lists_without_tensors_go_whole():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("nested", [False, True], ids=["call", "in a module"])
-def test_scalars_become_a_vector(rows, nested):
+def test_scalars_become_a_vector(rows):
     """As in torch, there is one value per device. The warning points to the caller's line, once."""
-    net = DataParallel(Calls(torch.mean), TWO)
-    if nested:
-        net = nn.Sequential(net)
+    net = nn.Sequential(DataParallel(Calls(torch.mean), TWO))
     with pytest.warns(UserWarning, match="0-d") as caught:
         assert net(torch.ones(rows)).tolist() == [1.0] * min(rows, 2)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_verbs_can_be_called_alone():
-    net = DataParallel(nn.Linear(4, 2), THREE)
-    x = torch.randn(7, 4)
-    inputs, kwargs = net.scatter((x,), {"k": 1}, net.device_ids)
-    assert [len(part[0]) for part in inputs] == [3, 2, 2]
-    assert kwargs == ({"k": 1},) * 3
-    other = nn.Linear(4, 2)
-    for module in (net.module, other):
-        outputs = net.parallel_apply(net.replicate(module, net.device_ids), inputs, [{}] * 3)
-        assert_close(net.gather(outputs, net.output_device), module(x))
 
 
 def test_settings_may_change():
     """As in torch, the next call follows `module`, `dim`, and `device_ids`."""
     seen = []
 
-    class Alike(nn.Linear):
+    class Model(nn.Linear):
         def forward(self, x):
             seen.append(tuple(x.shape))
             return super().forward(x)
 
-        def __eq__(self, other):
-            return True
-
-        __hash__ = nn.Module.__hash__
-
-    net = DataParallel(Alike(4, 4), TWO)
+    net = DataParallel(Model(4, 4), TWO)
     x = torch.randn(6, 4, 4)
     net(x)
-    net.module = Alike(4, 4)  # equal to the old one, but another module
+    net.module = Model(4, 4)
     assert_close(net(x), net.module(x))
     seen.clear()
     net.dim = 1
@@ -138,16 +118,6 @@ def test_settings_may_change():
     net(x)
     assert seen[:2] == [(6, 2, 4)] * 2
     assert sorted(seen[2:]) == [(6, 1, 4), (6, 1, 4), (6, 2, 4)]
-
-
-def test_batch_norm_keeps_first_shard():
-    """As torch documents, only the buffer updates of the first device are kept."""
-    model = nn.BatchNorm1d(4)
-    first = copy.deepcopy(model)
-    x = torch.randn(9, 4)
-    DataParallel(model, TWO)(x)
-    first(x[:5])
-    assert_close(dict(model.state_dict()), dict(first.state_dict()))
 
 
 def test_hooks_run_as_in_torch():
@@ -162,28 +132,6 @@ def test_hooks_run_as_in_torch():
         assert (inner, outer) == ([2] * 3 * calls, [6] * calls)
 
 
-def assert_draws_in_lane_order(net, x):
-    torch.manual_seed(0)
-    expected = torch.cat([nn.functional.dropout(part) for part in x.split(8)])
-    for _ in range(4):
-        torch.manual_seed(0)
-        assert torch.equal(net(x), expected)
-
-
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_draws_in_lane_order(lanes):
-    net = DataParallel(nn.Dropout(0.5), ["cpu"] * lanes)
-    assert_draws_in_lane_order(net, torch.ones(8 * lanes, 16, requires_grad=True))
-
-
-def test_profiler_sees_the_call():
-    net = DataParallel(nn.Linear(4, 2), TWO)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        net(torch.randn(6, 4))
-    counts = {event.key: event.count for event in profile.key_averages()}
-    assert (counts["DataParallel.forward"], counts["aten::linear"]) == (1, 2)
-
-
 def test_misplaced_parameter_is_refused():
     """The error is torch's."""
     net = DataParallel(nn.Linear(4, 2), TWO)
@@ -196,11 +144,8 @@ def test_misplaced_parameter_is_refused():
     ("device_ids", "words"),
     [
         ([], "empty"),
-        ((), "empty"),
         (["cpu", "cpu:1"], "cpu:1"),
         (["cpu", "cuda:0"], "cuda"),
-        (["cpu", 0], "0"),
-        ([True], "True, which is not a device"),
         ([1.5], "1.5, which is not a device"),
     ],
     ids=str,
@@ -208,19 +153,6 @@ def test_misplaced_parameter_is_refused():
 def test_invalid_device_ids_are_refused(device_ids, words):
     with pytest.raises((DeviceListError, DeviceUnavailableError), match=words):
         DataParallel(nn.Linear(4, 2), device_ids)
-
-
-def test_one_device_runs_the_module():
-    seen = []
-
-    class Model(nn.Module):
-        def forward(self, x):
-            seen.append(self)
-            return x
-
-    model = Model()
-    DataParallel(model, ["cpu"])(torch.zeros(5))
-    assert seen == [model]
 
 
 def test_errors_name_lane_and_rows():
@@ -234,20 +166,12 @@ def test_errors_name_lane_and_rows():
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [
-        (torch.zeros(3), r"args\[1\] has 3"),
-        (SimpleNamespace(y=torch.zeros(5)), "SimpleNamespace"),
-        (torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True), "sparse"),
-    ],
-    ids=["rows", "object", "sparse"],
+    [(torch.zeros(3), r"args\[1\] has 3"), (SimpleNamespace(y=torch.zeros(5)), "SimpleNamespace")],
+    ids=["rows", "object"],
 )
 def test_cure_of_an_argument_works(value, words):
-    """The error points to the `in_dims` of a parallel block."""
-    model = Calls(lambda x, y: x)
-    with pytest.raises(ShardError, match=words) as caught:
-        DataParallel(model, TWO)(torch.zeros(5), value)
-    assert "parallel block" in str(caught.value)
-    assert "in_dims" in str(caught.value)
+    with pytest.raises(ShardError, match=rf"(?s){words}.*parallel block.*in_dims"):
+        DataParallel(Calls(lambda x, y: x), TWO)(torch.zeros(5), value)
     with parallel(lambda x, y: x, TWO, in_dims={"y": None}, out_dims=0) as p:
         assert p(torch.zeros(5), value).shape == (5,)
 
@@ -262,35 +186,23 @@ def test_calls_without_rows():
     assert sized(3).shape == sized(n=3).shape == sized("abc").shape == (6, 2)
 
 
-@pytest.mark.parametrize("first", ["inner", "outer"])
-def test_nested_data_parallel(first):
+def test_nested_data_parallel():
     inner = DataParallel(nn.Linear(4, 4), TWO)
     outer = DataParallel(nn.Sequential(inner, nn.Tanh()), THREE)
     x = torch.randn(7, 4)
-    for net in (inner, outer) if first == "inner" else (outer, inner):
-        net(x)
     for _ in range(2):
         assert_close(outer(x), torch.tanh(inner(x)))
 
 
 def test_threads_share_the_first_call():
-    model = nn.Linear(4, 2)
-    net = DataParallel(model, THREE)
-    barrier = threading.Barrier(8)
-    right = []
+    net, barrier = DataParallel(nn.Linear(4, 2), THREE), threading.Barrier(8)
 
-    def work():
-        x = torch.randn(7, 4)
+    def work(x):
         barrier.wait(PATIENCE_S)
-        for _ in range(10):
-            right.append(torch.allclose(net(x), nn.functional.linear(x, model.weight, model.bias), atol=1e-5))
+        assert_close(net(x), net.module(x))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert right == [True] * 80
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, torch.randn(8, 7, 4))) == [None] * 8
     net.close()
 
 
