@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
-from collections import OrderedDict, UserDict, namedtuple
-from types import MappingProxyType
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
