@@ -1,4 +1,4 @@
-"""`parallel` with values of tensordict and PyTorch Geometric, and metrics of torchmetrics."""
+"""`parallel` with graphs of PyTorch Geometric, and metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from tests.helpers.tiers import require_packages
 
 TWO = ["cpu"] * 2
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_tensordict_keeps_batch_size(lanes):
-    """A TensorDict argument is cut on its batch dim, and the outputs are joined to one TensorDict."""
-    require_packages("tensordict")
-    from tensordict import TensorDict
-
-    def double(batch):
-        return TensorDict({"y": batch["x"] * 2, "deep": {"z": batch["x"].sum(1)}}, batch_size=batch.batch_size)
-
-    batch = TensorDict({"x": torch.randn(11, 3)}, batch_size=[11])
-    expected = double(batch)
-    with parallel(double, ["cpu"] * lanes) as p:
-        for _ in range(2):
-            output = p(batch)
-            assert output.batch_size == expected.batch_size
-            torch.testing.assert_close(output["y"], expected["y"])
-            torch.testing.assert_close(output["deep", "z"], expected["deep", "z"])
 
 
 def test_graph_batch_is_cut_by_graph():
@@ -53,7 +34,6 @@ def test_graph_batch_is_cut_by_graph():
 
 @pytest.fixture
 def accuracy():
-    """An accuracy over four classes."""
     require_packages("torchmetrics")
     from torchmetrics.classification import MulticlassAccuracy
 
