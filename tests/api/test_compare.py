@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 import threading
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from parawrap import ShardError, compare
-from parawrap.api import _isolate_measurements
 from parawrap.api._comparison_table import Comparison, Difference, Way, difference
 
 LANES = ["cpu", "cpu"]
@@ -59,17 +57,11 @@ def test_a_table_of_known_numbers():
 @pytest.mark.parametrize(
     ("ways", "busy_cores", "remark"),
     [
-        ((SLOW, FAST), 0.02, ""),
         ((SLOW, FAST), None, ""),
-        ((SLOW, CLOSE), 0.0, "overlap: the difference is not significant"),
-        (
-            (SLOW, dataclasses.replace(FAST, name="plain, 1 thread"), FAST),
-            0.0,
-            "overlap: the difference is not significant",
-        ),
+        ((SLOW, dataclasses.replace(FAST, name="1 thread"), FAST), 0.0, "overlap: the difference is not significant"),
         ((SLOW, CLOSE), 1.26, "Other processes used 1.3 cores during the measurement"),
     ],
-    ids=["clear", "unknown load", "overlap", "fastest way", "busy"],
+    ids=["clear", "overlap", "busy"],
 )
 def test_remarks_on_the_speed_up(ways, busy_cores, remark):
     """A busy machine is named, and then significance is not mentioned. On an idle machine, overlapping times are named."""
@@ -77,30 +69,6 @@ def test_remarks_on_the_speed_up(ways, busy_cores, remark):
     for text in (str(comparison), comparison._repr_html_()):
         assert remark in text
         assert [word in text for word in ("significant", "Other")] == [word in remark for word in ("significant", "Other")]
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="reads /proc")
-def test_the_load_of_other_processes(tmp_path, monkeypatch):
-    """Ticks of this process's cores count, without idle ones and those of the process and its descendants."""
-    monkeypatch.setattr(_isolate_measurements, "_PROC", tmp_path)
-    core, me = min(os.sched_getaffinity(0)), os.getpid()
-
-    def write(busy, own, idle):
-        for pid, parent in ((me, 1), (900001, me), (900002, 900001)):
-            (tmp_path / str(pid)).mkdir(exist_ok=True)
-            (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) name) S {parent} {'0 ' * 9}{own} 1 1 1 20 0\n")
-        (tmp_path / "stat").write_text(
-            f"cpu 1 1 1 1 1 1 1 1 1 1\ncpu{core} {busy} 9 9 {idle} 9 5 5 9 0 0\ncpu9999 {busy}" + " 7" * 9
-        )
-
-    write(5000, 100, 0)
-    used = _isolate_measurements.cores_of_others()
-    write(5300, 200, 70_000)
-    assert used() == 0
-    write(5400, 200, 70_000)
-    assert used() > 0
-    (tmp_path / "stat").unlink()
-    assert _isolate_measurements.cores_of_others()() is None
 
 
 # -- calls
@@ -121,11 +89,10 @@ class Recorder(nn.Linear):
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (torch.randn(9, 3), (1, [])),
         ((torch.randn(9, 3), torch.randn(9)), (2, [])),
         ({"x": torch.randn(9, 3)}, (0, ["x"])),
     ],
-    ids=["tensor", "tuple", "dict"],
+    ids=["tuple", "dict"],
 )
 @pytest.mark.parametrize("train", [True, False])
 def test_the_ways_call_the_model(batch, expected, train):
@@ -196,12 +163,8 @@ NAN = torch.tensor([math.nan, 1.0, math.inf])
         ([NAN], [NAN.clone()], (0, 0)),
         ([torch.tensor([0.0, 1.0, math.inf])], [NAN], (math.inf, math.inf)),
         ([torch.zeros(2)], [torch.zeros(3)], (math.inf, math.inf)),
-        ([torch.zeros(2)], [], (math.inf, math.inf)),
-        ([torch.tensor([1])], [torch.tensor([1.0])], (math.inf, math.inf)),
         ([torch.zeros(0)], [torch.zeros(0)], (0, 0)),
         ([torch.tensor([0.0, 3.0])], [torch.tensor([1.0, 4.0])], (1.0, 0.25)),
-        ([torch.tensor([3j])], [torch.tensor([4j])], (1.0, 0.25)),
-        ([torch.ones(2).bfloat16()], [torch.full([2], 2.0).bfloat16()], (1.0, 0.5)),
         ([torch.tensor([True])], [torch.tensor([False])], (1.0, math.inf)),
         ([torch.tensor([1, 2**40])], [torch.tensor([1, 2**39])], (2.0**39, 1.0)),
     ],
