@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, ShardError, parallel_apply, scatter_kwargs
+from parawrap import DataParallel, ShardError, scatter_kwargs
 from tests.helpers.calling import Calls
 from tests.helpers.waiting import PATIENCE_S
 
@@ -83,59 +83,6 @@ def test_loss_in_each_lane():
         assert_close([p.grad for p in model.parameters()], [*gradients])
 
 
-class SharedNorm(nn.Module):
-    """Normalizes by the mean of all devices; a callback connects its replicas."""
-
-    board = None
-    number = None
-
-    def connect(self, board, number):
-        self.board, self.number = board, number
-
-    def forward(self, x):
-        if self.board is None:
-            return x - x.mean(0)
-        sums, barrier = self.board
-        sums[self.number] = x.sum(0), len(x)
-        barrier.wait(PATIENCE_S)
-        total = sum(part for part, _ in sums.values()) / sum(count for _, count in sums.values())
-        barrier.wait(PATIENCE_S)
-        return x - total
-
-
-class Connected(DataParallel):
-    """Connects the replicas of each module after they are made."""
-
-    def replicate(self, module, device_ids):
-        replicas = super().replicate(module, device_ids)
-        board = {}, threading.Barrier(len(replicas))
-        for number, replica in enumerate(replicas):
-            for each in replica.modules():
-                if hasattr(each, "connect"):
-                    each.connect(board, number)
-        return replicas
-
-    def parallel_apply(self, replicas, inputs, kwargs):
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-
-
-def test_callbacks_connect_replicas():
-    """Synchronized norms see the whole batch, also after a step of the optimizer."""
-    model = nn.Sequential(nn.Linear(4, 3), SharedNorm())
-    net, x = Connected(model, THREE), torch.randn(7, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        expected = model(x)
-        gradients = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
-        optimizer.zero_grad()
-        out = net(x)
-        out.square().sum().backward()
-        assert_close(out, expected)
-        assert_close([p.grad for p in model.parameters()], [*gradients])
-        optimizer.step()
-    assert model[1].board is None
-
-
 @pytest.mark.parametrize("verb", ["forward", "replicate", "parallel_apply"])
 def test_buffers_and_draws(verb):
     """The statistics of the first shard reach the module, and lanes draw in order, also after a call in eval mode."""
@@ -163,23 +110,12 @@ def test_buffers_and_draws(verb):
         assert torch.equal(net(x), expected)
 
 
-class Graph:
-    """A graph: a tensor of nodes, of any number."""
-
-    def __init__(self, nodes):
-        self.nodes = nodes
-
-    @classmethod
-    def of(cls, graphs):
-        return cls(torch.cat([graph.nodes for graph in graphs]))
-
-
 class ListOfGraphs(DataParallel):
     """Takes a list of graphs, with its own scatter of two arguments, as PyTorch Geometric's class does."""
 
     def forward(self, graphs):
         if not self.device_ids:
-            return self.module(Graph.of(graphs))
+            return self.module(torch.cat(graphs))
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             assert tensor.device == self.src_device_obj
         inputs = self.scatter(graphs, self.device_ids)
@@ -188,16 +124,16 @@ class ListOfGraphs(DataParallel):
 
     def scatter(self, graphs, device_ids):
         size = -(-len(graphs) // len(device_ids))
-        return [Graph.of(graphs[i : i + size]) for i in range(0, len(graphs), size)]
+        return [torch.cat(graphs[i : i + size]) for i in range(0, len(graphs), size)]
 
 
 @pytest.mark.parametrize("devices", [None, TWO, THREE], ids=str)
 def test_list_of_graphs(devices):
     """Nodes keep their order, also with fewer graphs than devices."""
-    net = ListOfGraphs(Calls(lambda graph: graph.nodes * 2), devices)
+    net = ListOfGraphs(Calls(lambda nodes: nodes * 2), devices)
     for count in (5, 2, 1):
-        graphs = [Graph(torch.randn(nodes, 4)) for nodes in range(1, count + 1)]
-        assert_close(net(graphs), net.module(Graph.of(graphs)))
+        graphs = [torch.randn(nodes, 4) for nodes in range(1, count + 1)]
+        assert_close(net(graphs), torch.cat(graphs) * 2)
 
 
 class Container:
