@@ -55,7 +55,6 @@ def test_function_keeps_its_metadata():
     for name in ("__name__", "__qualname__", "__module__", "__defaults__", "__kwdefaults__", "__annotations__"):
         assert getattr(shift, name) == getattr(plain, name)
     assert inspect.signature(shift) == inspect.signature(plain)
-    assert inspect.unwrap(shift) is plain
     assert inspect.getsource(shift) == inspect.getsource(plain)
     assert typing.get_type_hints(shift) == {"a": int, "b": float, "scale": int, "return": str}
 
@@ -104,32 +103,25 @@ def test_any_callable_launches(function, args, expected):
     assert launched(function)(*args) == expected
 
 
-async def a_coroutine():
-    pass
-
-
-def a_generator():
-    yield 1
-
-
-@pytest.mark.parametrize("function", [a_coroutine, a_generator])
-def test_coroutines_are_refused(function):
-    """Coroutines and generators cannot leave their process."""
-    with pytest.raises(TypeError, match=rf"{function.__name__} returns a coroutine or a generator"):
-        launched(function)
-
-
 @pytest.mark.parametrize("face", [wrapper, Wrapper])
 def test_other_platforms_are_refused(face):
     """The error names the value and the correct call."""
-    for value in (None, "cpu", {"device": "cpu"}):
-        with pytest.raises(PlatformError) as caught:
-            face(value)
-        assert repr(value) in str(caught.value)
-        assert f"{face.__name__}(Platform(device=...))" in str(caught.value)
+    with pytest.raises(PlatformError, match=rf"'cpu'.*{face.__name__}\(Platform\(device=...\)\)"):
+        face("cpu")
 
 
-def test_wrong_calls_are_refused():
+def test_wrong_functions_are_refused():
+    """Coroutines and generators cannot leave their process."""
+
+    async def waits():
+        pass
+
+    def yields():
+        yield 1
+
+    for function in (waits, yields):
+        with pytest.raises(TypeError, match=rf"{function.__name__} returns a coroutine or a generator"):
+            launched(function)
     with pytest.raises(TypeError, match=r"wrapper cannot decorate 3, .*\. Give it a function"):
         launched(3)
     with pytest.raises(TypeError, match=r"shift\(\) missing a required argument: 'a'"):
@@ -140,24 +132,19 @@ def test_wrong_calls_are_refused():
         Wrapper(TWO).start(lambda args: None)
 
 
-@pytest.mark.parametrize("function", [bare, Trainer, shift, Platform], ids=["function", "class", "decorated", "Platform"])
+@pytest.mark.parametrize("function", [bare, Trainer, shift, Platform], ids=lambda function: function.__name__)
 def test_missing_parentheses(function):
     with pytest.raises(PlatformError, match=rf"got the callable {function.__qualname__} .*@wrapper\(Platform\("):
         wrapper(function)
 
 
-@pytest.mark.parametrize(
-    ("call", "address"),
-    [
-        (lambda lock: Wrapper(TWO).start(lambda *_: 0, (1, lock)), r"args\[1\] cannot be sent to another process: lock"),
-        (lambda lock: launched(len)(launched(lambda: lock)), r"the variable 'lock' .*args\[0\]"),
-    ],
-    ids=["start", "decorated"],
-)
-def test_unsendable_has_its_address(call, address):
+def test_unsendable_has_its_address():
     """The address starts at the argument that the caller passed, also inside a decorated function."""
-    with pytest.raises(UnsendableError, match=address):
-        call(threading.Lock())
+    lock = threading.Lock()
+    with pytest.raises(UnsendableError, match=r"^args\[1\] cannot be sent to another process: lock"):
+        Wrapper(TWO).start(lambda *_: 0, (1, lock))
+    with pytest.raises(UnsendableError, match=r"the variable 'lock' .*args\[0\]"):
+        launched(len)(launched(lambda: lock))
 
 
 # --- pickles, copies, modules ---
@@ -168,47 +155,28 @@ def test_pickles_by_name_or_by_value():
     for module in (cloudpickle, pickle):
         assert module.loads(module.dumps(shift)) is shift
     for function in (local(), decorated_elsewhere):  # another object has the name of the second one
-        back = cloudpickle.loads(cloudpickle.dumps(function))
-        assert (back.platform, back.inline(2)) == (TWO, function.inline(2))
+        for back in (cloudpickle.loads(cloudpickle.dumps(function)), copy.copy(function), copy.deepcopy(function)):
+            assert (back.platform, back.inline(2)) == (TWO, function.inline(2))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(local())
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_launch(copied):
-    assert copied({"function": local()})["function"].inline(1) == (2,)
-    assert copied(shift.inline)(1) == ("3.0 in rank 0",)
 
 
 MODULE = """
 import threading
 from parawrap import Platform, wrapper
 
-launched = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
 LOCK = threading.Lock()
-SEEN = []
 
 def plain(x):
     with LOCK:
-        SEEN.append(x)
-        return len(SEEN)
+        return x
 
-renamed = launched(plain)
-
-class Locked:
-    @launched
-    @classmethod
-    def method(cls, x):
-        return plain(x)
+renamed = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(plain)
 """
 
 
 def test_modules_are_imported_in_ranks(tmp_path, monkeypatch):
-    """A module's functions are pickled by name, so its globals need not be picklable, and start fresh in ranks."""
+    """A module's functions are pickled by name, so its globals need not be picklable."""
     (tmp_path / "a_locked_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    locked = importlib.import_module("a_locked_module")
-    locked.SEEN.extend("here")
-    assert locked.renamed(2) == (1, 1)
-    assert locked.Locked().method(1) == (1, 1)
-    assert "".join(locked.SEEN) == "here"
+    assert importlib.import_module("a_locked_module").renamed(2) == (2, 2)
