@@ -17,7 +17,6 @@ from parawrap import (
     DataParallel,
     DeviceListError,
     DeviceUnavailableError,
-    GatherError,
     ShardError,
     data_parallel,
     parallel,
@@ -235,13 +234,3 @@ def test_data_parallel_function():
         out = data_parallel(Calls(lambda *, x, k: x * k), inputs, tuple(TWO), output_device=-1, module_kwargs=by_keyword)
         assert out.tolist() == [2.0] * 5
     assert not lane_threads()
-
-
-def test_errors_of_outputs_have_a_cure():
-    """The error gives the shapes, and points to the options of `parallel`. One of them works."""
-    model = Calls(lambda x: torch.zeros(len(x), len(x)))
-    cure = r"\(3, 3\).*options of parallel\(model, devices\) \(docs/errors\.md#gathererror\)$"
-    with pytest.raises(GatherError, match=cure):
-        DataParallel(model, TWO)(torch.zeros(5))
-    with parallel(model, TWO, join="list") as p:
-        assert [output.shape for output in p(torch.zeros(5))] == [(3, 3), (2, 2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from parawrap import DataParallel, ShardError, scatter_kwargs
 from tests.helpers.calling import Calls
-from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -53,20 +52,12 @@ class Apart(DataParallel):
 class Criterion(DataParallel):
     """Takes outputs that are still apart, cuts the targets, and runs a replica of the loss in a thread per device."""
 
-    def forward(self, inputs, *targets, **kwargs):
-        targets, kwargs = self.scatter(targets, kwargs, self.device_ids)
+    def forward(self, inputs, *targets):
+        targets, _ = self.scatter(targets, {}, self.device_ids)
         replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-        losses = [None] * len(inputs)
-
-        def work(i):
-            losses[i] = replicas[i](inputs[i], *targets[i], **kwargs[i])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        return torch.stack(losses).mean()
+        with ThreadPoolExecutor(len(inputs)) as threads:
+            losses = [threads.submit(*call, *rest) for *call, rest in zip(replicas, inputs, targets, strict=True)]
+        return torch.stack([loss.result() for loss in losses]).mean()
 
 
 def test_loss_in_each_lane():
@@ -168,13 +159,12 @@ def test_containers_are_unpacked(devices):
     assert_close(net(x), net.module(x))
 
 
-@pytest.mark.parametrize(("parts", "kwargs", "found"), [(1, 2, "1 inputs"), (3, 3, "3 inputs")])
-def test_other_part_counts_are_refused(parts, kwargs, found):
+def test_other_part_counts_are_refused():
     class Wrong(DataParallel):
-        def scatter(self, inputs, _, device_ids):
-            return [(inputs[0],)] * parts, [{}] * kwargs
+        def scatter(self, inputs, kwargs, device_ids):
+            return [inputs] * 3, [kwargs] * 3
 
-    with pytest.raises(ShardError, match=found):
+    with pytest.raises(ShardError, match="3 inputs"):
         Wrong(nn.Linear(4, 2), TWO)(torch.zeros(4, 4))
 
 

@@ -32,16 +32,12 @@ def test_graph_batch_is_cut_by_graph():
         torch.testing.assert_close(p(batch), convolve(batch))
 
 
-@pytest.fixture
-def accuracy():
+def test_metrics_count_each_row_once():
+    """In the caller, next to calls and to a stream; the last batch is short."""
     require_packages("torchmetrics")
     from torchmetrics.classification import MulticlassAccuracy
 
-    return MulticlassAccuracy(4, average="micro")
-
-
-def test_metrics_count_each_row_once(accuracy):
-    """In the caller, next to calls and to a stream; the last batch is short."""
+    accuracy = MulticlassAccuracy(4, average="micro")
     model, x, y = nn.Linear(8, 4), torch.randn(68, 8), torch.randint(0, 4, (68,))
     batches = list(zip(x.split(8), y.split(8), strict=True))
     expected = (model(x).argmax(1) == y).float().mean()
@@ -53,21 +49,3 @@ def test_metrics_count_each_row_once(accuracy):
         for (_, labels), scores in p.map(batches, prepare=lambda batch: batch[:1], with_inputs=True):
             accuracy.update(scores, labels)
     torch.testing.assert_close(accuracy.compute(), expected)
-
-
-def test_metric_in_forward_warns(accuracy):
-    """The lanes count apart, and the counts do not come back: the warning names the metric's state."""
-
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = accuracy
-
-        def forward(self, scores, y):
-            self.accuracy.update(scores, y)
-            return scores
-
-    model, scores, labels = Counting(), torch.randn(8, 4), torch.randint(0, 4, (8,))
-    with torch.no_grad(), parallel(model, TWO, out_dims=0), pytest.warns(UserWarning, match=r"accuracy\._update_count"):
-        model(scores, labels)
-    assert accuracy._update_count == 0

@@ -113,17 +113,3 @@ def test_training_with_checkpoints(reentrant):
         loss.backward()
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close([parameter.grad for parameter in parameters], list(expected), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
-def test_generate_around_a_block(options):
-    """Without `methods`, the tokens are those of the plain call, and attributes are those of the model."""
-    model, inputs = build("gpt2"), {"input_ids": tokens(), "attention_mask": padded_left(), "max_new_tokens": 4}
-    inputs |= {"do_sample": False, "disable_compile": True} | options
-    torch.manual_seed(1)
-    plain = model.generate(**inputs)
-    with parallel(model, TWO) as p:
-        torch.manual_seed(1)
-        assert torch.equal(model.generate(**inputs), plain)
-        assert model.get_input_embeddings() is model.transformer.wte
-        assert len(p.stats().shards) == 2

@@ -68,7 +68,6 @@ def a_block_is_generic_in_its_target(model: torch.nn.Linear, x: torch.Tensor) ->
         assert_type(p.devices, tuple[torch.device, ...] | tuple[neuron.NeuronCore, ...])
         assert_type(p.submit(x), Future[Any])
         assert_type(p.map([x]), Iterator[Any])
-        assert_type(p.stats().shards, tuple[int, ...])
         assert_type(p.stats().lanes[0].busy_s, float)
         with p.trace("lanes.json"):
             pass
@@ -110,9 +109,7 @@ def every_option(model: torch.nn.Module) -> None:
 
 def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
     comparison = compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
-    assert_type(comparison.ways[0].seconds, tuple[float, ...])
     assert_type(comparison.ways[-1].quartiles, list[float])
-    assert_type(comparison.busy_cores, float | None)
     with cpu.keep_freed_memory() as nothing:
         assert_type(nothing, None)
 
@@ -191,10 +188,6 @@ def errors_have_their_bases() -> None:
 def every_field_of_a_platform(log: Path) -> None:
     platform = Platform("training", Device.CPU, n_cpus=2, ipc_groups=[[0], [1]], console_logs=log, upon_finish=log.unlink)
     Platform(device="gpu", n_gpus=None, spawn_method="spawn", ipc_protocol="file", ipc_groups=None, seed=None)
-    assert_type(platform.world_size, int)
-    assert_type(platform.ranks_per_node, int)
-    assert_type(platform.requires_ipc, bool)
-    assert_type(Device.from_str("cuda"), Device)
     Platform(device=Device.from_str(str(log)))
     Platform(device=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(ipc_groups=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
@@ -251,11 +244,7 @@ def methods_launch_without_their_self(trainer: Trainer) -> None:
 
 
 def a_launch_has_typed_attributes(launch: Launch[int]) -> None:
-    assert_type(launch.done(), bool)
-    assert_type(launch.cancel(), None)
     assert_type(launch.state, Literal["pending", "running", "finished", "failed", "cancelled"])
-    assert_type(launch.logs(0), str)
-    assert_type(launch.stacks(), dict[int, str])
     as_tuple: tuple[object, ...] = launch.results(timeout=2.0)
     assert as_tuple
 
@@ -274,12 +263,7 @@ def tasks_take_ranks_group_and_args() -> None:
 def a_rank_has_typed_attributes() -> None:
     rank = current_rank()
     assert_type(rank, Rank)
-    assert_type(
-        (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart), tuple[int, int, int, int, int]
-    )
-    assert_type(rank.device, torch.device)
     assert_type(rank.group, ProcessGroup | None)
-    assert_type(rank.platform, Platform)
     rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -313,10 +297,7 @@ def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, s
 def errors_of_a_launch_have_typed_attributes(
     died: RankDiedError, late: LaunchTimeoutError, unsendable: UnsendableError
 ) -> None:
-    assert_type(died.rank, int | None)
     assert_type(died.signal, Signals | int | None)
-    assert_type(died.exit_code, int | None)
-    assert_type(late.stacks, dict[int, str])
     as_type_error: TypeError = unsendable
     as_launch_errors: list[LaunchError] = [died, late, unsendable]
     as_value_error: type[ValueError] = PlatformError
