@@ -127,15 +127,8 @@ def test_list_of_graphs(devices):
         assert_close(net(graphs), torch.cat(graphs) * 2)
 
 
-class Container:
-    """A batch that is a list of chunks, one per device."""
-
-    def __init__(self, chunks):
-        self.chunks = chunks
-
-
 class Unpacking(DataParallel):
-    """Unpacks containers in `scatter`, also on the CPU as device -1, as mmcv's class does."""
+    """Unpacks lists with one chunk per device in `scatter`, also on the CPU as device -1, as mmcv's class does."""
 
     def forward(self, *inputs, **kwargs):
         if not self.device_ids:
@@ -144,9 +137,8 @@ class Unpacking(DataParallel):
         return super().forward(*inputs, **kwargs)
 
     def scatter(self, inputs, kwargs, device_ids):
-        if any(isinstance(value, Container) for value in inputs):
-            chunks = zip(*(value.chunks for value in inputs), strict=True)
-            return tuple(chunks), tuple(dict(kwargs) for _ in inputs[0].chunks)
+        if isinstance(inputs[0], list):
+            return tuple(zip(*inputs, strict=True)), tuple(dict(kwargs) for _ in inputs[0])
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
 
@@ -155,7 +147,7 @@ class Unpacking(DataParallel):
 def test_containers_are_unpacked(devices):
     x = torch.randn(5, 4)
     net = Unpacking(nn.Linear(4, 2), device_ids=devices)
-    assert_close(net(Container([x[:2], x[2:]] if devices == TWO else [x])), net.module(x))
+    assert_close(net([x[:2], x[2:]] if devices == TWO else [x]), net.module(x))
     assert_close(net(x), net.module(x))
 
 

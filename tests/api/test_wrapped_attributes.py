@@ -43,6 +43,11 @@ class Model(nn.Linear):
     def __len__(self):
         return 3
 
+    def __deepcopy__(self, memo):
+        twin = memo[id(self)] = Model.__new__(Model)
+        twin.__dict__.update(copy.deepcopy(vars(self), memo))
+        return twin
+
 
 def on_two(model):
     return DataParallel(model, TWO)
@@ -104,22 +109,13 @@ def test_own_names_come_first():
     assert net.threshold == 0.5
 
 
-class Copied(Model):
-    """A model that says how it is copied."""
-
-    def __deepcopy__(self, memo):
-        twin = memo[id(self)] = Copied.__new__(Copied)
-        twin.__dict__.update(copy.deepcopy(vars(self), memo))
-        return twin
-
-
 @WRAPPERS
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, copy.copy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "copy", "pickle"]
 )
 def test_copies_are_wrappers(wrap, duplicate):
     """Before and after a call. The module's `__deepcopy__` copies the module, not the wrapper around it."""
-    net = wrap(Copied())
+    net = wrap(Model())
     x = torch.randn(5, 4)
     inputs = x.chunk(2) if wrap is on_parts else x
     for _ in range(2):

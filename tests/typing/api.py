@@ -19,7 +19,6 @@ from parawrap import (
     Device,
     Launch,
     LaunchError,
-    LaunchTimeoutError,
     Parallel,
     ParallelWrapper,
     ParawrapError,
@@ -85,15 +84,11 @@ def a_decorated_function_keeps_its_signature(model: torch.nn.Linear, x: torch.Te
     assert_type(parallel(model, 2)(x), Any)
 
 
-def every_way_to_name_devices(model: torch.nn.Module) -> None:
+def every_option(model: torch.nn.Module) -> None:
     parallel(model, None)
-    parallel(model, 2)
     parallel(model, torch.device("cpu"))
     parallel(model, ["cpu", 0, torch.device("cpu")])
     parallel(model, 3.5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
-
-def every_option(model: torch.nn.Module) -> None:
     parallel(
         model, 2, dim=1, in_dims={"mask": None, "texts": "items"}, methods=("forward", "generate"), output_device="cpu"
     )
@@ -151,8 +146,7 @@ def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> Non
 
 
 def the_helpers(x: torch.Tensor) -> None:
-    cat((x, x))
-    transpose([(1, 2), (3, 4)])
+    cat(transpose([(x, x), (x, x)]))
     assert_type(Tuplewise([(0, 1), (2, 3)])[0], Tuplewise)
     recursive_to({"x": [x]}, "cpu", non_blocking=True)
     recursive_cuda([x])
@@ -173,16 +167,6 @@ def batches_keep_their_class(sample: Sample) -> None:
 
 def a_class_is_registered(split: Callable[[str, Sequence[int]], list[str]], join: Callable[[Sequence[str]], str]) -> None:
     register_split(str, split=split, join=join, rows=len)
-
-
-def errors_have_their_bases() -> None:
-    try:
-        parallel(len)
-    except ShardError as error:
-        as_value_error: ValueError = error
-        as_root: ParawrapError = error
-        raise as_root from as_value_error
-    assert_type(parawrap.__version__, str)
 
 
 def every_field_of_a_platform(log: Path) -> None:
@@ -267,20 +251,13 @@ def a_rank_has_typed_attributes() -> None:
     rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def the_helpers_of_a_rank(
-    model: torch.nn.Linear, data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]]
-) -> None:
+def the_helpers_of_a_rank(data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]]) -> None:
     functional.seed_generators(7, offset=current_rank().global_rank)
-    functional.average_params_grads(model, params=True, grads=False)
-    functional.optimiser_to(torch.optim.Adam(model.parameters()), torch.device("cpu"))
-    assert_type(functional.has_batch_norm(model), bool)
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
     assert_type(functional.reduce_metrics({"loss": 0.5}, weight=3), dict[str, float])
     functional.reduce_metrics(0.5, op="max")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    assert_type(functional.device(model), torch.device)
-    functional.set_default_device(0, TWO)
     functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
@@ -294,16 +271,14 @@ def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, s
     functional.to(model, strategy="fsdp")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
-def errors_of_a_launch_have_typed_attributes(
-    died: RankDiedError, late: LaunchTimeoutError, unsendable: UnsendableError
-) -> None:
+def errors_have_their_bases(died: RankDiedError, unsendable: UnsendableError, shard: ShardError) -> None:
     assert_type(died.signal, Signals | int | None)
     as_type_error: TypeError = unsendable
-    as_launch_errors: list[LaunchError] = [died, late, unsendable]
-    as_value_error: type[ValueError] = PlatformError
-    assert isinstance(as_type_error, LaunchError)
-    assert as_launch_errors
-    assert issubclass(as_value_error, ParawrapError)
+    as_value_errors: tuple[ValueError, type[ValueError]] = (shard, PlatformError)
+    as_launch_errors: list[LaunchError] = [died, unsendable]
+    as_root: list[ParawrapError] = [shard, *as_launch_errors]
+    assert as_root != [as_type_error, *as_value_errors]
+    assert_type(parawrap.__version__, str)
 
 
 @tuple_fn
