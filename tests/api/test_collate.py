@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_default_collate
 
 from parawrap.api.collate import default_collate, tp_collate
@@ -151,16 +151,6 @@ def test_function_of_main_can_be_sent(monkeypatch):
     sent = cloudpickle.dumps(collate)
     monkeypatch.delattr("__main__.collate")
     assert lists(cloudpickle.loads(sent)([1, 2, 3])) == ["tuple", [1, 2], [3]]
-
-
-def test_loader_keeps_all_rows():
-    """Each row keeps its label. A last batch with fewer rows than devices has fewer parts."""
-    data = TensorDataset(torch.arange(100), -torch.arange(100))
-    batches = list(DataLoader(data, batch_size=33, shuffle=True, collate_fn=default_collate(4)))
-    assert [[len(x) for x in xs] for xs, _ in batches] == [[9, 8, 8, 8]] * 3 + [[1]]
-    rows = torch.cat([x for xs, _ in batches for x in xs])
-    assert torch.equal(torch.cat([y for _, ys in batches for y in ys]), -rows)
-    assert sorted(rows.tolist()) == list(range(100))
 
 
 def test_spawned_workers_can_collate():

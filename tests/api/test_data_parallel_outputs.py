@@ -58,14 +58,3 @@ def test_ambiguous_detections():
         assert_close(p(x), model(x))
     levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
     assert_close(DataParallel(levels, TWO)(x), levels(x))
-
-
-def test_other_lists_have_no_row_counts():
-    """A list that an overridden `gather` makes has no row counts, so lists are refused."""
-
-    class Own(DataParallel):
-        def gather(self, outputs, output_device):
-            return super().gather(list(outputs), output_device)
-
-    with pytest.raises(GatherError, match="gather alone has no row counts"):
-        Own(Calls(LISTS["in a dict"]), TWO)(torch.eye(6))

@@ -73,7 +73,7 @@ class Small(Model):
 
 
 @pytest.mark.parametrize("kind", ["above", "unchained", "below", "static_above", "static_below"])
-def test_a_method_is_called_on_its_class(kind):
+def test_methods_run_on_their_class(kind):
     """Through an object, a subclass, or a pickle. Addresses of arguments do not count the class."""
     bias = 0 if kind.startswith("static") else 10
     assert getattr(Model(), kind)(1) == (bias + 1,)
@@ -89,7 +89,7 @@ def test_a_method_is_called_on_its_class(kind):
         assert method.submit(1).results() == (1,)
 
 
-def test_a_method_is_called_on_its_object():
+def test_methods_run_on_their_object():
     """Through the object, the class, super(), `map`, a pickle, or a copy."""
     model = Model(bias=3)
     assert Model.method(model, 1) == model.method.submit(1).results() == (4,)
