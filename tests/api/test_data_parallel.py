@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,16 +130,11 @@ def test_errors_name_lane_and_rows():
     assert caught.value.__notes__[0] == note
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(torch.zeros(3), r"args\[1\] has 3"), (SimpleNamespace(y=torch.zeros(5)), "SimpleNamespace")],
-    ids=["rows", "object"],
-)
-def test_cure_of_an_argument_works(value, words):
-    with pytest.raises(ShardError, match=rf"(?s){words}.*parallel block.*in_dims"):
-        DataParallel(Calls(lambda x, y: x), TWO)(torch.zeros(5), value)
+def test_cure_of_an_argument_works():
+    with pytest.raises(ShardError, match=r"(?s)args\[1\] has 3.*parallel block.*in_dims"):
+        DataParallel(Calls(lambda x, y: x), TWO)(torch.zeros(5), torch.zeros(3))
     with parallel(lambda x, y: x, TWO, in_dims={"y": None}, out_dims=0) as p:
-        assert p(torch.zeros(5), value).shape == (5,)
+        assert p(torch.zeros(5), torch.zeros(3)).shape == (5,)
 
 
 def test_calls_without_rows():

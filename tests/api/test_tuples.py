@@ -81,6 +81,16 @@ def test_cat_refuses_unequal_parts(returns, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_cat_refuses_scales_and_dims():
+    """torch.cat would take the scale of the first part for all."""
+    one, other = (torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.quint8) for scale in (0.5, 1.0))
+    with pytest.raises(GatherError, match=r"different scales, or per channel. Return tensor.dequantize\(\)"):
+        cat((one, other))
+    with pytest.raises(GatherError, match=r"shape \(1,\) has no dim 1"):
+        cat((ZERO, ONE), dim=1)
+
+
 # --- transpose ---
 
 

@@ -213,7 +213,6 @@ def a_launch_has_the_types_of_its_function() -> None:
 
 def wrong_arguments_of_a_launch_are_errors() -> None:
     train("1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     train.submit(1, c=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     wrapper("cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     wrapper(TWO)(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -240,7 +239,6 @@ def task(global_rank: int, local_rank: int, process_group: ProcessGroup | None, 
 def tasks_take_ranks_group_and_args() -> None:
     assert_type(Wrapper(TWO).start(task, ("example",)), RankResults[float])
     Wrapper(TWO).start(len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    Wrapper(TWO).start(task, [1])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Wrapper(task)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
