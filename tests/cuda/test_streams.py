@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from parawrap import parallel
-from tests.cuda.gpus import HOME, TWICE, cuda, every
+from tests.cuda.gpus import HOME, cuda
 from tests.cuda.zoo import Where
 from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 
-def test_each_lane_has_its_own_stream():
-    """Without gradients, each lane has one stream, different from the caller's and from those of other lanes."""
-    model = Where().to(HOME)
-    with torch.no_grad(), parallel(model, TWICE):
-        model(rows(9))
-        first = sorted(model.seen)
-        model.seen.clear()
-        model(rows(9))
-    caller = cuda.current_stream(HOME).stream_id
-    assert len({stream for _, stream, _ in first}) == 2
-    assert caller not in {stream for _, stream, _ in first}
-    assert sorted(model.seen) == first
-
-
-def test_lanes_use_the_callers_stream_under_gradients(devices):
+def test_gradients_use_the_callers_stream(devices):
     """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
     model = Where().to(HOME)
     x = rows(13).to(HOME)
@@ -37,21 +22,6 @@ def test_lanes_use_the_callers_stream_under_gradients(devices):
     with parallel(model, devices), cuda.stream(stream):
         model(x).sum().backward()
     assert {each for device, each, _ in model.seen if device == 0} == {stream.stream_id}
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_caller_keeps_its_device_and_streams(grad, devices):
-    """A call, also a failed one, does not change the caller's current device and streams."""
-    model = mlp().to(HOME)
-    stream = cuda.Stream(every()[-1])
-    elsewhere = [cuda.current_stream(device) for device in every()[:-1]]
-    with torch.set_grad_enabled(grad), parallel(model, devices), cuda.stream(stream):
-        for width, raises in ((5, nullcontext()), (4, pytest.raises(RuntimeError))):
-            with raises:
-                model(rows(13, width))
-            assert cuda.current_device() == len(every()) - 1
-            assert cuda.current_stream(every()[-1]) == stream
-            assert [cuda.current_stream(device) for device in every()[:-1]] == elsewhere
 
 
 @pytest.mark.parametrize("grad", [True, False])

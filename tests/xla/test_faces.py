@@ -8,7 +8,7 @@ from parawrap import DataParallel, TupleParallel
 from tests.xla.zoo import assert_near, assert_near_gradients, beside, mlp, rows
 
 
-def test_data_parallel_uses_its_devices():
+def test_data_parallel_on_two_devices():
     """Two XLA devices share the rows, and outputs and gradients equal those of the plain model."""
     model = mlp().to("xla:0")
     plain = beside(model)
@@ -26,7 +26,7 @@ def test_data_parallel_uses_its_devices():
     net.close()
 
 
-def test_tuple_parallel_leaves_each_output_on_its_device():
+def test_tuple_parallel_on_two_devices():
     """Part i of the output lies on device i."""
     model = mlp().to("xla:0")
     plain = beside(model)
