@@ -64,22 +64,6 @@ def test_checkpoints_repeat_the_masks(devices):
     assert_same_gradients(model.body, plain)
 
 
-@pytest.mark.usefixtures("every_warning")
-def test_training_on_changing_streams(devices):
-    """The caller may change its stream between two steps: gradients are right, without warnings."""
-    model = mlp().to(HOME)
-    plain = copy.deepcopy(model)
-    stream = cuda.Stream(HOME)
-    with parallel(model, devices):
-        for on in (cuda.current_stream(HOME), stream, stream, cuda.current_stream(HOME)):
-            cuda.synchronize(HOME)
-            with cuda.stream(on):
-                x = rows(13).to(HOME)
-                for each in (model, plain):
-                    each.zero_grad()
-                    each(x).square().sum().backward()
-                assert_same_gradients(model, plain)
-            cuda.synchronize(HOME)
 
 
 @pytest.mark.usefixtures("every_warning")

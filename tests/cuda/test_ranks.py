@@ -71,7 +71,3 @@ def test_a_rank_on_every_gpu(several):
     assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
 
 
-def test_an_inline_rank():
-    """An inline launch runs on the first GPU, in this process."""
-    (result,) = wrapper(Platform(device="gpu", n_gpus=1, verbose=False))(all_reduced()).inline(2)
-    assert result == (HOME, 0, [2.0] * 3, 1.0)

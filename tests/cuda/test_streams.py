@@ -13,7 +13,7 @@ from tests.cuda.zoo import Where
 from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 
-def test_gradients_use_the_callers_stream(devices):
+def test_gradients_on_callers_stream(devices):
     """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
     model = Where().to(HOME)
     x = rows(13).to(HOME)

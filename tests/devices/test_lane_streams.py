@@ -17,8 +17,6 @@ import torch
 from torch import nn
 
 from parawrap import DataParallel, parallel
-from parawrap.backends import backend_of
-from parawrap.lanes import _lane_streams as lane_streams
 from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
 
@@ -77,7 +75,7 @@ def test_successive_blocks_reuse_streams():
     assert len({stream for _, stream, _ in model.seen}) <= 4  # two for compute and two for input copies
 
 
-def test_gradients_use_the_callers_stream():
+def test_gradients_on_callers_stream():
     """Lanes on the model's device use the caller's stream: torch adds up gradients there, and warns of other streams."""
     model = Where().to("sim:0")
     stream = side_stream()
@@ -106,16 +104,6 @@ def test_lanes_do_not_share_casts():
         for _ in range(20):
             assert model(x).dtype is torch.bfloat16
         assert torch.is_autocast_cache_enabled()
-
-
-def test_captured_calls_run_plainly(monkeypatch):
-    """While the caller's stream is captured into a graph, calls run plainly, because lanes cannot add to the graph."""
-    model = Where().to("sim:0")
-    monkeypatch.setattr(backend_of("sim").module, "is_current_stream_capturing", lambda: True, raising=False)
-    with torch.no_grad(), parallel(model, SIMS) as p:
-        model(rows(8).to("sim:0"))
-        assert p.stats().plain == 1
-    assert model.seen == [("sim:0", 0, 0)]
 
 
 # ---------------------------------------------------------------- ordering between the caller and the lanes
@@ -238,31 +226,6 @@ def test_callers_in_several_threads():
     with parallel(model, ["sim:0", "sim:0", "sim:1"]), ThreadPoolExecutor(4) as threads:
         for each in [threads.submit(calls, batches) for batches in work]:
             each.result()
-
-
-def test_refresh_before_earlier_work_starts(monkeypatch):
-    """A call submitted before a refresh, but started after it, writes statistics only after the refresh has read them."""
-    submitted_first, refreshed = threading.Event(), threading.Event()
-    begin = lane_streams.LaneFuture.set_running_or_notify_cancel
-
-    def start_the_first_late(future):
-        if not submitted_first.is_set():
-            submitted_first.set()
-            assert refreshed.wait(PATIENCE_S)
-        return begin(future)
-
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("sim:0")
-    x = torch.randn(7, 8)
-    with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
-        p(x)
-        monkeypatch.setattr(lane_streams.LaneFuture, "set_running_or_notify_cancel", start_the_first_late)
-        first = p.submit(x)  # to lane 0, which writes its statistics to the model
-        assert submitted_first.wait(PATIENCE_S)
-        p.submit(x).result()  # in lane 1, which makes its statistics stale
-        last = p.submit(x)  # after a refresh
-        refreshed.set()
-        for future in (first, last):
-            assert future.result().isfinite().all()
 
 
 # ---------------------------------------------------------------- results
