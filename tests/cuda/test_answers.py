@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parawrap import DataParallel, parallel
-from tests.cuda.gpus import HOME, KIND, ONE, cuda
-from tests.cuda.zoo import NETS, conv_net, net_and_rows
+from parawrap import DataParallel, DeviceUnavailableError, parallel
+from tests.cuda.gpus import HOME, KIND, ONE, cuda, every
+from tests.cuda.zoo import NETS, Where, conv_net, net_and_rows
 from tests.helpers.device_models import assert_same_gradients, assert_same_training_step, dropout, mlp, rows
 
 
@@ -22,9 +22,6 @@ from tests.helpers.device_models import assert_same_gradients, assert_same_train
 def test_outputs_and_gradients(net, place, count, devices):
     model, x = net_and_rows(net, count)
     assert_same_training_step(model, x.to(place), devices)
-
-
-# -- random numbers
 
 
 @pytest.mark.parametrize("lane_rows", [1, 2, 5])
@@ -64,6 +61,15 @@ def test_checkpoints_repeat_the_masks(devices):
     assert_same_gradients(model.body, plain)
 
 
+def test_gradients_on_callers_stream(devices):
+    """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
+    model = Where().to(HOME)
+    x = rows(13).to(HOME)
+    stream = cuda.Stream(HOME)
+    stream.wait_stream(cuda.current_stream(HOME))
+    with parallel(model, devices), cuda.stream(stream):
+        model(x).sum().backward()
+    assert {each for device, each, _ in model.seen if device == 0} == {stream.stream_id}
 
 
 @pytest.mark.usefixtures("every_warning")
@@ -118,3 +124,37 @@ def test_equals_data_parallel_of_torch(train):
         assert mine.state_dict()["module.1.num_batches_tracked"] == (3 if train else 0)
         if not train:
             torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("make", [parallel, DataParallel])
+@pytest.mark.parametrize("devices", [[f"{KIND}:99"], [HOME, f"{KIND}:99"]], ids=str)
+def test_a_missing_gpu_is_refused(make, devices):
+    """The error names the requested GPU and the visible ones."""
+    with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not available.*{HOME}"):
+        make(mlp().to(HOME), devices)
+
+
+def test_all_gpus_are_the_default():
+    """A block without devices, or with the kind alone, has one lane per GPU."""
+    for devices in (None, "auto", KIND):
+        assert [str(device) for device in parallel(mlp(), devices).devices] == every()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_batches_on_any_gpu(grad, several):
+    """The batch may be on any GPU, and the output is joined on any GPU."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model)
+    last = several[-1]
+    for lanes in (several, several[::-1], [last], [HOME, last, last]):
+        model.zero_grad()
+        plain.zero_grad()
+        with torch.set_grad_enabled(grad), parallel(model, lanes, output_device=last):
+            x = rows(13)
+            output, expected = model(x.to(last)), plain(x.to(HOME))
+            assert output.device == torch.device(last)
+            torch.testing.assert_close(output, expected.to(last))
+            if grad:
+                output.square().sum().backward()
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)

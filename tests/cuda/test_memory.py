@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from parawrap import parallel
-from tests.cuda.gpus import HOME, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
+from tests.cuda.gpus import HOME, LONG, ONE, TWICE, cuda, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Late
-from tests.helpers.device_models import mlp, rows
 
 PATIENCE_S = 30
 SPARE = 4  # tensors allocated in advance, because a new allocation may wait for all GPUs
@@ -44,9 +43,6 @@ def released(tensor):
     gone = threading.Event()
     weakref.finalize(tensor, gone.set)
     return gone
-
-
-# -- read after the write, and before the reuse
 
 
 def input_let_go_of(p, model, cycles):
@@ -151,9 +147,6 @@ def test_memory_is_read_in_time(happens, lanes):
     assert right
 
 
-# -- the host's memory
-
-
 @pytest.mark.parametrize("pinned", [True, False])
 def test_the_host_may_free_an_input(pinned, devices):
     """The host frees a submitted input and reuses its memory before the copy can have started."""
@@ -173,28 +166,6 @@ def test_the_host_may_free_an_input(pinned, devices):
             taken = [on_host(math.nan) for _ in range(3)]
             assert is_all(future.result(), 2.0)
             del taken
-
-
-# -- map
-
-
-@pytest.mark.parametrize("place", ["pageable", "pinned", HOME, "the last GPU"])
-def test_map_keeps_freed_batches(place, devices):
-    """Batches without other references stay intact until a lane reads them, and outputs come in order."""
-    model = Late().to(HOME)
-    device = {"pageable": "cpu", "pinned": "cpu", "the last GPU": every()[-1]}.get(place, place)
-
-    def source():
-        for index in range(6):
-            batch = full(float(index), device)
-            yield batch.pin_memory() if place == "pinned" else batch
-            del batch
-            full(math.nan, device)  # what was freed may be handed out here
-
-    with torch.no_grad(), parallel(model, devices) as p:
-        model.keep_busy(range(len(devices)), LONG // 20)
-        for index, output in enumerate(p.map(source())):
-            assert is_all(output, index + 1.0)
 
 
 @pytest.mark.parametrize("lanes", [ONE, TWICE], ids=["one lane", "two lanes on a GPU"])
@@ -217,9 +188,6 @@ def test_map_needs_bounded_memory(lanes):
     assert many - few <= 8 * 2 * batch.nbytes
 
 
-# -- afterwards
-
-
 def test_memory_is_freed_after_a_block(devices):
     """After a block, replicas, inputs, and outputs are freed."""
     model = Late().to(HOME)
@@ -234,20 +202,3 @@ def test_memory_is_freed_after_a_block(devices):
     model.zero_grad()
     del p
     assert held() == before
-
-
-def test_blocks_leave_no_memory():
-    """Memory does not grow with blocks, although torch keeps a workspace per stream that multiplied a matrix."""
-    model = mlp().to(HOME)
-    x = rows(9).to(HOME)
-    forget_workspaces()
-
-    def held_after_blocks(count):
-        for _ in range(count):
-            with torch.no_grad(), parallel(model, TWICE):
-                model(x)
-                model(x)
-        return held()
-
-    few = held_after_blocks(2)
-    assert held_after_blocks(8) <= few

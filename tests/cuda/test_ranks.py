@@ -69,5 +69,3 @@ def test_a_rank_on_every_gpu(several):
     total = [float(sum(range(1, world + 1)))] * 3
     results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))
     assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
-
-

@@ -7,6 +7,7 @@ allows. A fixture in conftest.py fails a test if a device reports a race; some t
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,9 @@ import torch
 from torch import nn
 
 from parawrap import DataParallel, parallel
+from parawrap.backends import backend_of
+from parawrap.lanes import LanePool, Modes
+from parawrap.lanes import _lane_streams as lane_streams
 from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
 
@@ -46,9 +50,6 @@ def in_a_thread(work):
     """Run `work` in a new thread to its end, and raise what it raises."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
-
-
-# ---------------------------------------------------------------- which stream a lane uses
 
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE], ids=str)
@@ -106,41 +107,15 @@ def test_lanes_do_not_share_casts():
         assert torch.is_autocast_cache_enabled()
 
 
-# ---------------------------------------------------------------- ordering between the caller and the lanes
-
-
-@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:2", "sim:1"]], ids=str)
-def test_callers_on_a_side_stream(devices, grad):
-    """Lanes run after the work that the caller queued before the call; the caller's later work runs after theirs."""
-    model = mlp().to("sim:0")
-    plain = copy.deepcopy(model)
-    stream = side_stream()
-    settle()
-    with parallel(model, devices), torch.sim.stream(stream), torch.set_grad_enabled(grad):
-        for _ in range(3):
-            x = rows(9).pin_memory().to("sim:0", non_blocking=True)
-            for each in (model, plain):
-                with torch.no_grad():
-                    each[2].bias.add_(x.mean())
-            output, expected = model(x), plain(x)
-            torch.testing.assert_close(output, expected)
-            if grad:
-                output.square().sum().backward()
-                expected.square().sum().backward()
-                assert_same_gradients(model, plain)
-            else:
-                output.add_(1)
-
-
-def test_training_on_changing_streams():
+def test_training_on_changing_streams(devices):
     """The caller can change its stream between two training steps without a warning from torch about gradients."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     side = side_stream()
     torch.set_warn_always(True)
     try:
-        with parallel(model, SIMS):
+        with parallel(model, devices):
             for stream in (torch.sim.default_stream("sim:0"), side, side, torch.sim.default_stream("sim:0")):
                 settle()
                 with torch.sim.stream(stream):
@@ -228,9 +203,6 @@ def test_callers_in_several_threads():
             each.result()
 
 
-# ---------------------------------------------------------------- results
-
-
 def test_results_may_be_read_anywhere():
     """A thread, or a callback, that reads a future's result can use it at once on any stream."""
     model = mlp().to("sim:0")
@@ -276,3 +248,58 @@ def test_changes_between_submitted_calls():
         after = [p.submit(x) for _ in range(4)]
         assert all(future.result().unique().tolist() in ([5.0], [10.0]) for future in before)
         assert all(future.result().unique().tolist() == [10.0] for future in after)
+
+
+@torch.no_grad()
+def test_collected_while_another_runs(monkeypatch):
+    """A pool can be collected, and return its streams, while another pool's lane takes a stream."""
+    backend = type(backend_of("sim"))
+    make = backend.new_stream
+
+    def collecting(self, device):
+        gc.collect()
+        return make(self, device)
+
+    monkeypatch.setattr(lane_streams, "_shelf", lane_streams._Shelf())  # a shelf without streams of earlier pools
+    monkeypatch.setattr(backend, "new_stream", collecting)
+    left, other = (LanePool([torch.device(device)]) for device in ("sim:0", "sim:1"))
+    left.itself = left  # so that only the garbage collector can free it
+    assert ones_in_a_lane(left).item() == 1
+    gc.disable()
+    try:
+        del left
+        assert ones_in_a_lane(other).item() == 1
+    finally:
+        gc.enable()
+        other.close()
+
+
+def ones_in_a_lane(pool):
+    (lane,) = pool.lanes
+    return pool.submit(lane, lambda: torch.ones(1, device=lane.device), Modes.capture("sim")).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("device", ["sim:0", "sim:1"])
+def test_order_of_tasks_in_a_lane(device):
+    """A task with gradients uses the caller's stream, and the next one without the lane's own: they run in order."""
+
+    class Average(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 5, dtype=torch.float64)
+            self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+
+        def forward(self, x):
+            output = super().forward(x) - self.mean
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+            return output
+
+    model = Average().to("sim:0")
+    plain = copy.deepcopy(model)
+    x = rows(7).to("sim:0")
+    expected = [plain(x), plain(x)]
+    settle()
+    with parallel(model, [device]) as p:
+        futures = [p.submit(x)]
+        with torch.no_grad():
+            futures.append(p.submit(x))
+        torch.testing.assert_close([future.result() for future in futures], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parawrap import parallel
 from parawrap.backends import bring
+from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
@@ -30,26 +32,6 @@ def submitted(p, x):
 
 
 WAYS = pytest.mark.parametrize("ask", [called, submitted])
-
-
-# ---------------------------------------------------------------- host to device, and between devices
-
-
-def test_large_inputs_are_staged():
-    """Large pageable inputs are copied through pinned memory, so the host does not wait. Small inputs are not staged."""
-    model = mlp().to("sim:0")
-
-    def copies(x):
-        torch.sim.synchronize()
-        simdevice.reset_stats()
-        model(x)
-        return simdevice.stats()
-
-    with torch.no_grad(), parallel(model, SIMS):
-        model(rows(9))
-        small, large = copies(rows(9)), copies(rows(MANY * 4))
-    assert (small.h2d, large.h2d) == (4, 4)
-    assert large.late - small.late == 4
 
 
 LAYOUTS = {
@@ -103,7 +85,15 @@ def test_prepare_follows_the_caller():
             torch.testing.assert_close(output, p.submit(x + 2 * turn * len(SIMS)).result())
 
 
-# ---------------------------------------------------------------- CPU lanes
+def test_tensors_for_other_processes():
+    """Copies in host memory live until they are written."""
+    tensors = [torch.full((1 << 21,), float(index)).to("sim:0") for index in range(4)]
+    file = memory_file("test")
+    try:
+        pack(tensors, file, "value")
+        assert [tensor.unique().tolist() for tensor in unpack(file)] == [[0], [1], [2], [3]]
+    finally:
+        os.close(file)
 
 
 def pending(value=3.0):
@@ -124,9 +114,6 @@ def test_cpu_lanes_wait_for_pending_work(home, ask):
             y = ask(p, pending())
             settle()
             torch.testing.assert_close(y.cpu(), expected)
-
-
-# ---------------------------------------------------------------- memory that others release
 
 
 @pytest.mark.parametrize("place", ["cpu", "pinned", "sim:3"])
@@ -151,31 +138,6 @@ def test_batches_that_nobody_holds(devices, place):
             output.add_(1)
 
 
-def test_inputs_are_not_freed_early():
-    """Memory of an input, and then of an output, is reused only after the lane and the reader are done with it."""
-    started, allowed = threading.Semaphore(0), threading.Semaphore(0)
-
-    class Gated(nn.Linear):
-        def forward(self, x):
-            started.release()
-            assert allowed.acquire(timeout=PATIENCE_S)
-            return super().forward(x)
-
-    model = Gated(5, 3, dtype=torch.float64).to("sim:0")
-    with torch.no_grad(), torch.sim.stream(side_stream()), parallel(model, ["sim:0"]) as p:
-        torch.sim.current_stream().wait_stream(torch.sim.default_stream("sim:0"))
-        first, second = (p.submit(rows(MANY).to("sim:0")) for _ in range(2))
-        allowed.release()
-        for _ in range(2):
-            assert started.acquire(timeout=PATIENCE_S)
-        torch.zeros(1, device="sim:0")  # the lane has started the second call and released the input of the first
-        first.result().add_(1)
-        del first
-        allowed.release()  # the second call now allocates memory
-        second.result()
-    settle()  # the model is freed after this
-
-
 @pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
 def test_replicas_are_not_freed_early(devices):
     """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
@@ -194,8 +156,6 @@ def test_replicas_are_not_freed_early(devices):
             kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes * 4]
     settle()
     assert all(each.count_nonzero() == 0 for each in kept)
-
-
 
 
 def test_a_block_closed_during_a_call():
@@ -222,9 +182,6 @@ def test_a_block_closed_during_a_call():
             assert inside.wait(PATIENCE_S)
         closed.set()
         torch.testing.assert_close(output.result(), nn.functional.linear(x, model.weight, model.bias))
-
-
-# ---------------------------------------------------------------- packed sequences
 
 
 class Packed(nn.Linear):

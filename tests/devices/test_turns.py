@@ -121,13 +121,3 @@ def test_draws_on_one_device_warn(generators):
                 model(x)
             assert len(caught) == 1
             model(x)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_draws_on_the_cpu_warn(grad):
-    """Lanes on different devices share the CPU's generator, so a seed does not reproduce what they draw from it."""
-    model = dropout("sim:0")  # simulated devices draw from the generator of the CPU
-    with torch.set_grad_enabled(grad), parallel(model, SIMS):
-        with pytest.warns(UserWarning, match=DRAWS):
-            model(rows(9))
-        model(rows(9))

@@ -12,12 +12,11 @@ from parawrap import Platform, PlatformError, current_rank, functional, wrapper
 from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
-@pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
-def test_each_rank_has_a_device(monkeypatch, spawn_method):
+def test_each_rank_has_a_device(monkeypatch):
     """The device of a rank is its current device, as on GPUs. parawrap sets no cores of the machine."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
-    @wrapper(Platform(device="neuron", n_gpus=2, spawn_method=spawn_method, verbose=False))
+    @wrapper(Platform(device="neuron", n_gpus=2, verbose=False))
     def where():
         model = functional.to(torch.nn.Linear(3, 2), sync_modules=False)
         return (

@@ -194,12 +194,6 @@ def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
     def set_device(device: _Device) -> None:
         extension.set_device(_index(device, extension))
 
-    def get_rng_state(device: _Device = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
-        torch.set_rng_state(new_state)
-
     return {
         "device": use_device,
         "device_count": extension.device_count,
@@ -211,8 +205,8 @@ def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
         "empty_cache": lambda: None,
         "manual_seed": lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
         "manual_seed_all": lambda _: None,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "_is_in_bad_fork": lambda: False,
     }
@@ -245,9 +239,6 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
     def default_stream(device: _Device = None) -> Stream:
         return numbered(0, device)
 
-    def set_stream(stream: torch.Stream) -> None:
-        torch.accelerator.set_stream(stream)
-
     @contextlib.contextmanager
     def use_stream(stream: torch.Stream | None) -> Iterator[None]:
         """Make a stream current on its device, and its device the current one, for the length of a with block."""
@@ -255,11 +246,11 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
             yield
             return
         device, previous = extension.current_device(), current_stream(stream.device)
-        set_stream(stream)
+        torch.accelerator.set_stream(stream)
         try:
             yield
         finally:
-            set_stream(previous)
+            torch.accelerator.set_stream(previous)
             extension.set_device(device)
 
     def synchronize(device: _Device = None) -> None:
@@ -270,7 +261,7 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
         "Event": event,
         "current_stream": current_stream,
         "default_stream": default_stream,
-        "set_stream": set_stream,
+        "set_stream": torch.accelerator.set_stream,
         "stream": use_stream,
         "synchronize": synchronize,
     }

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import DeviceUnavailableError, parallel
+from parawrap import DataParallel, DeviceUnavailableError, parallel
 from tests.helpers.device_models import Tied
-from tests.xla.zoo import XLAS, Images, assert_near, assert_near_gradients, beside, mlp, rows
+from tests.xla.zoo import XLAS, assert_near, assert_near_gradients, beside, mlp, rows
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
@@ -44,23 +44,6 @@ def test_inputs_on_a_device(given):
             plain(plain_x * 2).square().sum().backward()
     assert_near(x.grad, plain_x.grad)
     assert_near_gradients(model, plain)
-
-
-def test_batch_norm_in_training():
-    """In train mode each shard is normalized alone, and the running statistics are those of the first lane's rows."""
-    model = Images().to("xla:0").train()
-    plain = copy.deepcopy(model)  # on XLA: its running variance is not corrected for the sample size, as the CPU's is
-    x = torch.randn(12, 3, 8, 8)
-    with parallel(model, XLAS):
-        for _ in range(3):
-            output = model(x)
-            output[:3].square().sum().backward()
-            first = plain(x[:3].to("xla:0"))
-            first.square().sum().backward()
-    assert_near(output[:3], first)
-    assert_near_gradients(model, plain)
-    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        assert_near(mine, theirs)
 
 
 def test_tied_weights_stay_tied():
@@ -102,17 +85,6 @@ def test_new_data_of_a_parameter():
         model.weight.data = torch.zeros(3, 5, device="xla:0")
         model.bias.data = torch.ones(3, device="xla:0")
         assert_near(model(x), torch.ones(12, 3))
-
-
-def test_output_device():
-    model = mlp().to("xla:0")
-    x = rows(12)
-    expected = beside(model)(x)
-    for device in ("cpu", "xla:3"):
-        with torch.no_grad(), parallel(model, XLAS, output_device=device):
-            output = model(x)
-        assert output.device == torch.device(device)
-        assert_near(output, expected)
 
 
 def test_map_and_submit():
@@ -157,3 +129,21 @@ def test_devices():
     with pytest.raises(DeviceUnavailableError, match="xla:0 to xla:3"):
         parallel(mlp(), ["xla:0", "xla:4"])
     assert {device.type for device in parallel(mlp()).devices} == {"cpu"}
+
+
+def test_data_parallel_on_two_devices():
+    """Two XLA devices share the rows, and outputs and gradients equal those of the plain model."""
+    model = mlp().to("xla:0")
+    plain = beside(model)
+    net = DataParallel(model, device_ids=["xla:0", "xla:1"])
+    x = rows(7)
+    output, expected = net(x), plain(x)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert [str(device) for device in net.device_ids] == ["xla:0", "xla:1"]
+    assert output.device == torch.device("xla:0")
+    assert_near(output, expected)
+    assert_near_gradients(model, plain)
+    assert list(net.state_dict()) == [f"module.{name}" for name in plain.state_dict()]
+    assert [len(shard[0]) for shard in net.scatter((x,), {}, net.device_ids)[0]] == [4, 3]
+    net.close()
