@@ -68,9 +68,7 @@ def test_function_frees_its_replicas(output_device):
     assert simdevice.stats().live_bytes <= before + max(held, 512)
 
 
-@pytest.mark.parametrize(
-    ("lesser", "what"), [(Traits(40, 132), "memory"), (Traits(80, 56), "cores")], ids=["memory", "cores"]
-)
+@pytest.mark.parametrize(("lesser", "what"), [(Traits(40, 132), "memory"), (Traits(80, 56), "cores")])
 def test_unequal_devices_warn(lesser, what, monkeypatch):
     traits = {"sim:0": Traits(80, 132), "sim:1": lesser, "sim:2": Traits(79, 114)}
     monkeypatch.setattr(type(backend_of("sim")), "traits", lambda self, device: traits[str(device)])

@@ -132,7 +132,6 @@ def test_devices():
 
 
 def test_data_parallel_on_two_devices():
-    """Two XLA devices share the rows, and outputs and gradients equal those of the plain model."""
     model = mlp().to("xla:0")
     plain = beside(model)
     net = DataParallel(model, device_ids=["xla:0", "xla:1"])
