@@ -36,7 +36,7 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_training_equals_plain_training(make, home):
+def test_training(make, home):
     """After steps on uneven batches, down to one row, all weights equal those of plain training."""
     model, plain = make().to(home), make()
     plain.load_state_dict(model.state_dict())
@@ -121,7 +121,7 @@ def test_frozen_and_unused_parameters(frozen, home):
     assert_same_gradients(model, plain)
 
 
-def test_parameter_written_before_backward():
+def test_writes_before_backward():
     """Backward raises torch's error instead of computing a wrong gradient, as in a plain call."""
     model = mlp().to("sim:0")
     x = rows(9)
@@ -134,7 +134,7 @@ def test_parameter_written_before_backward():
             loss.backward()
 
 
-def test_gradients_have_separate_versions():
+def test_versions_of_gradients():
     """An in-place write to one gradient does not invalidate a graph that saved another one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to("sim:0")
     with parallel(model, ["sim:1"]):

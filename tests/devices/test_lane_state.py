@@ -93,7 +93,7 @@ def test_buffers_that_forward_writes(in_place, home):
 
 
 @HOMES
-def test_buffers_of_other_lanes_are_lost(home):
+def test_writes_of_other_lanes_are_lost(home):
     """Buffer writes in lanes other than lane 0 are discarded before the next call."""
 
     class Latch(nn.Linear):
@@ -129,7 +129,7 @@ def test_whole_calls_may_write_buffers(devices):
 
 @HOMES
 @pytest.mark.parametrize("write", [lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)])
-def test_parameters_that_forward_writes(write, home):
+def test_writes_of_parameters(write, home):
     """They are refused, also in lanes that would write a copy of their own."""
 
     class Counter(nn.Linear):

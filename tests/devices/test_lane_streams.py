@@ -66,7 +66,7 @@ def test_each_lane_has_its_own_stream(devices):
     assert sorted(model.seen) == first
 
 
-def test_successive_blocks_reuse_streams():
+def test_later_blocks_reuse_streams():
     """A block reuses the streams of closed blocks, because torch keeps memory for each stream that was ever used."""
     model = Where().to("sim:0")
     for _ in range(10):
@@ -237,7 +237,7 @@ def test_output_device_without_a_lane(devices):
             torch.testing.assert_close(y, 2 * expected)
 
 
-def test_changes_between_submitted_calls():
+def test_changes_between_submissions():
     """A pending call uses either the old or the new parameters. Calls submitted after the change use the new ones."""
     model = nn.Linear(5, 1, bias=False, dtype=torch.float64).to("sim:0")
     x = torch.ones(4, 5, dtype=torch.float64)

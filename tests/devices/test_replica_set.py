@@ -263,7 +263,7 @@ def test_memory_does_not_grow(home):
 
 @HOMES
 @pytest.mark.parametrize("fails", [False, True])
-def test_memory_is_freed_after_the_block(fails, home):
+def test_memory_is_freed_after_a_block(fails, home):
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
     model(torch.randn(9, 5, device=home)).sum().backward()  # allocates the gradients
     gc.collect()
@@ -300,7 +300,7 @@ def test_errors_of_making_a_replica():
         model(torch.randn(9, 5))
 
 
-def test_tensors_of_functions_are_refused():
+def test_tensors_in_functions():
     """A tensor that only a function holds would lie on the wrong device. The error names its path."""
     model, scale = nn.Linear(3, 3, device="sim:0"), torch.ones(3, device="sim:0")
     model.scaled = lambda x: x * scale

@@ -103,7 +103,7 @@ def pending(value=3.0):
 
 @WAYS
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
-def test_cpu_lanes_wait_for_pending_work(home, ask):
+def test_cpu_lanes_wait_for_the_device(home, ask):
     """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""
     model = nn.Linear(5, 5, dtype=torch.float64)
     expected = model(torch.full((9, 5), 3.0, dtype=torch.float64)).detach()
