@@ -41,7 +41,7 @@ def test_seeds_if_deterministic(devices, home):
 
 
 @pytest.mark.parametrize("devices", [TWICE, ["sim:2"] * 4], ids=str)
-def test_lanes_of_a_device_draw_in_order(devices):
+def test_lanes_draw_in_order(devices):
     """With gradients, the masks are those that the plain model draws for one shard after the other."""
     model = dropout("sim:1")
     plain = copy.deepcopy(model)
