@@ -44,14 +44,7 @@ def died(at=1.0, **how):
     return Died(at, 4711, **how)
 
 
-def error_for(rank, outcomes, world_size):
-    return error_of(rank, outcomes, world_size, PLACE)
-
-
 class Unmakable:
-    def __init__(self, *args):
-        self.args = args
-
     def __reduce__(self):
         return open, ("/no/such/file",)
 
@@ -60,18 +53,13 @@ class Unmakable:
     ("outcomes", "rank"),
     [
         ({}, None),
-        ({0: returned(), 1: Ended(1)}, None),
-        ({0: raised(ValueError(), 2), 1: raised(KeyError(), 1)}, 1),
         ({0: raised(ValueError(), 1), 1: raised(KeyError(), 1)}, 0),
         ({0: raised(ECHO, 1), 1: raised(KeyError(), 2)}, 1),
         ({0: raised(ECHO, 2), 1: raised(ECHO, 1)}, 1),
         ({0: raised(ECHO, 1), 1: died(2, signal=signal.SIGKILL)}, 1),
-        ({0: raised(ECHO, 1), 1: died(2, exit_code=0)}, 1),
-        ({0: raised(ValueError(), 1), 1: died(2)}, 0),
         ({0: raised(ValueError(), 2), 1: died(1)}, 1),
         ({0: Requeued(1), 1: raised(ECHO, 2)}, None),
         ({0: Requeued(3), 1: raised(ECHO, 1), 2: raised(KeyError(), 2)}, 2),
-        ({0: Requeued(1), 1: raised(ECHO, 2), 2: died(3, signal=signal.SIGKILL)}, 2),
     ],
 )
 def test_earliest_cause_is_raised(outcomes, rank):
@@ -83,26 +71,16 @@ def test_other_failed_ranks_are_noted():
     """In rank order, without ranks that returned or were ended, and only the first of many."""
     aborted = died(4, signal=signal.SIGABRT)
     outcomes = {4: aborted, 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 1: returned(), 2: Ended(2)}
-    (_, note) = error_for(0, outcomes, 5).__notes__
+    (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
     assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
-    (_, note) = error_for(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20).__notes__
+    (_, note) = error_of(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE).__notes__
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
 
 
-@pytest.mark.parametrize(("done", "text"), [([1], "rank 1"), ([1, 2], "ranks 1, 2")])
-def test_echo_names_returned_ranks(done, text):
-    """An echo without another failure usually means that some ranks skipped a collective."""
-    error = error_for(0, {0: raised(ECHO)} | {rank: returned() for rank in done}, len(done) + 1)
-    assert (type(error), type(error.__cause__)) == (LaunchError, type(ECHO))
-    assert str(error).startswith(f"{text} had returned already")
-    other = error_for(0, {0: raised(ValueError())} | {rank: returned() for rank in done}, len(done) + 1)
-    assert "returned already" not in notes_of(other)
-
-
 def test_unreadable_exception_is_told():
     """LaunchError has the exception's summary, its traceback, and the reason."""
-    error = error_for(1, {1: Raised(1.0, parcel_of(Unmakable("odd")), "Unmakable: odd", "the traceback", False)}, 2)
+    error = error_of(1, {1: Raised(1.0, parcel_of(Unmakable()), "Unmakable: odd", "the traceback", False)}, 2, PLACE)
     assert type(error) is LaunchError
     assert "rank 1 raised Unmakable: odd" in str(error)
     assert "No such file" in str(error)
@@ -116,15 +94,11 @@ def test_unreadable_exception_is_told():
     ("kind", "text"),
     [
         (RuntimeError, "[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6534: Connection reset by peer. This is"),
-        (RuntimeError, "[/gloo/transport/tcp/pair.cc:601] writev [127.0.1.1]:5151: Broken pipe"),
         (RuntimeError, "Gloo connectFullMesh failed with [pair.cc:144] connect [127.0.0.1]:3: Connection refused"),
-        (RuntimeError, "[/gloo/transport/tcp/pair.cc:298] Socket closed"),
         (
             dist.DistNetworkError,
             "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
         ),
-        (dist.DistBackendError, "NCCL communicator was aborted on rank 1."),
-        (dist.DistBackendError, "NCCL error in: NCCLUtils.hpp:268, remote process exited or there was a network error"),
         (dist.DistBackendError, "Last error:\nsocketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"),
         (ConnectionResetError, "Connection reset by peer"),
     ],
@@ -141,11 +115,8 @@ def test_lost_connection_is_an_echo(kind, text):
     "error",
     [
         ValueError("connection closed by peer"),
-        RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
-        OSError(28, "No space left on device"),
-        NotImplementedError("peer review"),
     ],
     ids=repr,
 )
@@ -158,14 +129,12 @@ def test_user_error_is_no_echo(error):
     [
         (-9, "", "was killed by SIGKILL"),
         (-40, "", "was killed by signal 40"),
-        (None, "", "an unknown exit code"),
         (None, PLACE, PLACE),
     ],
-    ids=["signal", "real-time signal", "unknown", "node"],
 )
 def test_dead_rank_is_described(code, lost_with, text):
     """A note on SIGKILL mentions memory, because the kernel sends it when memory runs out."""
-    error = error_for(1, {1: Died.of(code, at=1.0, pid=4711, last_words="", lost_with=lost_with)}, 4)
+    error = error_of(1, {1: Died.of(code, at=1.0, pid=4711, last_words="", lost_with=lost_with)}, 4, PLACE)
     assert isinstance(error, RankDiedError)
     assert (error.rank, error.signal, error.exit_code) == (1, code and -code, None)
     assert all(each in str(error) for each in (text, "rank 1 of 4", "4711", PLACE))

@@ -6,8 +6,6 @@ import importlib.util
 import sys
 import types
 
-import pytest
-
 from parawrap import wrapper
 from tests.helpers.processes import failure_of, notes_of, ranks
 
@@ -29,15 +27,6 @@ def compute():
 """
 
 
-def load_from_file(name, folder, monkeypatch):
-    """Load a module from a file that is not on the import path."""
-    spec = importlib.util.spec_from_file_location(name, folder / "content.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def import_from_folder(name, folder, monkeypatch):
     """Import a module from the working folder, and leave the folder."""
     (folder / f"{name}.py").write_text(SOURCE)
@@ -57,17 +46,15 @@ def make_module(name, folder, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_functions_of_private_modules_launch(method, tmp_path, monkeypatch):
+def test_private_modules_are_sent(tmp_path, monkeypatch):
     """The function itself, functions that use it, cached functions, and instances of classes arrive."""
-    (tmp_path / "content.py").write_text(SOURCE)
-    made = [load_from_file, import_from_folder, make_module]
-    modules = [make(f"parent_only_{make.__name__}_{method}", tmp_path, monkeypatch) for make in made]
+    made = [import_from_folder, make_module]
+    modules = [make(f"parent_only_{make.__name__}", tmp_path, monkeypatch) for make in made]
 
     def use(rows):
         return [(module.compute(), module.cached(), row.scaled(), row) for module, row in zip(modules, rows, strict=True)]
 
-    (found,) = wrapper(ranks(1, spawn_method=method))(use)([module.Row() for module in modules])
+    (found,) = wrapper(ranks(1))(use)([module.Row() for module in modules])
     for module, (total, cached, scaled, row) in zip(modules, found, strict=True):
         assert (total, cached, scaled, type(row)) == (8, 4, 4, module.Row)
     assert wrapper(ranks(1))(modules[0].compute)() == (8,)
@@ -75,7 +62,7 @@ def test_functions_of_private_modules_launch(method, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, module.__name__)
 
 
-def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
+def test_import_hook_is_explained(tmp_path, monkeypatch):
     """ModuleNotFoundError has a note that ranks have no import hooks of the script."""
     (tmp_path / "content.py").write_text(SOURCE)
 

@@ -6,8 +6,8 @@ import collections
 import gc
 import os
 import sys
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from torch import nn
 from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests.helpers.packing import sent
 
-LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32,
@@ -74,19 +73,14 @@ def describe(tensor):
 
 KINDS = {
     "parameter": lambda: nn.Parameter(torch.ones(2)),
-    "frozen parameter": lambda: nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
     "buffer": lambda: nn.Buffer(torch.ones(2), persistent=False),
     "inference": in_inference_mode,
     "conj": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
-    "neg": lambda: torch.tensor([1 + 2j]).conj().imag,
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "empty sparse": lambda: torch.zeros(2, 2).to_sparse(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.0]), 0.5, 3, torch.quint8),
     "meta": lambda: torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
-    "attribute": lambda: with_attribute(torch.ones(2)),
     "attribute of parameter": lambda: with_attribute(nn.Parameter(torch.ones(2))),
     "subclass": lambda: with_attribute(torch.arange(4.0).as_subclass(Image)),
 }
@@ -100,15 +94,9 @@ def test_each_kind_of_tensor_arrives(kind):
     assert describe(sent(tensor)) == describe(tensor)
 
 
-def test_computed_tensors_become_leaves():
-    got = sent(2 * torch.ones(2, requires_grad=True))
-    assert (got.requires_grad, got.is_leaf, got.tolist()) == (True, True, [2, 2])
-
-
-@pytest.mark.parametrize("size", [8, BIG], ids=["small", "mapped"])
-def test_shared_memory_stays_shared(size):
+def test_shared_memory_stays_shared():
     """A write to one unpacked view is visible in the other, but not in the original."""
-    whole, array = torch.zeros(size), np.zeros(3)
+    whole, array = torch.zeros(BIG), np.zeros(3)
     got = sent([whole, whole[2:4], torch.from_numpy(array), torch.from_numpy(array), whole])
     got[1].fill_(7)
     got[2].fill_(1)
@@ -139,14 +127,12 @@ def test_tied_parameters_stay_tied():
         np.arange(6).reshape(2, 3),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         np.arange(6)[::2],
-        np.array(5.0),
         np.empty((0, 3)),
         np.array(["a", None, 3], dtype=object),
         np.array([(1, 2.0)], dtype=[("i", "i4"), ("x", "f8")]),
-        np.array(["2024-01-01"], dtype="datetime64[D]"),
         np.ma.masked_array([1, 2], [False, True]),
     ],
-    ids=["c", "fortran", "strided", "0-d", "empty", "objects", "records", "dates", "masked"],
+    ids=["c", "fortran", "strided", "empty", "objects", "records", "masked"],
 )
 def test_arrays_arrive(array):
     got = sent(array)
@@ -181,28 +167,6 @@ def test_one_value_uses_one_descriptor():
     assert open_files() == before
 
 
-@pytest.mark.parametrize("size", [16, BIG], ids=["small", "mapped"])
-def test_several_threads_read_one_file(size):
-    """Each reader gets the whole value, and writes by one reader are not visible to the others."""
-    file = memory_file("test")
-    pack([torch.arange(size), "text"], file, "value")
-    gate, got = threading.Barrier(4), []
-
-    def read():
-        gate.wait()
-        value = unpack(file)
-        value[0][0] += 1
-        got.append(value)
-
-    readers = [threading.Thread(target=read) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    os.close(file)
-    assert [(value[0][0].item(), value[0][-1].item(), value[1]) for value in got] == [(1, size - 1, "text")] * 4
-
-
 # -- other values
 
 
@@ -228,7 +192,7 @@ def test_any_nested_value_arrives(value):
 
 
 def test_closures_classes_and_cycles_arrive():
-    step, ring = torch.tensor(3), [1]
+    step, ring = torch.tensor(3), []
     ring.append(ring)
 
     class Counter:
@@ -238,20 +202,19 @@ def test_closures_classes_and_cycles_arrive():
             self.count += 1
             return self.count
 
-    double, add, cls, counter, cycle = sent((lambda x: 2 * x, lambda x, by=2: x + by + int(step), Counter, Counter(), ring))
-    assert (double(4), add(1), add(1, by=0)) == (8, 6, 4)
+    add, cls, counter, cycle = sent((lambda x, by=2: x + by + int(step), Counter, Counter(), ring))
+    assert (add(1), add(1, by=0)) == (6, 4)
     assert type(counter) is cls
     assert [counter.up(), counter.up(), cls().up()] == [1, 2, 1]
-    assert cycle[1] is cycle
+    assert cycle[0] is cycle
 
 
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_standard_streams_are_the_readers(monkeypatch, name):
+def test_streams_are_those_of_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
-        monkeypatch.setattr(sys, name, ours)
+        monkeypatch.setattr(sys, "stdout", ours)
         file = memory_file("test")
         pack([ours], file, "value")
-        monkeypatch.setattr(sys, name, theirs)
+        monkeypatch.setattr(sys, "stdout", theirs)
         assert unpack(file) == [theirs]
         os.close(file)
 
@@ -259,17 +222,11 @@ def test_standard_streams_are_the_readers(monkeypatch, name):
 # -- modules and operators
 
 
-class Namespace:
-    """An object that a library puts into sys.modules."""
-
-    __name__ = "namespace_of_a_library"
-
-
 def test_modules_are_sent_by_name(monkeypatch):
     """Also modules and operators whose class cannot be pickled, and objects that stand for a module."""
-    module = Namespace()
-    monkeypatch.setitem(sys.modules, "namespace_of_a_library", module)
-    of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes, torch._dynamo.config]
+    module = SimpleNamespace(__name__="namespace_of_a_library")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes]
     operators = [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond]
     given = [module, torch.backends, *of_torch, *operators]
     assert all(got is each for got, each in zip(sent(given), given, strict=True))

@@ -50,20 +50,6 @@ except Failure as error:
     print("caught", error)
     print('raise Failure("in the cell")' in error.__notes__[0])
 """,
-    """
-from pathlib import Path
-
-Path("rows.py").write_text("class Rows(list): pass\\nROWS = Rows([1.0, 2.0])")
-
-@wrapper(Platform(device="cpu", n_cpus=1))
-def loads(method):
-    import rows
-    from torch.utils.data import DataLoader
-
-    return [batch.sum().item() for batch in DataLoader(rows.ROWS, 2, num_workers=1, multiprocessing_context=method)]
-
-print(*loads("forkserver"))
-""",
 ]
 
 
@@ -89,7 +75,3 @@ def test_a_launch_uses_changed_globals(outputs):
 def test_exceptions_of_cells_can_be_caught(outputs):
     """They have the notebook's class, and the traceback from the rank shows the line of the cell."""
     assert outputs[3] == ["True", "caught in the cell"]
-
-
-def test_loader_workers_find_modules_of_the_folder(outputs):
-    assert outputs[4] == ["[3.0]"]
