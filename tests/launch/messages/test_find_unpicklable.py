@@ -95,6 +95,18 @@ def test_open_files_are_refused(tmp_path):
         assert address_of([file]) == "value[0].file"
 
 
+@pytest.mark.parametrize(
+    "decorate", [torch.compile, torch.jit.script, torch.library.custom_op("test::own", mutates_args=())]
+)
+def test_functions_of_torch_are_refused(decorate):
+    """The error names the cure."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    assert "define it in a module, and import it from there" in str(refusal_of([decorate(function)]))
+
+
 def test_message_has_the_reason():
     class Session:
         def __reduce__(self):

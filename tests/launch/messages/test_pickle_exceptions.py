@@ -17,7 +17,6 @@ LOCK = threading.Lock()
 
 
 def sent(error):
-    """Return the exception after it was packed and unpacked."""
     file = pack_exception(error)
     try:
         return unpack(file)
