@@ -67,10 +67,6 @@ def script():
     return parser.parse_args().lr, sys.argv
 
 
-async def coroutine():
-    pass
-
-
 def leave():
     raise SystemExit(0)
 
@@ -89,13 +85,6 @@ class Group:
     @classmethod
     def make(cls, size: int):
         return cls.__name__, size
-
-    def method(self, size: int):
-        return size
-
-
-group = Group()
-
 
 @dataclass
 class Config:

@@ -43,16 +43,21 @@ def command(tmp_path, monkeypatch):
     return put
 
 
-def test_this_machine_has_no_problem(parawrap):
-    """Each check has a state and a detail. The trials work here."""
-    shown = parawrap("doctor", "--json", "--timeout", "600")
+def test_this_machine_has_no_problem(here, monkeypatch):
+    """Each check has a state and a detail."""
+    monkeypatch.setattr(_doctor, "TRIALS", ())  # each trial imports torch
+    shown = here("doctor", "--json", "--timeout", "600")
     assert (shown.returncode, shown.stderr) == (0, "")
     report = json.loads(shown.stdout)
     assert report["machine"]["torch_version"] == torch.__version__
     assert {"os", "python_version", "cuda_compiled_version", "pip_packages"} <= set(report["machine"])
     assert {each["state"] for each in report["checks"]} <= {"ok", "missing", "warning"}
     assert all(each["detail"] for each in report["checks"])
-    assert {"block on lanes", "launch of two ranks", "block on two workers"} <= {each["name"] for each in report["checks"]}
+
+
+@pytest.mark.parametrize("name", _trials.TRIALS)
+def test_trials_work_here(name):
+    assert " ms" in _trials.TRIALS[name]()
 
 
 def test_a_machine_without_torch_is_a_problem(parawrap, folder):
@@ -108,7 +113,7 @@ def test_a_trial_that_fails_is_a_problem(monkeypatch, tmp_path):
     assert "ulimit -u" in check.cure
 
 
-def test_a_command_is_killed_with_its_processes(command, tmp_path):
+def test_a_command_is_killed_whole(command, tmp_path):
     """A process that keeps the pipe of its parent open does not prolong the time limit."""
     command("slow", f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait")
     assert run_command(["slow"], 3.0) == (1, "", "not done after 3 seconds")
@@ -121,36 +126,29 @@ def test_a_command_is_killed_with_its_processes(command, tmp_path):
         ('[ "$1" = ping ] && echo "Slurmctld(primary) at head is UP"', None),
         ('echo "Slurmctld(primary) at head is DOWN"', "Slurmctld(primary) at head is DOWN"),
         ('echo "scontrol: fatal: no configuration" >&2; exit 1', "scontrol: fatal: no configuration"),
-        ("sleep 600", "not done after 0.5 seconds"),
     ],
-    ids=["up", "down", "fails", "hangs"],
+    ids=["up", "down", "fails"],
 )
-def test_slurm_is_as_its_controller_answers(command, monkeypatch, script, detail):
+def test_slurm_is_as_it_answers(command, script, detail):
     """Without an answer, it is a warning, because launches on this machine work."""
     command("sbatch", "")
     command("scontrol", script)
+    check = _machine._check_slurm()
     if detail is None:
-        check = _machine._check_slurm()
         assert check.state == "ok"
         assert check.detail.startswith("the controller answers; submitit ")
         return
-    monkeypatch.setattr(_machine, "_SCONTROL_LIMIT_S", 0.5)
-    check = _machine._check_slurm()
     assert (check.state, check.detail) == ("warning", f"the controller does not answer: {detail}")
     assert "scontrol ping" in check.cure
 
 
 def test_limits_of_the_machine_are_warnings(monkeypatch, tmp_path):
-    """Docker's shared memory, and few open files."""
+    """Docker's shared memory, few open files, and a GPU that torch does not use."""
     monkeypatch.setattr(_machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=1 << 20))
     monkeypatch.setattr(_machine.resource, "getrlimit", lambda _: (256, 4096))
     check = _machine._check_shared_memory(tmp_path)
     assert (check.state, "--shm-size" in check.cure) == ("warning", True)
-    assert _machine._check_shared_memory(tmp_path / "gone").state == "missing"
     assert "ulimit -n" in _machine._check_open_files().cure
-
-
-def test_a_gpu_without_cuda_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(_machine.shutil, "which", lambda name: f"/bin/{name}")
@@ -160,7 +158,6 @@ def test_a_gpu_without_cuda_is_a_warning(monkeypatch):
 
 
 def test_a_check_that_raises_is_a_problem(monkeypatch):
-    """A broken driver does not hide the other parts."""
     monkeypatch.setattr(_machine, "_CHECKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
     broken, fine = _machine.machine_checks()
     assert (broken.name, broken.state, fine.state) == ("a", "problem", "ok")

@@ -20,18 +20,7 @@ from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests.helpers.packing import sent
 
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
-DTYPES = [
-    torch.float64,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.uint16,
-]
-
-# -- tensors
+DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), dtype=st.sampled_from(DTYPES), step=st.integers(1, 2), data=st.data())
@@ -124,9 +113,6 @@ def test_tied_parameters_stay_tied():
     assert not torch.equal(got[1].weight, before)
 
 
-# -- arrays and memory
-
-
 @pytest.mark.parametrize(
     "array",
     [
@@ -164,9 +150,6 @@ def test_one_value_uses_one_descriptor():
     assert open_files() == before
 
 
-# -- other values
-
-
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(
         allow_nan=False
@@ -180,30 +163,19 @@ values = st.recursive(
 )  # fmt: skip
 
 
+def test_cycles_arrive():
+    ring = []
+    ring.append(ring)
+    got = sent(ring)
+    assert got[0] is got
+
+
 @given(value=values)
 @settings(max_examples=60, deadline=None)
 def test_any_nested_value_arrives(value):
     got = sent(value)
     assert got == value
     assert repr(got) == repr(value)
-
-
-def test_closures_classes_and_cycles_arrive():
-    step, ring = torch.tensor(3), []
-    ring.append(ring)
-
-    class Counter:
-        count = 0
-
-        def up(self):
-            self.count += 1
-            return self.count
-
-    add, cls, counter, cycle = sent((lambda x, by=2: x + by + int(step), Counter, Counter(), ring))
-    assert (add(1), add(1, by=0)) == (6, 4)
-    assert type(counter) is cls
-    assert [counter.up(), counter.up(), cls().up()] == [1, 2, 1]
-    assert cycle[0] is cycle
 
 
 def test_streams_are_those_of_readers(monkeypatch):
@@ -214,9 +186,6 @@ def test_streams_are_those_of_readers(monkeypatch):
         monkeypatch.setattr(sys, "stdout", theirs)
         assert unpack(file) == [theirs]
         os.close(file)
-
-
-# -- modules and operators
 
 
 def test_modules_are_sent_by_name(monkeypatch):
