@@ -1,15 +1,13 @@
-"""Run the command line, in this process or in one of its own, in a folder with train.py."""
+"""Run the command line in this process, in a folder with train.py."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
 from parawrap.cli import main
-from tests.helpers.worlds import ROOT
 
 TRAIN = """
 from __future__ import annotations
@@ -71,16 +69,6 @@ def leave():
     raise SystemExit(0)
 
 
-class WithPlatform:
-    platform = Platform(device="cpu")
-
-    def __call__(self):
-        return "called"
-
-
-with_platform = WithPlatform()
-
-
 class Group:
     @classmethod
     def make(cls, size: int):
@@ -131,20 +119,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def parawrap(folder):
-    """A function that runs ``python -m parawrap`` in the folder, and returns the finished process."""
-
-    def run(*args, **environ):
-        command = [sys.executable, "-m", "parawrap", *args]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-
-    return run
-
-
-@pytest.fixture
 def here(folder, monkeypatch, capfd):
-    """As `parawrap`, in this process."""
+    """A function that runs the command line in the folder, and returns the finished process."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])

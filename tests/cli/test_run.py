@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from parawrap.cli._run import _rank_count
-
 
 def test_each_rank_gets_the_arguments(here):
     """Numbers and lists are Python values, other text is a string, and NAME=VALUE is a keyword argument."""
@@ -20,13 +18,12 @@ def test_each_rank_gets_the_arguments(here):
 
 
 def test_a_decorated_function_has_its_platform(here):
-    """Options replace fields, and keep the others. Only decorated functions bring their own platform."""
+    """Options replace fields, and keep the others."""
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
     assert here("run", "train:decorated", "--set", "trace=None").stdout == two
     assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
     assert here("run", "train:decorated", "--cpus", "1").stdout == "rank 0: (1, 'script')\n"
     assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--gpus", "2").stderr
-    assert here("run", "train:with_platform", "--device", "cpu").stdout == "rank 0: 'called'\n"
 
 
 def test_a_device_resets_the_launcher(here):
@@ -37,20 +34,6 @@ def test_a_device_resets_the_launcher(here):
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
     shown = here("run", "train:main", "--device", "slurm", "--gpus", "8", "--cpus", "3", "--dry-run", "--", "1")
     assert "--cpus-per-task=3" in shown.stdout
-
-
-@pytest.mark.parametrize(
-    ("platform", "field"),
-    [
-        ({"device": "cpu"}, "n_cpus"),
-        ({"device": "slurm", "n_gpus": 8}, "n_gpus"),
-        ({"launcher": "ray"}, "n_cpus"),
-        ({"device": "gpu", "launcher": "slurm"}, "n_gpus"),
-    ],
-)
-def test_n_counts_the_ranks_of_a_node(platform, field):
-    """Ranks of a cluster are on CPUs unless the platform has GPUs."""
-    assert _rank_count(platform) == field
 
 
 def test_dry_run_and_trace(here, folder):
@@ -95,6 +78,7 @@ def test_odd_results_are_described(here, monkeypatch):
         ("train:main --set sed=1 -- 1", "sed=1: Platform has no such field: did you mean seed?"),
         ("train:main --trace gone/t.html -- 1", "trace: the folder of 'gone/t.html' does not exist"),
         ("train:main --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
+        ("train:main --device slurm --set n_gpus=8 --n 4 -- 1", "n_gpus is given twice, as 8 and 4"),
         ("train:main --inline --n 2 -- 1", "--inline runs one rank in this process, so n has no effect"),
         ("train:main --lr 0.1", "Put arguments of the function after --: parawrap run train:main -- --lr 0.1"),
         ("train:main", "train:main: main() missing a required argument: 'lr'"),

@@ -1,18 +1,13 @@
-"""The guard reports how ranks end, and no rank survives its parent."""
+"""No rank survives its parent."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
-from parawrap import RankDiedError, current_rank, wrapper
 from tests.helpers.processes import (
     ESCAPES,
     ESCAPING,
@@ -20,10 +15,9 @@ from tests.helpers.processes import (
     is_gone,
     killing_survivors,
     pids_in,
-    ranks,
     running_scripts,
 )
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.waiting import PATIENCE_S
 
 PARENT = f"""
 {ESCAPING}
@@ -135,33 +129,3 @@ def test_ranks_end_with_the_interpreter(parents):
     assert output.splitlines()[0] == "RankResults(1, 1)"
     assert parent.returncode == 0
     assert_gone(pids_of_ranks(folder))
-
-
-@pytest.mark.parametrize("number", range(int(os.environ.get("PARAWRAP_CHAOS", "3"))))
-def test_rank_killed_anytime_is_named(number, tmp_path):
-    """RankDiedError names the rank and SIGKILL. If the rank was about to return, correct results are also accepted."""
-
-    def reduces(folder):
-        total = torch.ones(1)
-        for _ in range(30):
-            dist.all_reduce(total)
-            total /= 2
-            time.sleep(0.002)
-        (folder / f"{os.getpid()}.returns").touch()
-        return current_rank().global_rank, total.item()
-
-    dice = random.Random(number)
-    (warm,) = wrapper(ranks(1))(os.getppid)()
-    launch = wrapper(ranks(3, grace_s=1))(reduces).submit(tmp_path)
-    time.sleep(dice.uniform(0, 0.15))  # only picks a random moment
-    victim = dice.choice([*(each.pid for each in psutil.Process(warm).children()), None])
-    if victim is not None:
-        os.kill(victim, signal.SIGKILL)
-    eventually(launch.done, "the end of the launch")
-    if launch.state == "finished":
-        assert victim is None or (tmp_path / f"{victim}.returns").exists()
-        assert launch.results() == tuple((rank, launch.results()[0][1]) for rank in range(3))
-    else:
-        with pytest.raises(RankDiedError, match=f"rank . of 3 was killed by SIGKILL .*, process {victim}"):
-            launch.results()
-    assert psutil.Process(warm).children() == []
