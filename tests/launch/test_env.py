@@ -5,7 +5,6 @@ The ranks of such a world run this file as their script, which runs the scenario
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, functional, wrapper
-from parawrap.errors import LaunchTimeoutError, PlatformError
+from parawrap.errors import PlatformError
 from parawrap.launch._world import surrounding_world
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
@@ -160,28 +159,6 @@ def errors(rank):
         assert f"rank {failing} of 2" in notes_of(error)
         assert rank == failing or "raise KeyError(" in notes_of(error)
     assert on_cpu(lambda: "after")() == ("after", "after")
-
-
-@scenario
-def a_slow_rank(rank):
-    """A process that waits for another rank longer than timeout_min raises LaunchTimeoutError."""
-    gate = Path(sys.argv[1], "gate")
-    with contextlib.suppress(FileExistsError):
-        os.mkfifo(gate)
-
-    def wait():
-        if current_rank().global_rank == 1:
-            gate.read_text()  # blocks until the other rank opens the pipe after its timeout
-
-    function = on_cpu(wait, ipc_groups=None, timeout_min=0.005)
-    if rank == 1:
-        with contextlib.suppress(LaunchTimeoutError):
-            function()
-        return
-    error = error_of(function)
-    gate.write_text("")
-    assert type(error) is LaunchTimeoutError
-    assert "rank 1 of 2" in str(error)
 
 
 def being_killed_twice(rank):

@@ -43,17 +43,6 @@ def capturing(part):
     return lambda: part
 
 
-class Careful:
-    """Leaves its lock out of its state."""
-
-    def __init__(self):
-        self.lock = LOCK
-        self.rows = [], (each for each in ())
-
-    def __getstate__(self):
-        return {"rows": self.rows}
-
-
 @pytest.mark.parametrize(
     ("value", "place"),
     [
@@ -71,7 +60,6 @@ class Careful:
         (nn.Sequential(locked(nn.ReLU())), "value[0].lock"),
         (locked_ring(), "value[1]['lock']"),
         (collections.deque([1, LOCK]), "value[1]"),
-        ([Careful()], "value[0].rows[1]"),
     ],
 )
 def test_the_innermost_part_is_named(value, place):

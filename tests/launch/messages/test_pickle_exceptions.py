@@ -41,11 +41,6 @@ class Frozen(Exception):
     code: int
 
 
-class Unreadable(RuntimeError):
-    def __str__(self):
-        raise TypeError
-
-
 SENDABLE = [
     (KeyError(("a", 1)), []),
     (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
@@ -54,7 +49,6 @@ SENDABLE = [
     (OtherArgs(3, reason="no space"), ["code"]),
     (WithLock("busy"), ["code"]),
     (Frozen(3), ["code"]),
-    (Unreadable("odd"), []),
     (ValueError(os.fsdecode(b"caf\xe9")), []),  # the text has a lone surrogate, which cannot be encoded
 ]
 
