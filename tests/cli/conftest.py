@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch.utils.data import DataLoader
 
@@ -80,10 +80,6 @@ class Config:
     n_layers: int = 2
 
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
 def typed(
     lr: float,
     n_steps: int = 3,
@@ -106,8 +102,8 @@ def configured(config: Config, loader: DataLoader | None = None):
     return config
 
 
-def for_type_checkers(lr: float, sizes: Sequence[int] = (), *rest: Missing):
-    return lr, sizes, rest
+def for_type_checkers(lr: float, sizes: Missing = ()):
+    return lr, sizes
 """
 
 

@@ -12,17 +12,8 @@ import torch
 
 from parawrap import Device, Platform
 from parawrap.errors import PlatformError
-from parawrap.launch._world import _TABLES
 
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Remove the variables of a surrounding world."""
-    for table in _TABLES:
-        for name in (table.global_rank, table.world_size):
-            monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

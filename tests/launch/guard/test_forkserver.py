@@ -18,7 +18,7 @@ from tests.helpers.processes import (
     pids_in,
     ranks,
     report_pid_function,
-    running_scripts,
+    run_script,
     warm_processes,
 )
 from tests.helpers.waiting import PATIENCE_S
@@ -59,34 +59,22 @@ def test_stopped_process_blocks_no_end(runs, limit, kind, tmp_path):
 
 
 STOPPING = """
-import os, signal, sys, time
+import os, signal, sys
 from parawrap import Platform, wrapper
 
 (warm,) = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(os.getppid)()
 os.kill(warm, signal.SIGSTOP)
-report_pid(sys.argv[1], warm)
-time.sleep(600 if sys.argv[2] == "killed" else 0)
+print(warm)
 """
 
 
-def test_stopped_process_ends_too(tmp_path):
-    """After its parent exits or is killed. The parent's exit is not delayed."""
-    cases = {end: lambda folder, end=end: (STOPPING, folder, end) for end in ("exits", "killed")}
-    with running_scripts(tmp_path, cases) as started:
-        for end, (parent, folder) in started.items():
-            (warm,) = pids_in(folder, 1)
-            try:
-                if end == "killed":
-                    parent.kill()
-                parent.wait(PATIENCE_S)
-                assert_gone([warm])
-            finally:
-                if not is_gone(warm):
-                    os.kill(warm, signal.SIGKILL)
+def test_stopped_process_delays_no_exit(tmp_path):
+    """It ends with its parent."""
+    assert_gone([int(run_script(tmp_path, STOPPING))])
 
 
 def test_killed_process_is_named():
-    """The error names the signal, and the next launch works. A launch whose ranks start may survive it."""
+    """The error names the signal, and the next launch works. A launch whose ranks start may survive."""
 
     def kills():
         if current_rank().global_rank == 0:
@@ -110,14 +98,6 @@ def test_killed_process_is_named():
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def working_folder():
-    """Return the working directory of a rank, or None if it was removed."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        return None
-
-
 def test_working_folder_may_be_removed(tmp_path, monkeypatch):
     """Before the warm process starts, and while it is there; later ranks use the parent's new folder."""
 
@@ -130,7 +110,7 @@ def test_working_folder_may_be_removed(tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    launched = wrapper(ranks(1))(working_folder)
+    launched = wrapper(ranks(1))(lambda: Path("/proc/self/cwd").readlink())
     assert launched() == (folder,)
     folder.rmdir()
     assert launched() != (folder,)
