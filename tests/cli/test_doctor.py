@@ -34,7 +34,6 @@ def command(tmp_path, monkeypatch):
 
 
 def test_this_machine_has_no_problem(here, monkeypatch):
-    """Each check has a state and a detail."""
     monkeypatch.setattr(_doctor, "TRIALS", ())  # each trial imports torch
     shown = here("doctor", "--json", "--timeout", "600")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -51,7 +50,6 @@ def test_trials_work_here(name):
 
 
 def test_a_machine_without_torch(tmp_path):
-    """The only line names the missing module and its cure, and no trial runs."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "parawrap", "doctor", "--json"]
@@ -69,7 +67,6 @@ def use_checks(monkeypatch, *checks):
 
 
 def test_each_state_has_a_line(monkeypatch, capsys):
-    """Facts, a line per check with its cure below it, and a summary."""
     use_checks(monkeypatch, Check("b", "warning", "small", "Enlarge it"), Check("c", "missing", "no"))
     assert main(["doctor"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]] == [
@@ -142,10 +139,3 @@ def test_limits_of_the_machine_are_warnings(monkeypatch, tmp_path):
     for version, cure in (None, "CUDA build"), ("12.8", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setattr(torch.version, "cuda", version)
         assert cure in _machine._check_accelerators().cure
-
-
-def test_a_check_that_raises_is_a_problem(monkeypatch):
-    monkeypatch.setattr(_machine, "_CHECKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
-    broken, fine = _machine.machine_checks()
-    assert (broken.name, broken.state, fine.state) == ("a", "problem", "ok")
-    assert broken.detail.startswith("ZeroDivisionError: ")

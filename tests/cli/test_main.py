@@ -27,7 +27,6 @@ def test_help_has_subcommands_and_examples(here):
 
 
 def test_help_does_not_import_torch():
-    """Help and timelines do not wait for torch."""
     code = """
 import sys
 from parawrap.cli import main
@@ -60,7 +59,6 @@ def test_wrong_usage_has_one_line(here, args, message):
 
 
 def test_ctrl_c_ends_a_launch(folder):
-    """With exit code 130, one word, and no process that survives."""
     started, script = folder / "started", folder / "script.py"
     script.write_text("import sys\nfrom parawrap.cli import main\nsys.path.insert(0, '.')\nsys.exit(main(sys.argv[1:]))")
     args = ["run", "train:forever", "--device", "cpu", "--", str(started)]

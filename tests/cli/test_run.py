@@ -18,7 +18,6 @@ def test_each_rank_gets_the_arguments(here):
 
 
 def test_a_decorated_function_has_its_platform(here):
-    """Options replace fields, and keep the others."""
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
     assert here("run", "train:decorated", "--set", "trace=None").stdout == two
     assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
@@ -35,7 +34,6 @@ def test_a_device_resets_the_launcher(here):
 
 
 def test_dry_run_and_trace(here, folder):
-    """--dry-run prints the ranks, and does not call the function; --trace is the field of Platform."""
     shown = here("run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started")
     assert shown.returncode == 0
     assert "rank 1: node 0, local rank 1, cpu" in shown.stdout
@@ -88,7 +86,6 @@ def test_odd_results_are_described(here, monkeypatch):
     ],
 )
 def test_wrong_names_and_options(here, folder, line, message):
-    """One line names the wrong value and what to do. The exit code is 2."""
     (folder / "time.py").write_text("def main(): pass\n")
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     shown = here("run", *line.split())
@@ -146,7 +143,6 @@ def test_files_are_targets(here, folder, monkeypatch):
 
 
 def test_only_arguments_need_cyclopts(here, monkeypatch):
-    """Without it, the message says what to install."""
     monkeypatch.setitem(sys.modules, "cyclopts", None)
     assert here("run", "train:decorated", "--inline").stdout == "rank 0: (1, 'script')\n"
     shown = here("run", "train:main", "--inline", "--", "1")

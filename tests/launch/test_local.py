@@ -143,7 +143,6 @@ def test_old_warm_processes_are_reaped(monkeypatch):
 
 
 def test_edited_modules_are_imported(tmp_path, monkeypatch):
-    """A module that was edited between two launches is imported again."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def looks():
@@ -195,7 +194,6 @@ def test_rank_can_spawn_loader_workers(tmp_path):
 
 
 def test_process_of_a_rank_is_no_rank():
-    """It inherits the variables of the rank's world, and cannot launch either."""
 
     def launch_in_process():
         code = "from parawrap import *; wrapper(Platform(device='cpu'))(len)([])"

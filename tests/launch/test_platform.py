@@ -83,7 +83,6 @@ def test_a_port_may_be_a_string():
     ],
 )
 def test_an_invalid_value_raises(field, values, allowed):
-    """PlatformError starts with the field and its value and says which values are allowed."""
     for value in values:
         message = refusal(**{field: value})
         assert message.startswith(f"{field}={value!r}: ")
@@ -122,7 +121,6 @@ def test_auto_is_the_best_device(monkeypatch):
 
 
 def test_a_device_may_name_a_launcher():
-    """The device is the GPU if `n_gpus` is given, otherwise the CPU."""
     for name, n_gpus, device in ("slurm", None, Device.CPU), ("Ray", 2, Device.GPU):
         platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
         assert (platform.launcher, platform.device) == (name.lower(), device)
@@ -145,7 +143,6 @@ def test_more_gpus_than_visible_raise(monkeypatch):
 
 @pytest.mark.usefixtures("four_gpus")
 def test_world_size_counts_all_devices():
-    """`n_cpus` counts only CPU ranks; ``n_gpus=None`` means all visible GPUs."""
     assert Platform(device="gpu").world_size == 4
     assert Platform(device="gpu", n_gpus=3, n_cpus=8).world_size == 3
     platform = Platform(device="cpu", n_cpus=3, n_nodes=2, launcher="env")
@@ -179,7 +176,6 @@ EXAMPLE = "[[0, 1], [2, 3]]"
     ],
 )
 def test_invalid_groups_raise(groups, text):
-    """PlatformError names the rank or shows an example."""
     message = refusal(n_cpus=4, ipc_groups=groups)
     assert message.startswith("ipc_groups=")
     assert text in message

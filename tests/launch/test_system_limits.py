@@ -64,7 +64,6 @@ def test_parent_at_its_limit_names_it(tmp_path):
 
 
 def test_limit_on_threads_is_named():
-    """A new thread or process may fail at the limit."""
     for error in RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable"):
         assert "processes and threads (RLIMIT_NPROC)" in explained(error)
 

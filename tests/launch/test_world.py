@@ -108,7 +108,6 @@ def test_missing_variables_are_named(monkeypatch):
 
 
 def test_the_first_host_of_a_node_list():
-    """The master is read from each of Slurm's short forms of host lists."""
     forms = {"a,b,node[1-2]": "a", "gpu-a[1-2]-ib,other": "gpu-a1-ib", "rack[2,4]node[08-09]-ib,x[1-2]": "rack2node08-ib"}
     for nodes, first in forms.items():
         assert {found for found, _ in masters_of(SRUN | {"SLURM_STEP_NODELIST": nodes})} == {first}

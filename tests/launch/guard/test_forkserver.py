@@ -69,7 +69,6 @@ print(warm)
 
 
 def test_stopped_process_delays_no_exit(tmp_path):
-    """It ends with its parent."""
     assert_gone([int(run_script(tmp_path, STOPPING))])
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import psutil
 import pytest
 
@@ -36,10 +33,7 @@ def works():
         dist.all_reduce(torch.ones(1))
     if end == "killed":
         ctypes.PyDLL(None).sleep(600)  # holds the GIL
-    try:
-        time.sleep(600)
-    finally:
-        print("cleaned up", flush=True)
+    time.sleep(600)
 
 @wrapper(platform)
 def returns():
@@ -60,17 +54,12 @@ if end == "exits":
     os.waitpid(fork(sys.exit), 0)  # a fork that exits runs no exit handler of its parent
     open(own + "/go", "w").close()
     print(launch.results(timeout={PATIENCE_S}), flush=True)
-try:
-    if end == "interrupted":
-        works()
-    launch = works.submit()
-    while len(list(pathlib.Path(folder).glob("*/*.pid"))) < platform.world_size * {ESCAPES}:
-        time.sleep(0.01)
-    if end == "killed":
-        fork(lambda: (report_pid(own), time.sleep(600)))
-        launch.results()
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
+launch = works.submit()
+while len(list(pathlib.Path(folder).glob("*/*.pid"))) < platform.world_size * {ESCAPES}:
+    time.sleep(0.01)
+if end == "killed":
+    fork(lambda: (report_pid(own), time.sleep(600)))
+    launch.results()
 """
 KILLED = [("killed", method) for method in ("forkserver", "spawn", "fork")]
 
@@ -85,7 +74,7 @@ def parents(tmp_path_factory):
             each.mkdir(parents=True)
         return PARENT, method, launched, own, end
 
-    cases = [("interrupted", "forkserver"), ("exits", "forkserver"), *KILLED]
+    cases = [("exits", "forkserver"), *KILLED]
     root = tmp_path_factory.mktemp("parents")
     scripts = {case: lambda folder, case=case: parent(folder, *case) for case in cases}
     with killing_survivors(root), running_scripts(root, scripts) as started:
@@ -107,19 +96,6 @@ def test_killed_parent_leaves_no_rank(case, parents):
     parent.wait(timeout=PATIENCE_S)
     assert_gone(family.union(pids_of_ranks(folder)))
     assert not any(map(is_gone, own))
-
-
-def test_ctrl_c_ends_ranks(parents):
-    """The call raises KeyboardInterrupt, the ranks clean up, and they and their processes end."""
-    parent, folder = parents["interrupted", "forkserver"]
-    pids_in(folder / "launched" / "1", ESCAPES)
-    pids = pids_of_ranks(folder)
-    os.killpg(parent.pid, signal.SIGINT)
-    output, _ = parent.communicate(timeout=PATIENCE_S)
-    assert "[rank 0] cleaned up" in output.splitlines()
-    assert output.splitlines()[-1] == "interrupted"
-    assert parent.returncode == 0
-    assert_gone(pids)
 
 
 def test_ranks_end_with_the_interpreter(parents):

@@ -67,14 +67,12 @@ def test_the_innermost_part_is_named(value, place):
 
 
 def test_addresses_start_with_args_or_kwargs():
-    """Or with "the function"."""
     assert address_of({"args": ({"lock": LOCK},), "kwargs": {}}, "") == "args[0]['lock']"
     assert address_of({"args": (), "kwargs": {"out": LOCK}}, "") == "kwargs['out']"
     assert address_of({"the function": lambda: LOCK, "args": ()}, "") == "the global 'LOCK' used by the function"
 
 
 def test_open_files_are_refused(tmp_path):
-    """The message says what to send instead."""
     with (tmp_path / "data.txt").open("w") as file:
         assert address_of({"files": [file]}) == "value['files'][0]"
         assert address_of(capturing(file)) == "the variable 'part' captured by value"
@@ -87,7 +85,6 @@ def test_open_files_are_refused(tmp_path):
     "decorate", [torch.compile, torch.jit.script, torch.library.custom_op("test::own", mutates_args=())]
 )
 def test_functions_of_torch_are_refused(decorate):
-    """The error names the cure."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x + 1

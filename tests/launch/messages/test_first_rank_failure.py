@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, RankDiedError
+from parawrap.errors import LaunchError
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Ended,
@@ -52,7 +52,6 @@ def test_earliest_cause_is_raised(outcomes, rank):
 
 
 def test_other_failed_ranks_are_noted():
-    """In rank order, and only the first of many."""
     outcomes = {4: died(4, signal=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
     (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
     assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
@@ -62,7 +61,6 @@ def test_other_failed_ranks_are_noted():
 
 
 def test_unreadable_exception_is_told():
-    """LaunchError has the exception's summary, its traceback, and the reason."""
     file = memory_file("test")
     os.write(file, b"no pickle")
     error = error_of(1, {1: Raised(1.0, Parcel(file), "OddError: odd", "the traceback", False)}, 2, PLACE)
@@ -85,7 +83,6 @@ def test_unreadable_exception_is_told():
     ids=["gloo", "store", "NCCL", "socket"],
 )
 def test_lost_connection_is_an_echo(error):
-    """Also if a framework wraps the error in one of its own."""
     wrapping = RuntimeError("training failed in step 5")
     wrapping.__cause__ = error
     assert is_echo(error)
@@ -102,20 +99,3 @@ def test_lost_connection_is_an_echo(error):
 )
 def test_user_error_is_no_echo(error):
     assert not is_echo(error)
-
-
-@pytest.mark.parametrize(
-    ("code", "lost_with", "text"),
-    [
-        (-9, "", "was killed by SIGKILL"),
-        (-40, "", "was killed by signal 40"),
-        (None, PLACE, PLACE),
-    ],
-)
-def test_dead_rank_is_described(code, lost_with, text):
-    """A note on SIGKILL mentions memory, because the kernel sends it when memory runs out."""
-    error = error_of(1, {1: Died.of(code, at=1.0, pid=4711, last_words="", lost_with=lost_with)}, 4, PLACE)
-    assert isinstance(error, RankDiedError)
-    assert (error.rank, error.signal, error.exit_code) == (1, code and -code, None)
-    assert all(each in str(error) for each in (text, "rank 1 of 4", "4711", PLACE))
-    assert ("memory" in notes_of(error)) is (code == -9)

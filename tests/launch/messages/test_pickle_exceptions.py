@@ -80,7 +80,6 @@ def test_pydantic_error_arrives():
 
 
 def test_unsendable_class_is_described():
-    """LaunchError contains the type and text of an exception whose class cannot be sent."""
 
     class LockedError(Exception):
         lock = LOCK

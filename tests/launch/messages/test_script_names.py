@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.processes import run_script
 
 SCRIPT = """
-import io, json, sys
+import io, json, sys, types
 import torch
 from parawrap import Platform, wrapper
 
@@ -24,6 +24,8 @@ class Net(torch.nn.Linear): pass
 def helper(text):
     return text.lower()
 
+slow = sys.modules["slow"] = types.ModuleType("slow")
+slow.__spec__ = types.SimpleNamespace(origin="slow.py")
 LR, CONFIG, COUNT, DATA = 3, {"width": [1, 2]}, 0, torch.zeros(3)
 saved = io.BytesIO()
 torch.save(Net(1, 1), saved)
@@ -62,11 +64,19 @@ def register():
     class Sub3(Registry): pass
     return sorted(before), Registry.subs == [*before, "Sub3"]
 
+def plot():
+    return slow.figure
+
+def imports(model):
+    model.eval()
+    return "slow" in sys.modules
+
 def lacks(name):
     return globals()[name]
 
 CALLS = [
     (find, saved.getvalue()), (change,), (register,), (lacks, "use_data"), (lacks, "unknown"),
+    (imports, Net(1, 1)),
 ]
 
 if __name__ == "__main__":
@@ -100,30 +110,13 @@ def test_init_subclass_runs_once(outcomes):
     assert outcomes[2] == [["Sub1", "Sub2"], True]
 
 
-def test_unused_names_load_no_module(tmp_path):
-    """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
-    (tmp_path / "slow.py").write_text("raise ImportError")
-    text = """
-    import sys, types, torch
-    from parawrap import Platform, wrapper
-    slow = sys.modules["slow"] = types.ModuleType("slow")
-    slow.__spec__ = types.SimpleNamespace(origin="slow.py")
-
-    def plot():
-        return slow.figure
-
-    @wrapper(Platform(device="cpu"))
-    def train(model):
-        model.eval()
-        return "slow" in sys.modules
-
-    print(train(torch.nn.Linear(1, 1)))
-    """
-    assert run_script(tmp_path, text) == "RankResults(False)\n"
-
-
 def test_missing_name_is_explained(outcomes):
     """The error has a note that says which part stayed, unless the script has no such name."""
-    assert [kind for kind, _ in outcomes[3:]] == ["KeyError", "KeyError"]
+    assert [kind for kind, _ in outcomes[3:5]] == ["KeyError", "KeyError"]
     assert "the rank lacks the name 'use_data' of the script, because 'DATA' holds a Tensor" in outcomes[3][1]
     assert outcomes[4][1].startswith("raised in rank")
+
+
+def test_unused_names_load_no_module(outcomes):
+    """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
+    assert outcomes[5] is False
