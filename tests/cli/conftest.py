@@ -74,6 +74,7 @@ class Group:
     def make(cls, size: int):
         return cls.__name__, size
 
+
 @dataclass
 class Config:
     lr: float = 0.1

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, RankDiedError, current_rank, wrapper
-from parawrap.launch._system_limits import explained
 from tests.helpers.processes import notes_of, ranks, run_script
 
 SCRIPT = """
@@ -61,11 +60,6 @@ def test_parent_at_its_limit_names_it(tmp_path):
     for error in failed:
         assert "returned nothing" not in error
         assert "this process may open 200 files (RLIMIT_NOFILE" in error
-
-
-def test_limit_on_threads_is_named():
-    for error in RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable"):
-        assert "processes and threads (RLIMIT_NPROC)" in explained(error)
 
 
 def test_rank_at_its_limit_reports():

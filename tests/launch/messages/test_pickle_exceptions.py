@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import threading
@@ -36,11 +35,6 @@ class WithLock(Exception):
         self.lock, self.code = LOCK, 7
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
-    code: int
-
-
 SENDABLE = [
     (KeyError(("a", 1)), []),
     (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
@@ -48,7 +42,6 @@ SENDABLE = [
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
     (WithLock("busy"), ["code"]),
-    (Frozen(3), ["code"]),
     (ValueError(os.fsdecode(b"caf\xe9")), []),  # the text has a lone surrogate, which cannot be encoded
 ]
 
