@@ -40,8 +40,7 @@ def test_this_machine_has_no_problem(here, monkeypatch):
     report = json.loads(shown.stdout)
     assert report["machine"]["torch_version"] == torch.__version__
     assert {"os", "python_version", "cuda_compiled_version", "pip_packages"} <= set(report["machine"])
-    assert {each["state"] for each in report["checks"]} <= {"ok", "missing", "warning"}
-    assert all(each["detail"] for each in report["checks"])
+    assert all(each["detail"] and each["state"] in ("ok", "missing", "warning") for each in report["checks"])
 
 
 @pytest.mark.parametrize("name", _trials.TRIALS)
@@ -133,6 +132,5 @@ def test_limits_of_the_machine_are_warnings(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(_machine.shutil, "which", lambda name: f"/bin/{name}")
-    for version, cure in (None, "CUDA build"), ("12.8", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        assert cure in _machine._check_accelerators().cure
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CUDA build" in _machine._check_accelerators().cure

@@ -85,7 +85,6 @@ def counts(rank):
 
 @scenario
 def groups(rank):
-    """`ipc_groups` makes the same groups as under other launchers."""
     nothing, alone, both = (None, False), (1, True), (2, True)
     for groups, sizes in (None, (nothing, nothing)), ([], (both, both)), ([[1]], ((None, True), alone)):
         assert on_cpu(group_size, n_cpus=2, ipc_groups=groups)() == sizes

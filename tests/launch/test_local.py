@@ -17,13 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import (
-    PlatformError,
-    RankDiedError,
-    UnsendableError,
-    functional,
-    wrapper,
-)
+from parawrap import PlatformError, RankDiedError, UnsendableError, functional, wrapper
 from tests.helpers.processes import notes_of, ranks, run_script, running_scripts
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -233,12 +227,11 @@ def test_parent_may_close_its_streams(tmp_path):
 
 
 LAUNCHES = """
-import contextlib, gc, json, os, resource, sys, tempfile, threading, time
+import contextlib, gc, json, os, sys, tempfile, threading, time
 from pathlib import Path
 import psutil, torch, torch.distributed as dist
 from parawrap import LaunchError, Platform, current_rank, wrapper
 
-resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 ENDS = "returns", "raises", "dies", "cancelled"
 
 def resources():

@@ -47,9 +47,6 @@ NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s"
 def test_allowed_values_are_kept(fields):
     platform = on_cpu(**fields)
     assert {name: getattr(platform, name) for name in fields} == fields
-
-
-def test_a_port_may_be_a_string():
     assert on_cpu(master_port="29500").master_port == 29500
 
 

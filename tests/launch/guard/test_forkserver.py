@@ -98,14 +98,7 @@ def test_killed_process_is_named():
 
 
 def test_working_folder_may_be_removed(tmp_path, monkeypatch):
-    """Before the warm process starts, and while it is there; later ranks use the parent's new folder."""
-
-    def end_warm_process():
-        for process in warm_processes():
-            process.kill()
-            assert_gone([process.pid])
-
-    end_warm_process()
+    """While the warm process is there, and before it starts; later ranks use the parent's new folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -113,7 +106,9 @@ def test_working_folder_may_be_removed(tmp_path, monkeypatch):
     assert launched() == (folder,)
     folder.rmdir()
     assert launched() != (folder,)
-    end_warm_process()
+    for warm in warm_processes():
+        warm.kill()
+        assert_gone([warm.pid])
     assert launched() != (folder,)
     monkeypatch.chdir(tmp_path)
     assert launched() == (tmp_path,)

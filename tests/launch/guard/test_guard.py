@@ -5,15 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tests.helpers.processes import (
-    ESCAPES,
-    ESCAPING,
-    assert_gone,
-    is_gone,
-    killing_survivors,
-    pids_in,
-    running_scripts,
-)
+from tests.helpers.processes import ESCAPES, ESCAPING, assert_gone, is_gone, killing_survivors, pids_in, running_scripts
 from tests.helpers.waiting import PATIENCE_S
 
 PARENT = f"""

@@ -9,15 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch.messages._first_rank_failure import (
-    Died,
-    Ended,
-    Parcel,
-    Raised,
-    Requeued,
-    error_of,
-    first_failure,
-)
+from parawrap.launch.messages._first_rank_failure import Died, Ended, Parcel, Raised, Requeued, error_of, first_failure
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.messages._rank_errors import is_echo, pack_exception, summary_of, traceback_of
 from tests.helpers.processes import notes_of

@@ -1,4 +1,4 @@
-"""What decorators make of a script's functions arrives in ranks."""
+"""What decorators make of a script's functions arrives in ranks: caches, properties, dispatch, and operators."""
 
 from __future__ import annotations
 
@@ -61,6 +61,5 @@ print(wrapper(Platform(device="cpu", verbose=False))(use_all)()[0])
 
 
 def test_decorated_functions_arrive(tmp_path):
-    """Caches, cached properties, dispatching functions, and operators of modules."""
     (tmp_path / "operators.py").write_text(OPERATORS)
     assert run_script(tmp_path, SCRIPT) == f"{(['integer', 'object'], 832040, '__main__', 'integer', [1], True, 2.0)}\n"

@@ -73,7 +73,6 @@ def test_pydantic_error_arrives():
 
 
 def test_unsendable_class_is_described():
-
     class LockedError(Exception):
         lock = LOCK
 

@@ -111,7 +111,6 @@ def test_init_subclass_runs_once(outcomes):
 
 
 def test_missing_name_is_explained(outcomes):
-    """The error has a note that says which part stayed, unless the script has no such name."""
     assert [kind for kind, _ in outcomes[3:5]] == ["KeyError", "KeyError"]
     assert "the rank lacks the name 'use_data' of the script, because 'DATA' holds a Tensor" in outcomes[3][1]
     assert outcomes[4][1].startswith("raised in rank")
