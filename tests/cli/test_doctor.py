@@ -33,7 +33,7 @@ def command(tmp_path, monkeypatch):
     return put
 
 
-def test_this_machine_has_no_problem(here, monkeypatch):
+def test_machine_has_no_problem(here, monkeypatch):
     monkeypatch.setattr(_doctor, "TRIALS", ())  # each trial imports torch
     shown = here("doctor", "--json", "--timeout", "600")
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -76,7 +76,7 @@ def test_each_state_has_a_line(monkeypatch, capsys):
     ]
 
 
-def test_a_problem_gives_exit_code_1(monkeypatch, capsys):
+def test_problem_gives_exit_code_1(monkeypatch, capsys):
     """Its cure is shown, and its traceback with --verbose. No standard output is needed."""
     check = Check("a", "problem", "broken", "Mend it", traceback="line 1")
     monkeypatch.setattr(_doctor, "describe_machine", lambda _: ({}, [check]))
@@ -87,7 +87,7 @@ def test_a_problem_gives_exit_code_1(monkeypatch, capsys):
     assert main(["doctor"]) == 1
 
 
-def test_a_trial_that_fails_is_a_problem(monkeypatch, tmp_path):
+def test_failed_trial_is_a_problem(monkeypatch, tmp_path):
     """An error, a time limit, and a limit on processes are findings. Files of the working folder do not mislead it."""
     (tmp_path / "json.py").write_text("raise RuntimeError('not the standard module')")
     monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_slurm_is_as_it_answers(command):
     assert (check.state, "scontrol ping" in check.cure) == ("warning", True)
 
 
-def test_limits_of_the_machine_are_warnings(monkeypatch, tmp_path):
+def test_limits_are_warnings(monkeypatch, tmp_path):
     """Docker's shared memory, few open files, and a GPU that torch does not use."""
     monkeypatch.setattr(_machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=1 << 20))
     monkeypatch.setattr(_machine.resource, "getrlimit", lambda _: (256, 4096))

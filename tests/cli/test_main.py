@@ -16,7 +16,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 from tests.helpers.worlds import ROOT
 
 
-def test_help_has_subcommands_and_examples(here):
+def test_help_has_examples(here):
     shown = here("--help")
     assert shown.returncode == 0
     assert "examples:" in shown.stdout
@@ -26,7 +26,7 @@ def test_help_has_subcommands_and_examples(here):
     assert here("--version").stdout == f"parawrap {package.__version__}\n"
 
 
-def test_help_does_not_import_torch():
+def test_help_needs_no_torch():
     code = """
 import sys
 from parawrap.cli import main

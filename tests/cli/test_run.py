@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-def test_each_rank_gets_the_arguments(here):
+def test_each_rank_gets_arguments(here):
     """Numbers and lists are Python values, other text is a string, and NAME=VALUE is a keyword argument."""
     shown = here("run", "train:main", "--device", "cpu", "--n", "2", "--", "0.1", "[1, 2]", "text", "epochs=3")
     assert shown.returncode == 0
@@ -17,7 +17,7 @@ def test_each_rank_gets_the_arguments(here):
     assert sorted(lines[:-2]) == ["[rank 0] training", "[rank 1] training"]
 
 
-def test_a_decorated_function_has_its_platform(here):
+def test_decorated_has_its_platform(here):
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
     assert here("run", "train:decorated", "--set", "trace=None").stdout == two
     assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
@@ -25,7 +25,7 @@ def test_a_decorated_function_has_its_platform(here):
     assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--gpus", "2").stderr
 
 
-def test_a_device_resets_the_launcher(here):
+def test_device_resets_launcher(here):
     """--device cpu tries a function of Slurm on this machine. --device slurm keeps it on Slurm, with its GPUs."""
     assert here("run", "train:on_slurm", "--device", "cpu").stdout == "rank 0: (1.0, 1)\n"
     assert here("run", "train:on_slurm", "--device", "cpu", "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
@@ -107,13 +107,13 @@ def test_wrong_names_and_options(here, folder, line, message):
         ("Group.make", ["--size", "3"], "('Group', 3)"),
     ],
 )
-def test_annotations_convert_arguments(here, target, words, result):
+def test_annotations_convert(here, target, words, result):
     """Options, flags, lists, dataclasses, and more keywords. Without a usable annotation, a value is a Python value."""
     shown = here("run", f"train:{target}", "--inline", "--", *words)
     assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (0, [f"rank 0: {result}"], "")
 
 
-def test_the_help_of_the_function_is_shown(here):
+def test_help_of_function_is_shown(here):
     """It has the parameters with their descriptions, and nothing is launched. argparse shows its own help, once."""
     for word in "--help", "-h":
         shown = here("run", "train:typed", "--", word)
@@ -140,7 +140,7 @@ def test_files_are_targets(here, folder, monkeypatch):
     assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"
 
 
-def test_only_arguments_need_cyclopts(here, monkeypatch):
+def test_arguments_need_cyclopts(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "cyclopts", None)
     assert here("run", "train:decorated", "--inline").stdout == "rank 0: (1, 'script')\n"
     shown = here("run", "train:main", "--inline", "--", "1")

@@ -15,7 +15,7 @@ def trace(tmp_path):
     return path
 
 
-def test_the_page_is_next_to_the_trace(trace, tmp_path, capsys):
+def test_page_is_next_to_trace(trace, tmp_path, capsys):
     """The command prints a summary and an address that browsers open. -o names another page."""
     assert main(["timeline", str(trace)]) == 0
     page = trace.with_suffix(".html")
@@ -42,7 +42,7 @@ def test_other_files_are_refused(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["odd.json"]
 
 
-def test_numbers_that_json_lacks_are_text(trace):
+def test_nan_and_infinity_are_text(trace):
     """A page with a bare NaN or Infinity would be blank."""
     content = trace.read_text().replace('"args": {}', '"args": {"loss": NaN, "scale": [Infinity, 1e999]}')
     trace.write_text(content)

@@ -213,12 +213,12 @@ def test_worlds_of_srun_and_mpirun(variables, tmp_path):
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
 
-def test_a_world_restarts_after_a_death(tmp_path):
+def test_world_restarts_after_death(tmp_path):
     assert worlds.torchrun(tmp_path, "being_killed", script=HERE, options=["--max-restarts", "1"]) == 0
     assert [(tmp_path / f"{rank}.survived").read_text() for rank in range(2)] == ["RankResults(1, 1)"] * 2
 
 
-def test_env_raises_outside_a_world(monkeypatch):
+def test_env_outside_a_world_raises(monkeypatch):
     for name in set(os.environ) - set(worlds.environment()):
         monkeypatch.delenv(name)
     function = wrapper(Platform(device="cpu", launcher="env"))(len)

@@ -31,7 +31,7 @@ def draws():
     return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
-def test_the_function_is_rank_0_of_1():
+def test_function_is_rank_0_of_1():
     """It runs in the calling thread with the caller's objects; its result comes back in RankResults of length one."""
     platform, lock = alone(name="mine"), threading.Lock()
 
@@ -95,7 +95,7 @@ def test_an_existing_group_is_kept():
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_an_exception_passes_unchanged(error):
+def test_exception_is_unchanged(error):
     """The caller gets the same exception object, without notes, with a traceback like that of a plain call."""
 
     def failing():
@@ -108,7 +108,7 @@ def test_an_exception_passes_unchanged(error):
     assert traceback.extract_tb(error.__traceback__)[-1].name == "failing"
 
 
-def test_a_missing_gpu_names_the_cure(monkeypatch):
+def test_missing_gpu_names_cure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlatformError, match=r"launcher='slurm'.*this machine has none: give Platform\(device='cpu'\)"):
         wrapper(Platform(device="slurm", n_gpus=2))(len).inline([])

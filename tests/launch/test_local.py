@@ -35,7 +35,7 @@ def test_dry_run_shows_the_launch():
         launchable.dry_run(threading.Lock())
 
 
-def test_distributed_model_is_no_result():
+def test_ddp_model_is_no_result():
     with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
 
@@ -74,7 +74,7 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_know_their_surroundings(method, ended):
+def test_ranks_know_surroundings(method, ended):
     """Environment, working directory, import path, and `sys.argv` are those of the parent at the call."""
     launches, folder = ended
     threads = 1 if method == "fork" else max(1, len(os.sched_getaffinity(0)) // 2)
@@ -100,7 +100,7 @@ def test_fork_after_cuda_raises(monkeypatch):
         wrapper(ranks(spawn_method="fork"))(lambda: None)()
 
 
-def test_fork_in_a_start_is_harmless(monkeypatch):
+def test_fork_in_start_is_harmless(monkeypatch):
     """A process forked while ranks start does not keep the pipe open that reports a rank's end."""
     children, send = [], socket.send_fds
 
@@ -120,7 +120,7 @@ def test_fork_in_a_start_is_harmless(monkeypatch):
         os.waitpid(children[0], 0)
 
 
-def test_old_warm_processes_are_reaped(monkeypatch):
+def test_warm_processes_are_reaped(monkeypatch):
     """A changed environment needs a new warm process; old ones do not accumulate, not even as zombies."""
     launchable = wrapper(ranks(1))(torch.get_num_threads)
     launchable()
@@ -131,7 +131,7 @@ def test_old_warm_processes_are_reaped(monkeypatch):
     eventually(lambda: launchable() and len(psutil.Process().children()) == before, "only one warm process")
 
 
-def test_edited_modules_are_imported(tmp_path, monkeypatch):
+def test_edited_module_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def looks():
@@ -165,7 +165,7 @@ def loads(method):
 """
 
 
-def test_rank_can_spawn_loader_workers(tmp_path):
+def test_rank_has_loader_workers(tmp_path):
     """They find datasets of the script and modules of its folder. A script without a guard is told to have one."""
     rows = "class Rows(list): pass\nROWS = Rows([1.0, 2.0])"
     ends = {"guarded": "if __name__ == '__main__':\n    print(*loads('forkserver'))", "unguarded": "loads('spawn')"}
@@ -182,7 +182,7 @@ def test_rank_can_spawn_loader_workers(tmp_path):
     assert 'put the script\'s actions under `if __name__ == "__main__":`' in written["unguarded"]
 
 
-def test_process_of_a_rank_is_no_rank():
+def test_child_of_rank_is_no_rank():
 
     def launch_in_process():
         code = "from parawrap import *; wrapper(Platform(device='cpu'))(len)([])"
@@ -216,7 +216,7 @@ CLOSING = """
 """
 
 
-def test_parent_may_close_its_streams(tmp_path):
+def test_parent_may_close_streams(tmp_path):
     """With any standard streams closed, functions and classes of a script work, and output is kept."""
     cases = {"forkserver": lambda _: (CLOSING, "forkserver", 0, 1, 2), "fork": lambda _: (CLOSING, "fork", 1, 2)}
     with running_scripts(tmp_path, cases) as started:
@@ -276,7 +276,7 @@ print(json.dumps([before, resources()]))
 
 
 @pytest.mark.stress
-def test_launches_leave_nothing_behind(tmp_path, monkeypatch):
+def test_launches_leave_nothing(tmp_path, monkeypatch):
     """A higher PARAWRAP_LAUNCHES, such as 200, compares memory over a longer time."""
     count = int(os.environ.get("PARAWRAP_LAUNCHES", "12"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))

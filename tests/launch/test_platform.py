@@ -86,7 +86,7 @@ def test_an_invalid_value_raises(field, values, allowed):
         assert allowed in message
 
 
-def test_an_unknown_field_is_refused():
+def test_unknown_field_is_refused():
     """PlatformError names the most similar field, or lists all fields."""
     for mistaken, meant in ("gpus", "n_gpus"), ("timeout", "timeout_min"):
         message = refusal(**{mistaken: 7})
@@ -117,7 +117,7 @@ def test_auto_is_the_best_device(monkeypatch):
     assert (Platform().device, Platform(n_cpus=4).world_size) == (Device.MPS, 1)
 
 
-def test_a_device_may_name_a_launcher():
+def test_device_may_name_launcher():
     for name, n_gpus, device in ("slurm", None, Device.CPU), ("Ray", 2, Device.GPU):
         platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
         assert (platform.launcher, platform.device) == (name.lower(), device)
@@ -128,7 +128,7 @@ def test_a_device_may_name_a_launcher():
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_more_gpus_than_visible_raise(monkeypatch):
+def test_too_many_gpus_raise(monkeypatch):
     """In a world of another launcher, this machine does not need to have the ranks' GPUs."""
     message = refusal(device="gpu", n_gpus=8)
     assert message.startswith("n_gpus=8: ")
@@ -139,7 +139,7 @@ def test_more_gpus_than_visible_raise(monkeypatch):
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_world_size_counts_all_devices():
+def test_world_size_counts_devices():
     assert Platform(device="gpu").world_size == 4
     assert Platform(device="gpu", n_gpus=3, n_cpus=8).world_size == 3
     platform = Platform(device="cpu", n_cpus=3, n_nodes=2, launcher="env")
@@ -147,7 +147,7 @@ def test_world_size_counts_all_devices():
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_backend_follows_the_device():
+def test_backend_follows_device():
     """GPUs use NCCL, with gloo for CPU tensors; other devices use gloo; the field overrides."""
     platforms = [Platform(device="cpu"), Platform(device="gpu"), on_cpu(backend="cpu:gloo")]
     assert [each.process_group_backend for each in platforms] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo"]
@@ -178,7 +178,7 @@ def test_invalid_groups_raise(groups, text):
     assert text in message
 
 
-def test_a_platform_is_a_frozen_value():
+def test_platform_is_frozen_value():
     """It equals its pickle and other spellings; `replace` returns a new platform, and validates it."""
     platform = on_cpu(n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs"))
     assert pickle.loads(pickle.dumps(platform)) == platform

@@ -51,7 +51,7 @@ print(json.dumps(outcomes))
 """
 
 
-def test_parent_at_its_limit_names_it(tmp_path):
+def test_parent_names_its_limit(tmp_path):
     """With any number of descriptors left, a launch returns all results, or raises an error with the limit."""
     first, *others, last = json.loads(run_script(tmp_path, SCRIPT))
     assert first == last == [0.0, 1.0]
@@ -62,7 +62,7 @@ def test_parent_at_its_limit_names_it(tmp_path):
         assert "this process may open 200 files (RLIMIT_NOFILE" in error
 
 
-def test_rank_at_its_limit_reports():
+def test_rank_at_limit_reports():
     """The result arrives, or the error names the limit; it never says "returned nothing"."""
 
     def use_all_descriptors():
@@ -81,7 +81,7 @@ def test_rank_at_its_limit_reports():
     assert launch.state == "finished" or "may open 150 files (RLIMIT_NOFILE" in outcome
 
 
-def test_many_open_files_are_no_limit(tmp_path):
+def test_open_files_are_no_limit(tmp_path):
     """With more than 1,024 open descriptors, launches run, and ranks clean up."""
 
     def fails():

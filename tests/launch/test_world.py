@@ -55,7 +55,7 @@ def masters_of(environ):
     [(TORCHRUN, "torchrun", 2, 2), (SRUN, "srun", 1, 2), (OPEN_MPI, "mpirun", 0, 2), (MPICH, "mpiexec", 0, 4)],
     ids=["torchrun", "srun", "mpirun", "mpiexec"],
 )
-def test_every_rank_reads_its_place(environ, name, restart, per_node):
+def test_each_rank_reads_its_place(environ, name, restart, per_node):
     """Torchrun counts restarts, Slurm counts requeues, and MPI launchers count nothing."""
     worlds = worlds_of(environ)
     assert {(world.name, world.world_size, world.ranks_per_node, world.restart) for world in worlds} == {
@@ -76,23 +76,23 @@ def test_every_rank_reads_its_place(environ, name, restart, per_node):
         OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
-def test_a_single_process_has_no_world(environ):
+def test_one_process_is_no_world(environ):
     """Incomplete variables, an sbatch script, an salloc shell, and single-rank srun or mpirun jobs are not worlds."""
     assert surrounding_world(environ) is None
 
 
-def test_the_innermost_launcher_counts():
+def test_innermost_launcher_counts():
     assert {world.name for world in worlds_of(SRUN | TORCHRUN)} == {"torchrun"}
 
 
-def test_an_unknown_host_is_not_guessed():
+def test_unknown_host_is_no_guess():
     """Ranks of one machine meet there; ranks in a Slurm allocation on the first node of their step."""
     assert {found for found, _ in masters_of(OPEN_MPI)} == {None}
     assert {found for found, _ in masters_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})} == {"127.0.0.1"}
     assert {found for found, _ in masters_of(BATCH_SCRIPT | OPEN_MPI)} == {"node07"}
 
 
-def test_missing_variables_are_named(monkeypatch):
+def test_missing_variable_is_named(monkeypatch):
     """MPICH's ranks on several machines share no identifier. LaunchError comes before any rank waits for another."""
     assert masters_of(MPICH_ON_TWO_NODES) == {(None, None)}
     for name, value in MPICH_ON_TWO_NODES.items():
@@ -103,7 +103,7 @@ def test_missing_variables_are_named(monkeypatch):
         wrapper(Platform(device="cpu"))(int)()
 
 
-def test_the_first_host_of_a_node_list():
+def test_first_host_of_node_list():
     forms = {"a,b,node[1-2]": "a", "gpu-a[1-2]-ib,other": "gpu-a1-ib", "rack[2,4]node[08-09]-ib,x[1-2]": "rack2node08-ib"}
     for nodes, first in forms.items():
         assert {found for found, _ in masters_of(SRUN | {"SLURM_STEP_NODELIST": nodes})} == {first}
@@ -118,7 +118,7 @@ def test_each_job_has_its_own_port():
         assert masters_of(environ | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}) == {("head", 1234)}
 
 
-def test_slurms_counts_per_node_are_read():
+def test_slurm_counts_are_read():
     """2(x3) means two tasks on each of three nodes. Unequal nodes are not taken for one machine."""
     for per_node, size, ranks in ("4", 4, [4]), ("1(x4)", 4, [1]), ("2(x2),1", 5, [1, 2]):
         world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})

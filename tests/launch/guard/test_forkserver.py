@@ -32,7 +32,7 @@ def warm_pid():
 
 @pytest.mark.parametrize("runs", [False, True], ids=["before", "while ranks run"])
 @pytest.mark.parametrize(("limit", "kind"), [({"timeout_min": 0.02}, LaunchTimeoutError), ({}, LaunchCancelledError)])
-def test_stopped_process_blocks_no_end(runs, limit, kind, tmp_path):
+def test_stopped_process_and_an_end(runs, limit, kind, tmp_path):
     """A timeout or ``cancel`` ends the launch and its ranks, and the next launch works."""
     warm, report_pid = warm_pid(), report_pid_function()
 
@@ -68,7 +68,7 @@ print(warm)
 """
 
 
-def test_stopped_process_delays_no_exit(tmp_path):
+def test_stopped_process_and_exit(tmp_path):
     assert_gone([int(run_script(tmp_path, STOPPING))])
 
 
@@ -97,7 +97,7 @@ def test_killed_process_is_named():
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_working_folder_may_be_removed(tmp_path, monkeypatch):
+def test_folder_may_be_removed(tmp_path, monkeypatch):
     """While the warm process is there, and before it starts; later ranks use the parent's new folder."""
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -79,7 +79,7 @@ def pids_of_ranks(folder):
 
 
 @pytest.mark.parametrize("case", KILLED, ids=lambda case: case[1])
-def test_killed_parent_leaves_no_rank(case, parents):
+def test_killed_parent_has_no_rank(case, parents):
     """Nor do their processes survive, although a fork of the parent still runs, which is left alone."""
     parent, folder = parents[case]
     own = pids_in(folder / "own", 2)  # its subprocess and its fork
@@ -90,7 +90,7 @@ def test_killed_parent_leaves_no_rank(case, parents):
     assert not any(map(is_gone, own))
 
 
-def test_ranks_end_with_the_interpreter(parents):
+def test_ranks_end_with_parent(parents):
     """A parent that exits while ranks run leaves no process. A fork of it that exits ends no rank."""
     parent, folder = parents["exits", "forkserver"]
     output, _ = parent.communicate(timeout=PATIENCE_S)

@@ -19,7 +19,7 @@ ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_no_process_outlives_its_launch(method, tmp_path):
+def test_no_process_outlives_launch(method, tmp_path):
     run, survivors = run_and_end_function(), {}
     ends = ENDS if method == "forkserver" else ["killed"]
     with killing_survivors(tmp_path):
@@ -37,7 +37,7 @@ def test_no_process_outlives_its_launch(method, tmp_path):
     assert survivors == {end: [] for end in ends}
 
 
-def test_stubborn_process_is_killed(monkeypatch):
+def test_stubborn_process_ends(monkeypatch):
     monkeypatch.setattr(_orphan_processes, "_PATIENCE_S", 0.5)
 
     def starts():
@@ -50,7 +50,7 @@ def test_stubborn_process_is_killed(monkeypatch):
     assert is_gone(pid)
 
 
-def test_leaked_shared_memory_is_freed():
+def test_leaked_memory_is_freed():
     """Python's resource tracker frees the memory at the end of a rank, also of one that dies."""
 
     def forgets():

@@ -9,7 +9,7 @@ from contextlib import closing
 from parawrap.launch.messages._channel import Channel
 
 
-def test_large_message_needs_no_reader():
+def test_message_needs_no_reader():
     """Bodies beyond the buffer of a socket are sent before the other end reads, and arrive with the attached files."""
     ours, theirs = socket.socketpair()
     with closing(Channel(ours)) as here, closing(Channel(theirs)) as there:

@@ -55,11 +55,11 @@ def capturing(part):
         (collections.deque([1, LOCK]), "value[1]"),
     ],
 )
-def test_the_innermost_part_is_named(value, place):
+def test_innermost_part_is_named(value, place):
     assert address_of(value) == place
 
 
-def test_addresses_start_with_args_or_kwargs():
+def test_addresses_start_with_args():
     assert address_of({"args": ({"lock": LOCK},), "kwargs": {}}, "") == "args[0]['lock']"
     assert address_of({"args": (), "kwargs": {"out": LOCK}}, "") == "kwargs['out']"
     assert address_of({"the function": lambda: LOCK, "args": ()}, "") == "the global 'LOCK' used by the function"
@@ -75,7 +75,7 @@ def test_open_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "decorate", [torch.compile, torch.jit.script, torch.library.custom_op("test::own", mutates_args=())]
 )
-def test_functions_of_torch_are_refused(decorate):
+def test_torch_function_is_refused(decorate):
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x + 1

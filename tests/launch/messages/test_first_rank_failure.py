@@ -43,7 +43,7 @@ def test_earliest_cause_is_raised(outcomes, rank):
     assert first_failure(outcomes) == rank
 
 
-def test_other_failed_ranks_are_noted():
+def test_other_failures_are_noted():
     outcomes = {4: died(4, signal=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
     (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
     assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
@@ -52,7 +52,7 @@ def test_other_failed_ranks_are_noted():
     assert note.endswith("; and 11 more")
 
 
-def test_unreadable_exception_is_told():
+def test_unreadable_error_is_told():
     file = memory_file("test")
     os.write(file, b"no pickle")
     error = error_of(1, {1: Raised(1.0, Parcel(file), "OddError: odd", "the traceback", False)}, 2, PLACE)
@@ -74,7 +74,7 @@ def test_unreadable_exception_is_told():
     ],
     ids=["gloo", "store", "NCCL", "socket"],
 )
-def test_lost_connection_is_an_echo(error):
+def test_lost_connection_is_echo(error):
     wrapping = RuntimeError("training failed in step 5")
     wrapping.__cause__ = error
     assert is_echo(error)

@@ -60,6 +60,6 @@ print(wrapper(Platform(device="cpu", verbose=False))(use_all)()[0])
 """
 
 
-def test_decorated_functions_arrive(tmp_path):
+def test_decorated_function_arrives(tmp_path):
     (tmp_path / "operators.py").write_text(OPERATORS)
     assert run_script(tmp_path, SCRIPT) == f"{(['integer', 'object'], 832040, '__main__', 'integer', [1], True, 2.0)}\n"

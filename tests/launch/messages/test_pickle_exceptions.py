@@ -47,7 +47,7 @@ SENDABLE = [
 
 
 @pytest.mark.parametrize(("error", "names"), SENDABLE, ids=[type(error).__name__ for error, _ in SENDABLE])
-def test_exception_arrives_complete(error, names):
+def test_exception_is_complete(error, names):
     """Type, args, text, and attributes arrive. An attribute that cannot be sent does not affect the others."""
     vars(error)["__notes__"] = ["in epoch 3"]
     got = sent(error)
@@ -58,7 +58,7 @@ def test_exception_arrives_complete(error, names):
     assert got.__notes__ == ["in epoch 3"]
 
 
-def test_members_of_groups_keep_types():
+def test_group_members_keep_types():
     group = sent(ExceptionGroup("several", [WithLock("busy"), ExceptionGroup("inner", [OtherArgs(1, reason="v")])]))
     assert [type(each) for each in group.exceptions] == [WithLock, ExceptionGroup]
     assert group.subgroup(OtherArgs) is not None
@@ -72,7 +72,7 @@ def test_pydantic_error_arrives():
     assert (type(got), str(got), got.errors()) == (type(error), str(error), error.errors())
 
 
-def test_unsendable_class_is_described():
+def test_unsendable_class_is_told():
     class LockedError(Exception):
         lock = LOCK
 

@@ -71,12 +71,12 @@ KINDS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_tensor_arrives(kind):
+def test_each_tensor_kind_arrives(kind):
     tensor = KINDS[kind]()
     assert describe(sent(tensor)) == describe(tensor)
 
 
-def test_shared_memory_stays_shared():
+def test_shared_memory_is_shared():
     """A write to one unpacked view is visible in the other, but not in the original."""
     whole, array = torch.zeros(BIG), np.zeros(3)
     got = sent([whole, whole[2:4], torch.from_numpy(array), torch.from_numpy(array), whole])
@@ -114,7 +114,7 @@ def open_files():
     return len(list(Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir()))
 
 
-def test_one_value_uses_one_descriptor():
+def test_value_uses_one_descriptor():
     before = open_files()
     got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
     assert open_files() - before == 1
@@ -145,7 +145,7 @@ def test_any_nested_value_arrives(value):
     assert repr(got) == repr(value)
 
 
-def test_streams_are_those_of_readers(monkeypatch):
+def test_streams_are_the_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
         monkeypatch.setattr(sys, "stdout", ours)
         file = memory_file("test")

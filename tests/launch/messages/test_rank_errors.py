@@ -11,7 +11,7 @@ from tests.helpers.processes import SILENT_S, ranks
 from tests.helpers.waiting import PATIENCE_S
 
 
-def test_stacks_show_lines_of_cells(monkeypatch):
+def test_stacks_show_cells(monkeypatch):
     """The source of a notebook's cell is in linecache, not in a file."""
     source = "import time\ndef sleeper():\n    time.sleep(600)  # of the cell"
     name, namespace = "<ipython-input-1-of-test-rank-errors>", {}

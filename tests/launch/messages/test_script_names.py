@@ -96,7 +96,7 @@ def outcomes(tmp_path_factory):
     return json.loads(run_script(tmp_path_factory.mktemp("script"), SCRIPT))
 
 
-def test_names_of_the_script_are_found(outcomes):
+def test_names_of_script_are_found(outcomes):
     """``globals()``, `eval`, ``__subclasses__``, and torch.load find names that no code uses."""
     assert outcomes[0] == ["second", 5, "First", ["First", "Second"], "Net"]
 
@@ -116,6 +116,6 @@ def test_missing_name_is_explained(outcomes):
     assert outcomes[4][1].startswith("raised in rank")
 
 
-def test_unused_names_load_no_module(outcomes):
+def test_unused_name_loads_nothing(outcomes):
     """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
     assert outcomes[5] is False
