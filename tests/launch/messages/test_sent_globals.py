@@ -183,6 +183,32 @@ with platform.open() as ranks:
     later = 5
     same(ranks(use, True), (5, 5))
 """,
+    # A queued call lacks the globals that an earlier call could not load.
+    "queued": """
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
+
+cursed, go = Cursed(), pathlib.Path("go").absolute()
+
+def hold():
+    while not go.exists():
+        time.sleep(0.01)
+
+def use():
+    return cursed
+
+with platform.open() as ranks:
+    ranks.submit(hold)
+    first, second = ranks.submit(use), ranks.submit(use)
+    go.touch()
+    same(type(error_of(first.results)), ValueError)
+    error = error_of(second.results)
+    same(type(error), NameError)
+    assert "could not load the globals of an earlier call: ValueError" in error.__notes__[0], error.__notes__
+    cursed = 5
+    same(ranks(use), (5, 5))
+""",
     # A global that cannot be pickled is named if the call uses it. One that cannot be unpickled is sent again.
     "unsendable": """
 LOCKS = {"rows": [threading.Lock()]}
