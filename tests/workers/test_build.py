@@ -35,14 +35,7 @@ def load_linear(rows, *, bias):
     return nn.Linear(rows, 2, bias=bias)
 
 
-def kill_a_worker(p):
-    """Let a call kill its worker, so that another one takes its place."""
-    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
-        p.submit(-torch.ones(1)).result()
-
-
 def test_each_worker_builds_its_model():
-    """Cut, small, and whole calls use the result of the function."""
     x, state = torch.randn(7, 4), torch.get_rng_state()
     expected = load_linear(4, bias=False)(x)
     torch.set_rng_state(state)
@@ -66,7 +59,8 @@ def test_replacement_builds_the_same():
     with processes(build(lambda factors: Factor(factors[0]), factors), retries=0) as p:
         assert_close(p(x), x * 2)
         factors[0] = 5
-        kill_a_worker(p)
+        with pytest.raises(RankDiedError, match="was killed by SIGKILL"):
+            p.submit(-torch.ones(1)).result()
         assert_close(p(x), x * 2)
         p.refresh()
         assert_close(p(x), x * 5)

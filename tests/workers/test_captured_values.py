@@ -31,7 +31,6 @@ def test_closures_are_current():
 
 
 def test_functions_are_current():
-    """Defaults, code, and methods."""
 
     class Scaled(nn.Module):
         def forward(self, x, by=1):
@@ -49,13 +48,6 @@ def test_functions_are_current():
 def test_modules_of_torch_are_captured():
     """Some modules and operators of torch have classes of their own, which pickle refuses."""
     mkldnn, double = torch.backends.mkldnn, torch.ops.aten.mul.Scalar
-
-    def prepare(x):
-        torch.backends.cudnn.benchmark = True
-        return double(x, 2)
-
-    def plus(x):
-        return torch.ops.aten.add(x, int(torch.backends.cudnn.benchmark)) + 0 * int(mkldnn.is_available())
-
-    with processes(plus) as p:
-        assert torch.cat(list(p.map(torch.arange(4.0).split(2), prepare=prepare))).tolist() == [1, 3, 5, 7]
+    with processes(lambda x: x + 0 * int(mkldnn.is_available())) as p:
+        (output,) = p.map([torch.arange(3.0)], prepare=lambda x: double(x, 2))
+    assert output.tolist() == [0, 2, 4]

@@ -1,17 +1,14 @@
-"""Blocks over worker processes: the same object, its methods and options, and its end."""
+"""Blocks over worker processes: their methods, and their end."""
 
 from __future__ import annotations
-
-import copy
-import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import SessionError, ShardError, parallel
-from tests.helpers.pools import CPUS, processes
+from parawrap import SessionError
+from tests.helpers.pools import processes
 from tests.helpers.same import assert_same
 
 
@@ -28,26 +25,6 @@ class Several(nn.Module):
 
     def total(self, x):
         return self.linear(x).sum()
-
-
-# -- the block
-
-
-def test_block_is_the_same_object():
-    """After the block, also after an exception, the model is what it was."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    x, before, keys, expected = torch.randn(9, 4), dict(vars(model)), [*model.state_dict()], None
-    alias, expected = model, model(x)
-    with pytest.raises(KeyError), processes(model) as p:  # noqa: PT012
-        assert [*model.state_dict()] == keys
-        assert_close(alias(x), expected)
-        assert p.stats().shards == (5, 4)
-        for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert vars(clone).keys() == before.keys()
-            assert_close(clone(x), expected)
-        raise KeyError
-    assert vars(model) == before
-    assert_close(model(x), expected)
 
 
 def test_several_methods_are_parallel():
@@ -81,15 +58,6 @@ def test_block_is_reusable():
         assert shards == (5, 4)
 
 
-def test_several_blocks_at_once():
-    """Blocks of different models, of a model and its part, and two blocks of one model."""
-    model, other, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), torch.randn(9, 4)
-    expected = model(x), other(x), model[0](x)
-    with processes(model), processes(other), processes(model[0]), processes(model):
-        for _ in range(2):
-            assert_same((model(x), other(x), model[0](x)), expected)
-
-
 def test_closed_block_refuses_calls():
     """The model runs plainly. `close` may be called again."""
     model, x = nn.Linear(4, 4), torch.randn(9, 4)
@@ -102,29 +70,3 @@ def test_closed_block_refuses_calls():
         with pytest.raises(SessionError, match="closed"):
             use(x)
     assert_close(model(x), expected)
-
-
-def test_wrong_options_are_refused():
-    """Before anything starts; those of `map` at the call, not at the first output."""
-    with pytest.raises(ShardError, match="workers='fiber'"):
-        parallel(nn.Identity(), CPUS, workers="fiber")
-    with pytest.raises(ShardError, match="retries=-1"):
-        processes(nn.Identity(), retries=-1)
-    with processes(nn.Identity()) as p, pytest.raises(ShardError, match="buffersize=3 has no room for chunksize=4"):
-        p.map([], buffersize=3, chunksize=4)
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "x"),
-    [
-        (nn.LSTM(4, 3, 2, batch_first=True), {"out_dims": (0, (1, 1))}, torch.randn(9, 5, 4)),
-        (lambda x: x[x[:, 0] > 0], {"out_dims": "ragged"}, torch.randn(9, 4)),
-        (lambda x: x.square().mean(), {"reduce": "mean"}, torch.randn(9, 4)),
-    ],
-    ids=["lstm", "ragged", "mean"],
-)
-def test_options_give_the_plain_output(target, options, x):
-    with processes(target, **options) as p:
-        for rows in (x, x[:3]):
-            assert_same(p(rows), target(rows))
-        assert p.stats().plain == 0
