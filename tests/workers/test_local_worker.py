@@ -67,13 +67,15 @@ def workers_of(p, x):
     return sorted(eventually(pids, "calls in both workers"))
 
 
-@pytest.mark.parametrize(("value", "number", "code"), [(-9, signal.SIGKILL, None), (-1, None, 7)])
-def test_batch_that_kills_every_worker(value, number, code):
+def test_batch_that_kills_every_worker():
     """After its retries, the error says how the worker died, and the block works on."""
     with processes(Dying()) as p:
-        with pytest.raises(RankDiedError, match=r"worker . on cpu (was killed by SIGKILL|exited with code 7)") as caught:
-            p.submit(*batches_of(value)).result()
-        assert (caught.value.signal, caught.value.exit_code) == (number, code)
+        for value, number, code in ((-9, signal.SIGKILL, None), (-1, None, 7)):
+            with pytest.raises(
+                RankDiedError, match=r"worker . on cpu (was killed by SIGKILL|exited with code 7)"
+            ) as caught:
+                p.submit(*batches_of(value)).result()
+            assert (caught.value.signal, caught.value.exit_code) == (number, code)
         assert_close(p(torch.ones(5)), torch.full((5,), 2.0))
 
 
@@ -171,16 +173,15 @@ def test_blocks_leave_nothing_behind(monkeypatch):
             folders = len(list(Path(folder).glob("parawrap-*")))
             return me.num_fds(), threading.active_count(), len(me.children(recursive=True)), folders
 
-        def once():
-            with processes(nn.Identity()) as p:
-                p(torch.ones(40_000))
+        def open_blocks(count):
+            for _ in range(count):
+                with processes(nn.Identity()) as p:
+                    p(torch.ones(40_000))
 
-        once()
-        once()
+        open_blocks(2)
         eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("parawrap")], "the threads")
         before = held()
-        for _ in range(4):
-            once()
+        open_blocks(3)
         eventually(lambda: all(map(int.__le__, held(), before)), f"no more than {before}")
 
 
