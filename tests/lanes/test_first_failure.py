@@ -18,14 +18,6 @@ def notes_of(*errors, **options):
     return next(index for index, error in enumerate(errors) if error is first), first.__notes__
 
 
-def test_later_errors_become_notes():
-    place, notes = notes_of(None, ValueError("first"), KeyError("second"))
-    assert place == 1
-    assert notes == ["in lane 1 on cpu, shard 1 of 3", "also in lane 2 on cpu, shard 2 of 3: KeyError: 'second'"]
-    _, notes = notes_of(ValueError("v"), None, describe=lambda shard: f"{shard} of 5 rows")
-    assert notes == ["in lane 0 on cpu, shard 0 of 2: 0 of 5 rows"]
-
-
 def test_an_interrupt_comes_first():
     place, notes = notes_of(ValueError("mine"), KeyboardInterrupt())
     assert place == 1

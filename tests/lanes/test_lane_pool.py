@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-import sys
 import threading
 import weakref
 from functools import partial
@@ -73,17 +72,6 @@ def occupied(pool, *lanes):
 
 def fail(error=ValueError):
     raise error("mine")
-
-
-def test_each_task_runs_in_its_lane(pool):
-    """The caller runs the first task, and every other task runs in the thread of its lane, started when first needed."""
-    assert own_threads(pool) == []
-    assert here.lane is None
-    for _ in range(5):
-        found = run(pool, *together(lambda lane: (lane, here.lane.index, threading.current_thread())))
-        assert found == [(i, i, pool.lanes[i].thread or threading.current_thread()) for i in range(LANES)]
-    assert here.lane is None
-    assert len(own_threads(pool)) == LANES - 1
 
 
 @pytest.mark.parametrize("turns", [None, "all"])
@@ -157,33 +145,6 @@ def test_a_callers_lane_is_not_free(pool):
     assert submit_to_any(pool, lambda lane: lane.index).result(PATIENCE_S) != 0
     release.set()
     caller.join(PATIENCE_S)
-
-
-def test_a_callback_may_exit(pool, monkeypatch):
-    """Its exception goes to `threading.excepthook`."""
-    told = SimpleQueue()
-    monkeypatch.setattr(threading, "excepthook", lambda args: told.put(args.exc_type))
-    release = occupied(pool, 0, 1, 2)
-    future = submit_to_any(pool, lambda lane: 1)
-    future.add_done_callback(lambda _: sys.exit(3))
-    release.set()
-    assert told.get(timeout=PATIENCE_S) is SystemExit
-    assert future.result(PATIENCE_S) == 1
-    assert results([submit(pool, lane, lambda: "alive") for lane in range(LANES)]) == ["alive"] * LANES
-
-
-def test_profilers_see_submitted_calls(pool):
-    """A profiler sees the operators of the calls that its thread submits, and no others."""
-    release, x = occupied(pool, 1, 2), torch.zeros(2)
-    others = [submit(pool, 1, lambda: torch.sin(x)) for _ in range(6)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        own = [submit_to_any(pool, lambda lane: (torch.cos(x), threading.get_ident())[1]) for _ in range(LANES)]
-        own.append(submit(pool, 0, lambda: (torch.cos(x), threading.get_ident())[1]))
-        assert [future.result(0) for future in own] == [threading.get_ident()] * (LANES + 1)
-        release.set()
-        results(others)
-    counts = {event.key: event.count for event in profiler.key_averages() if event.key in ("aten::sin", "aten::cos")}
-    assert counts == {"aten::cos": LANES + 1}
 
 
 @pytest.mark.parametrize("waiter", ["call", "lane"])

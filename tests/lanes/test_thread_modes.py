@@ -59,28 +59,6 @@ def assert_clean(pool):
         assert found == [expected | {"dtype": torch.bfloat16}]
 
 
-@pytest.mark.parametrize("inside", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("captured", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_run_restores_modes(inside, captured):
-    def look():
-        found.append(state())
-        torch.set_grad_enabled(not torch.is_grad_enabled())  # and never undone
-        if len(found) == 2:
-            raise ValueError
-
-    found = []
-    with captured():
-        modes, expected = Modes.capture("cpu"), state()
-    with inside():
-        before = state()
-        modes.run(look, CPU, CPU)
-        assert state() == before
-        with pytest.raises(ValueError):
-            modes.run(look, CPU, CPU)
-        assert state() == before
-    assert found == [expected] * 2
-
-
 def test_an_error_leaves_the_lane_clean(pool):
     def task():
         setting.set("by a lane")
@@ -119,17 +97,6 @@ def test_cached_casts_end_with_the_call(pool):
             weight.add_(1)
         torch.clear_autocast_cache()  # the caller's own, which torch keeps until the block ends
         assert in_lanes(pool, lambda: (x @ weight).sum().item()) == [2 * value for value in first]
-
-
-def test_submitted_calls_keep_their_modes(pool):
-    """A mode that the caller enters or leaves after `submit` does not count."""
-    release = threading.Event()
-    with torch.no_grad():
-        pool.submit(pool.lanes[1], release.wait, Modes.capture("cpu"))
-        future = pool.submit(pool.lanes[1], state, Modes.capture("cpu"))
-    with torch.autocast("cpu"):
-        release.set()
-        assert (future.result()["grad"], future.result()["autocast"]) == (False, False)
 
 
 # The number of threads that one operator may use

@@ -1,20 +1,18 @@
-"""Turns: which lanes of a call run one after another. Tests of tests/api show what a seed then reproduces."""
+"""Training steps take turns. tests/devices has which lanes do, and tests/api what a seed then reproduces."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from parawrap import parallel
-from parawrap.lanes import Turns, here
+from parawrap.lanes import here
 
-CPU, FIRST, SECOND = map(torch.device, ("cpu", "cuda:0", "cuda:1"))
 X = torch.zeros(17, 3)
-LEARNING = torch.zeros(4, requires_grad=True)
 
 
 @contextmanager
@@ -24,48 +22,6 @@ def deterministic():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def decided(devices, *leaves, generators=(), learns=True, mode=nullcontext, **options):
-    with mode():
-        return Turns(devices, **options).decide(leaves, generators, learns=learns, target=None)
-
-
-@pytest.mark.parametrize(
-    ("devices", "with_gradients"),
-    [
-        ((CPU, CPU), "device"),
-        ((FIRST, FIRST), "device"),
-        ((FIRST, FIRST, SECOND), "device"),
-        ((FIRST, SECOND), None),
-        ((CPU, FIRST), None),
-    ],
-)
-def test_turns_depend_on_gradients(devices, with_gradients):
-    """Lanes of one device take turns if the model learns in grad mode, or an argument does in any mode.
-
-    A reentrant checkpoint runs forward without gradients, and again with them.
-    """
-    x, generator = torch.zeros(4), torch.Generator()
-    assert decided(devices, x) == with_gradients
-    assert decided(devices, x, LEARNING, learns=False) == with_gradients
-    assert decided(devices, x, LEARNING, learns=False, mode=torch.no_grad) == with_gradients
-    assert decided(devices, x, learns=False) is None
-    assert decided(devices, x, mode=torch.no_grad) is None
-    assert decided(devices, x, mode=torch.inference_mode) is None
-    for mode in (torch.no_grad, torch.enable_grad):  # shared by all lanes, also by those on devices of their own
-        assert decided(devices, x, generator, learns=False, mode=mode) == "all"
-        assert decided(devices, x, generators=(generator,), learns=False, mode=mode) == "all"
-    assert decided(devices, x, learns=False, mode=deterministic) == "all"
-
-
-def test_processes_have_their_own_generators():
-    """Lanes that are processes run at the same time, except under deterministic algorithms."""
-    assert decided((CPU, CPU), X, share_generators=False) is None
-    assert decided((CPU, CPU), X, share_generators=False, mode=deterministic) == "all"
-    assert Turns((CPU, CPU), share_generators=False).read_generators() == []
-    assert Turns((CPU,)).read_generators() == []
-    assert len(Turns((CPU, CPU)).read_generators()) == 1
 
 
 RAN = []

@@ -59,19 +59,6 @@ def test_models_that_cannot_be_compiled(host, function, example, says):
         host.trace(function, example)
 
 
-def test_models_that_trace_refuses(host):
-    compiled = host.trace(linear(), A)
-    for model in (compiled, nn.Sequential(compiled, nn.ReLU())):
-        with pytest.raises(TypeError, match="already compiled for NeuronCores"):
-            host.trace(model, A)
-    tied = nn.Module()
-    tied.register_buffer("one", torch.ones(3))
-    tied.register_buffer("other", tied.one)
-    tied.forward = lambda x: x + tied.one
-    with pytest.raises(TypeError, match=r"two names of a module hold one buffer.* Give each name a clone\(\)"):
-        host.trace(tied, A)
-
-
 def test_placed_model_takes_turns(host):
     """Each placed model counts its own turns. A core is free when the last reference goes."""
     compiled = host.trace(linear(), A)

@@ -122,29 +122,6 @@ def test_options_of_the_block(host):
         assert [len(output) for output in p(torch.randn(8, 3))] == [2] * 4
 
 
-def test_layers_follow_assignments(host):
-    """An assigned parameter or buffer reaches every core. A replaced submodule is refused."""
-    _, compiled = compiled_linear()
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), compiled).eval()
-    x = torch.randn(8, 3)
-
-    def plain():
-        return torch.cat([compiled(row) for row in model[:2](x).split(1)])
-
-    with torch.no_grad():
-        with parallel(model, ["nc:0", "nc:1", "nc:3"]) as p:
-            p(x)
-            zeros = {name: torch.zeros_like(value) for name, value in model[0].state_dict().items()}
-            model[0].load_state_dict(zeros, assign=True)
-            model[1].running_mean = torch.ones(3)
-            torch.testing.assert_close(p(x), plain())
-            model[0] = nn.Linear(3, 3)
-            with pytest.raises(ReplicaError, match=r"a submodule of Sequential was replaced .* open it again"):
-                p(x)
-        with parallel(model, TWO) as p:
-            torch.testing.assert_close(p(x), plain())
-
-
 def test_normalization_in_train_mode(host):
     """Every core would update its statistics with other rows. The cures that the error names work."""
     _, compiled = compiled_linear()

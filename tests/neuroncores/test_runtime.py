@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from parawrap import ReplicaError, ShapeError, neuron, parallel
-from parawrap.neuroncores import TensorSpec, using
+from parawrap import ShapeError, neuron, parallel
+from parawrap.neuroncores import using
 from tests.helpers.neuron_doubles import Around, Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
@@ -31,18 +31,6 @@ def assert_near(subject, output, expected):
     torch.testing.assert_close(output, expected, **subject.tolerance)
 
 
-def test_traced_output_is_plain(subject):
-    """The result is a ScriptModule. Its outputs have no gradients. A function is traced like a module."""
-    model, x = mlp(), rows(2)
-    compiled = subject.runtime.trace(model, x)
-    output = compiled(x)
-    assert isinstance(compiled, torch.jit.ScriptModule)
-    assert_near(subject, output, model(x).detach())
-    assert not output.requires_grad
-    compiled = subject.runtime.trace(lambda x, y: 2 * x + y, numbers(3))
-    assert_equal(compiled(*numbers(3)), numbers(3)[0])
-
-
 def test_placed_model_is_a_copy(subject):
     """The original does not change, still works, and can be placed again, also after a copy was freed."""
     model, x = mlp(), rows(2)
@@ -55,14 +43,6 @@ def test_placed_model_is_a_copy(subject):
     assert_equal(dict(compiled.state_dict()), state)
     del first, second
     assert_near(subject, subject.runtime.place(compiled, 0, 1)(x), model(x).detach())
-
-
-def test_untraced_model_is_refused(subject):
-    model, said = mlp(), r"Sequential was not traced .*parawrap\.neuron\.trace\(model, example_inputs\) first"
-    for use in (lambda: subject.runtime.place(model, 0, 1), lambda: subject.runtime.dynamic_batch(model)):
-        with pytest.raises(ReplicaError, match=said):
-            use()
-    assert subject.runtime.signature(model) is None
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -105,19 +85,6 @@ def test_other_shapes_are_refused(subject):
     for x, y in ((torch.zeros(4, 5), torch.zeros(4, 5)), (numbers(4)[0], numbers(3)[1])):
         with refused:
             dynamic(x, y)
-
-
-def test_signature_is_of_the_example(subject):
-    """It has the shapes, dtypes, and addresses of inputs and outputs, for a traced model and its placed copies."""
-    compiled = subject.runtime.trace(Doubling(), numbers(2))
-    for model in (compiled, subject.runtime.place(compiled, 0, 1)):
-        signature = subject.runtime.signature(model)
-        assert signature.inputs == tuple(TensorSpec((2, 2), torch.float32, f"args[{i}]") for i in range(2))
-        assert signature.outputs == tuple(TensorSpec((2, 2), torch.float32, f"output[{i}]") for i in range(2))
-        assert signature.batch == 2
-    single = subject.runtime.signature(subject.runtime.trace(mlp(), rows(2)))
-    assert [str(spec) for spec in (*single.inputs, *single.outputs)] == ["(2, 6) float32", "(2, 3) float32"]
-    assert [spec.address for spec in (*single.inputs, *single.outputs)] == ["args[0]", "output"]
 
 
 def test_threads_place_and_call_at_once(subject):

@@ -60,20 +60,6 @@ def test_placing_uses_one_context(recorded, calls, placing):
     assert calls == [*placing(1, 3), *placing(0, 2, parts=2)]
 
 
-def test_model_that_fails_on_the_cpu(recorded):
-    """A model that only the vendor's compiler can run has no signature, but can be placed."""
-    runs = iter([1])
-
-    def kernel(x):
-        if next(runs, None):
-            raise NotImplementedError("no such kernel on the CPU")
-        return 2 * x + 1
-
-    compiled = recorded.runtime.trace(kernel, rows(2))
-    assert recorded.runtime.signature(compiled) is None
-    assert recorded.runtime.place(compiled, 0, 1)(rows(2)).shape == (2, 6)
-
-
 @neuronx_only
 def test_refusal_of_the_vendor(recorded):
     """If the signature is unknown, the vendor decides. The ShapeError keeps its reason."""
