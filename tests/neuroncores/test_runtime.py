@@ -17,7 +17,6 @@ from parawrap.neuroncores import using
 from tests.helpers.neuron_doubles import Around, Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
-refused = pytest.raises((ValueError, RuntimeError, torch.jit.Error))
 
 
 @pytest.fixture
@@ -71,20 +70,6 @@ def test_dynamic_batching_needs_rows(subject, model, example, said):
     compiled = subject.runtime.trace(model, example)
     with pytest.raises(ShapeError, match=said):
         subject.runtime.dynamic_batch(compiled)
-
-
-def test_other_shapes_are_refused(subject):
-    """Without dynamic batching, the number of rows is fixed too. With it, inputs must agree on their rows."""
-    options = {"dynamic_batch_size": False} if subject.runtime.name == "torch_neuron" else {}
-    placed = subject.runtime.place(subject.runtime.trace(mlp(), rows(2), **options), 0, 1)
-    for shape in ((3, 6), (2, 5)):
-        with refused:
-            placed(torch.zeros(shape))
-    assert placed(rows(2)).shape == (2, 3)
-    dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
-    for x, y in ((torch.zeros(4, 5), torch.zeros(4, 5)), (numbers(4)[0], numbers(3)[1])):
-        with refused:
-            dynamic(x, y)
 
 
 def test_threads_place_and_call_at_once(subject):

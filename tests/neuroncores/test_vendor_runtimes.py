@@ -60,15 +60,6 @@ def test_placing_uses_one_context(recorded, calls, placing):
     assert calls == [*placing(1, 3), *placing(0, 2, parts=2)]
 
 
-@neuronx_only
-def test_refusal_of_the_vendor(recorded):
-    """If the signature is unknown, the vendor decides. The ShapeError keeps its reason."""
-    loaded = saved_and_loaded(recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3)))
-    with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output") as refused:
-        recorded.runtime.dynamic_batch(loaded)
-    assert type(refused.value.__cause__) is ValueError
-
-
 @neuron_only
 @pytest.mark.parametrize("options", [{}, {"dynamic_batch_size": False}], ids=str)
 def test_neuron_refuses_other_traces(recorded, calls, options):

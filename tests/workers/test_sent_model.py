@@ -1,4 +1,4 @@
-"""The model in the workers: what can be sent, when it travels again, and what a call may write into it."""
+"""The model in the workers: what can be sent, what travels again at which change, and what a call may write into it."""
 
 from __future__ import annotations
 
@@ -77,20 +77,11 @@ class Where(nn.Module):
         return x, (hook, os.getpid())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Linear(4, 4).forward,
-        lambda: nn.LazyLinear(3),
-        lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU())),
-    ],
-    ids=["method", "lazy", "graph"],
-)
-def test_any_callable_is_a_target(make):
-    target, x = make(), torch.randn(9, 4)
-    with processes(target) as p:
+def test_lazy_models_and_graphs():
+    model, x = nn.Sequential(nn.LazyLinear(3), torch.fx.symbolic_trace(nn.GELU())), torch.randn(9, 4)
+    with processes(model.forward) as p:
         found = [p(x), *outputs_of(p, p, x)]
-    assert_same(found, [target(x)] * 4)
+    assert_same(found, [model(x)] * 4)
 
 
 def with_lock():
@@ -250,3 +241,49 @@ def test_hooks_run_as_in_the_plain_call():
     assert {*whole_pids} == {whole_pid} != {os.getpid()}
     for _, (hook, forward) in parts:
         assert hook == forward != os.getpid()
+
+
+# -- functions and classes
+
+
+def scaled_by(namespace):
+    """Return a module of a class that reads a global of that namespace."""
+    source = "class Scaled(Module):\n    def forward(self, x):\n        return x * SCALE\n"
+    exec(source, namespace)
+    return namespace["Scaled"]()
+
+
+def test_closures_are_current():
+    """A variable of a hook's closure, a global of the script, and a container that a function reads."""
+    offset, table, x = 1.0, {"offset": 1.0}, torch.ones(9, 2)
+    script = {"__name__": "__main__", "Module": nn.Module, "SCALE": 1.0}
+    model = nn.Sequential(scaled_by(script), nn.Identity())
+    model[1].register_forward_hook(lambda module, args, output: output + offset)
+    with processes(model) as p, processes(lambda x: x + table["offset"]) as q:
+        for number in range(1, 4):
+            offset, script["SCALE"], table["offset"] = 10.0 * number, float(number), 5.0 * number
+            assert_same(outputs_of(p, model, x), [x * number + 10 * number] * 3)
+            assert_same(outputs_of(q, q, x), [x + 5 * number] * 3)
+
+
+def test_functions_are_current():
+
+    class Scaled(nn.Module):
+        def forward(self, x, by=1):
+            return x * by
+
+    model, x = Scaled(), torch.ones(9, 1)
+    with processes(model) as p:
+        assert_close(p(x), x)
+        Scaled.forward.__defaults__ = (2,)
+        assert_close(p(x), x * 2)
+        Scaled.forward = lambda self, x: x * 3
+        assert_close(p(x), x * 3)
+
+
+def test_modules_of_torch_are_captured():
+    """Some modules and operators of torch have classes of their own, which pickle refuses."""
+    mkldnn, double = torch.backends.mkldnn, torch.ops.aten.mul.Scalar
+    with processes(lambda x: x + 0 * int(mkldnn.is_available())) as p:
+        (output,) = p.map([torch.arange(3.0)], prepare=lambda x: double(x, 2))
+    assert output.tolist() == [0, 2, 4]

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from parawrap import SessionError, parallel
 from tests.helpers.gate import wait_at
@@ -52,37 +51,6 @@ def numbers(*values):
 
 def firsts(outputs):
     return [int(output[0]) for output, _ in outputs]
-
-
-def test_closed_stream_drops_batches(gate, tmp_path):
-    """Batches that wait for a lane never run."""
-
-    class Recording(Gated):
-        def forward(self, x):
-            (tmp_path / f"ran {int(x[0])}").touch()
-            return super().forward(x)
-
-    with processes(Recording(gate.paths)) as p, gate:
-        outputs = p.map(numbers(0, *range(1, 80, 2)), buffersize=20)
-        assert firsts([next(outputs)]) == [0]
-        gate.wait_for(2)
-        outputs.close()
-        gate.open(30)
-        assert firsts([p.submit(*numbers(100)).result()]) == [100]
-    assert len(list(tmp_path.glob("ran *"))) < 10
-
-
-def test_queued_call_is_cancelled(gate):
-    """It never runs, and the others do."""
-    with processes(Gated(gate.paths)) as p, gate:
-        futures = [p.submit(batch) for batch in numbers(*range(1, 17, 2))]
-        gate.wait_for(2)
-        assert futures[-1].cancel()
-        assert not futures[0].cancel()
-        gate.open(8)
-        assert firsts(future.result() for future in futures[:-1]) == list(range(1, 15, 2))
-        with pytest.raises(CancelledError):
-            futures[-1].result()
 
 
 def test_exception_ends_running_calls(gate):
@@ -159,13 +127,6 @@ def test_kept_inputs_stay():
     with parallel(Keeping(), ["cpu"], workers="process") as p:
         sums = [float(p.submit(torch.full((50_000,), float(number))).result()) for number in range(1, 6)]
     assert sums == [50_000 * number * (number + 1) / 2 for number in range(1, 6)]
-
-
-def test_kept_outputs_stay():
-    batches = [torch.full((1 + number % 3 * 200_000,), float(number)) for number in range(24)]
-    with processes(nn.Identity()) as p:
-        outputs = list(p.map(batches, buffersize=4))
-    assert_close(outputs, batches)
 
 
 @pytest.mark.parametrize(
