@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from parawrap.errors import PlatformError, RankDiedError
 from parawrap.workers import devices_of
 from tests.helpers.pools import over
 from tests.helpers.processes import assert_gone, pids_in, write_script
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 class Where(nn.Module):
@@ -103,16 +100,6 @@ def test_lost_node_moves_its_worker(ray_cluster):
                 yield torch.full((3,), float(number))
 
         assert [int(x[0]) for x, _ in p.map(source())] == [2 * number for number in range(30)]
-
-
-@pytest.mark.ray
-def test_example_runs_on_two_nodes(ray_cluster):
-    """The program that runs on threads and processes runs unchanged on a Ray cluster."""
-    command = [sys.executable, EXAMPLES / "one_block.py", "ray"]
-    environ = {**os.environ, **ray_cluster.environment, "OMP_NUM_THREADS": "1"}  # several threads on busy cores are slower
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-    assert found.returncode == 0, found.stderr
-    assert "the outputs of ray are those of the plain loop" in found.stdout
 
 
 DRIVER = """

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-
-from tests.helpers.same import assert_same
-
-
-class Color(enum.Enum):
-    RED = 1
-
 
 TENSORS = {
     "step": lambda: torch.arange(100.0).view(10, 10)[::2, 3:5],
@@ -54,16 +43,6 @@ def test_tensors_arrive_and_return(block):
         output, seen = block.submit(look, tensor).result()
         assert (seen, facts(output)) == (facts(tensor), facts(tensor)), name
         assert_close(output, tensor, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_other_values_arrive_and_return(block):
-    values = [
-        np.arange(120_000.0).reshape(300, 400),
-        np.array(["a", "bc"]),
-        [(), {}, {"a": ({1: None},)}, {1, 2}, bytearray(b"ab"), 10**30, Color.RED, Path("a") / "b"],
-        (torch.Size([2, 3]), torch.float16, torch.device("cpu"), torch.relu, Color),
-    ]
-    assert_same(block.submit(lambda *args: [*args], *values).result(), values)
 
 
 def test_identity_holds(block):

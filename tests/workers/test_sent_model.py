@@ -79,7 +79,7 @@ class Where(nn.Module):
 
 def test_lazy_models_and_graphs():
     model, x = nn.Sequential(nn.LazyLinear(3), torch.fx.symbolic_trace(nn.GELU())), torch.randn(9, 4)
-    with processes(model.forward) as p:
+    with processes(model) as p:
         found = [p(x), *outputs_of(p, p, x)]
     assert_same(found, [model(x)] * 4)
 
