@@ -85,7 +85,7 @@ def test_a_lane_runs_one_task(pool, turns):
     assert found[1] is (threading.current_thread() if turns else pool.lanes[1].thread)
 
 
-def test_each_device_takes_its_own_turns():
+def test_each_device_takes_its_turns():
     """With turns="device", one thread runs the tasks of a device in lane order. A failure ends its device's turns alone."""
     mixed, gate, order = LanePool([CPU, META, CPU, META]), threading.Barrier(2), []
 
@@ -166,7 +166,7 @@ def test_long_waits_are_logged(pool, waiter, monkeypatch):
         assert part in messages[0]
 
 
-def test_an_interrupted_caller_leaves_at_once(pool):
+def test_interrupted_callers_leave(pool):
     """Ctrl-C during the wait drops the tasks that have not started, and leaves the pool usable."""
     raised, waiting, ran, busy = threading.Event(), threading.Event(), [], SimpleQueue()
 
@@ -204,7 +204,7 @@ class Inbox(SimpleQueue):
 
 
 @pytest.mark.parametrize("place", ["queued", "starting"])
-def test_an_interrupt_loses_no_other_call(place, monkeypatch):
+def test_interrupts_lose_no_other_call(place, monkeypatch):
     """Calls queued before and after an interrupted one run before the pool is closed."""
     pool, owner, name = LanePool([CPU]), *((Inbox, "put") if place == "queued" else (Lane, "start"))
     original, interrupts = getattr(owner, name), [KeyboardInterrupt]

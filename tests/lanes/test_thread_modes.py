@@ -1,4 +1,4 @@
-"""No lane keeps the modes of a call. `tests/api/parallel/test_modes.py` shows that lanes have them during the call."""
+"""No lane keeps the modes of a call, or its number of threads. `tests/api/parallel/test_modes.py` has other modes."""
 
 from __future__ import annotations
 
@@ -99,9 +99,6 @@ def test_cached_casts_end_with_the_call(pool):
         assert in_lanes(pool, lambda: (x @ weight).sum().item()) == [2 * value for value in first]
 
 
-# The number of threads that one operator may use
-
-
 @pytest.fixture
 def count():
     """The caller's count is 2 during the test, whatever the machine has."""
@@ -124,7 +121,7 @@ def in_new_thread(look):
     return found[0]
 
 
-def test_lanes_share_the_callers_threads(count):
+def test_lanes_share_the_threads(count):
     """In turns they have all of them. The caller, and new threads, keep their count; so does each lane."""
     pool = LanePool([CPU] * 2)
     for _ in range(2):
@@ -149,7 +146,7 @@ def test_failed_calls_restore_the_count(count):
     assert torch.get_num_threads() == count
 
 
-def test_new_threads_keep_no_lowered_count(count):
+def test_new_threads_keep_the_count(count):
     inside, leave = threading.Event(), threading.Event()
 
     def first():

@@ -58,7 +58,6 @@ def batches_of(*values):
 
 
 def workers_of(p, x):
-    """Return the process ids of both workers."""
 
     def pids():
         found = {pid for _, pid in p.map([x] * 8)}

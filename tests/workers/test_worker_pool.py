@@ -118,7 +118,6 @@ MODES = {
     "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
     "dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "deterministic": deterministic,
-    "precision": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "grad": torch.enable_grad,
 }
 
@@ -132,7 +131,6 @@ def seen(x):
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
     )
     return x, str(modes)
 
