@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 
-from benchmarks.device import PARTS, Part, run
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.device import Part, run
 
 WITH_A_CHILD = """
 import subprocess, sys, time
@@ -36,10 +32,3 @@ def test_late_parts_are_ended(tmp_path):
     assert [each.code for each in outcomes] == [None, 0]
     child = int((tmp_path / "long.log").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-def test_the_parts_exist():
-    """The folder and the modules that the parts name are there."""
-    assert [each.name for each in PARTS] == ["tests", "cuda", "workers"]
-    assert (ROOT / PARTS[0].arguments[2]).is_dir()
-    assert all(each.arguments[:2] == ("-m", "benchmarks") for each in PARTS[1:])

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import platform
 
 import pytest
 import torch
 
-import parawrap
 from benchmarks import __main__ as command
-from benchmarks import cuda_python
 from benchmarks._measure import Arm, Result, Row
-from parawrap.backends.cpu_backend import usable_cores
 
 ROW = Row(
     "calls",
@@ -47,13 +43,6 @@ def test_without_a_gpu(monkeypatch, capsys, started):
     assert [suite for suite, _, _ in started] == ["launching"]
 
 
-def test_a_failed_suite_fails_all(monkeypatch):
-    """The command returns the highest exit code."""
-    codes = iter([1, 0])
-    monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: next(codes))
-    assert command.main(["engine", "launching"]) == 1
-
-
 def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
     """The JSON file has hardware, versions, date, command, and rows. The page has the same."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
@@ -64,31 +53,10 @@ def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
     document = json.loads((tmp_path / "cuda.json").read_text())
     assert dt.date.fromisoformat(document["date"])
     assert document["command"] == "make bench-cuda (python -m benchmarks cuda)"
-    assert document["hardware"] == {
-        "machine": platform.machine(), "cores": f"{usable_cores()} cores", "gpu": "NVIDIA H200, driver 580.1"
-    }  # fmt: skip
-    assert document["versions"]["torch"] == torch.__version__
-    assert document["versions"]["parawrap"] == parawrap.__version__
+    assert (document["hardware"]["gpu"], document["versions"]["torch"]) == ("NVIDIA H200, driver 580.1", torch.__version__)
     assert document["rows"] == [json.loads(json.dumps(ROW.as_json()))]
     page = (tmp_path / "cuda.md").read_text()
     assert page.startswith(f"# On one GPU\n\n{document['date']}, ")
-    assert "NVIDIA H200, driver 580.1" in page
-    assert "| benchmark | quantity | value (us) | goal (us) | met |\n|---|---|---|---|---|\n" in page
-    assert "| calls | overhead | 2 | under 1 | **no** |" in page
-    assert "| calls | arm | 2 | 1 | 3 |" in page
-    assert "| calls | torch |" in page
-    assert "- calls: a remark." in page
-    assert "`make bench-cuda` (`python -m benchmarks cuda`)" in page
+    for line in ("overhead | 2 | under 1 | **no** |", "arm | 2 | 1 | 3 |", "torch |"):
+        assert f"| calls | {line}" in page
     assert "| calls | overhead | 2 | under 1 | **no** |" in (tmp_path / "README.md").read_text()
-
-
-def test_missing_requirements():
-    """Names and versions come from setup.cfg."""
-    required = cuda_python.requirements()
-    assert [requirement.partition(">=")[0] for requirement in required] == [
-        "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",
-    ]  # fmt: skip
-    assert cuda_python.lacking(required) == []
-    lacks = cuda_python.lacking(["torch>=99.0", "no-such-package>=1"])
-    assert lacks[0].startswith("torch>=99.0 (has ")
-    assert lacks[1] == "no-such-package>=1"

@@ -1,11 +1,15 @@
-"""How arms take turns, and how their times are compared."""
+"""How arms take turns, how their times are compared, and what else runs on the machine."""
 
 from __future__ import annotations
+
+import subprocess
 
 import pytest
 import torch
 
-from benchmarks._measure import Result, Row, arm_of, in_turn, overheads, ratio_of, take_turns, threads, times_in_turn
+from benchmarks._measure import Result, Row, in_turn, overheads, ratio_of, threads
+from benchmarks._neighbours import Neighbours, cores_of_others
+from benchmarks._process import in_process
 
 
 def test_arms_take_turns():
@@ -15,28 +19,6 @@ def test_arms_take_turns():
     given = in_turn(arms, rounds=2)
     assert "".join(done) == "baab"
     assert given == {"a": [2, 3], "b": [1, 4]}
-
-
-def test_settling_is_not_timed():
-    """Each timed turn begins with them."""
-    done = []
-    arms = take_turns({"a": lambda: done.append("a")}, rounds=3, calls=2, settle=1)
-    assert len(done) == 2 + 3 * (1 + 2)
-    assert list(arms) == ["a"]
-    assert len(times_in_turn({"a": lambda: None}, rounds=3)["a"]) == 3
-
-
-def test_median_and_quartiles():
-    """The range is the quartiles. A single time is the median and both quartiles."""
-    arm = arm_of([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert (arm.low_us, arm.median_us) == (1.5, 3.0)
-    assert arm_of([7.0]) == arm_of([7.0, 7.0])
-
-
-def test_ratios_of_rounds():
-    """A disturbance of a whole round changes both times, but not their ratio."""
-    ratio = ratio_of([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])
-    assert (ratio.low, ratio.median, ratio.high) == (2, 2, 2)
 
 
 def test_bounds_of_a_ratio():
@@ -59,15 +41,10 @@ def test_goals(relation, met):
     assert Row("calls", {}, [Result("time", 1.0, "us")]).met
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "met"), [(100.0, 300.0, True), (101.0, 300.0, False), (-1.0, 0.0, True), (-1.0, -2.0, False)]
-)
+@pytest.mark.parametrize(("ours", "theirs", "met"), [(100.0, 300.0, True), (101.0, 300.0, False), (-1.0, -2.0, False)])
 def test_ratio_of_overheads(ours, theirs, met):
     """If parawrap adds no time, its overhead must not exceed the peer's."""
-    results = overheads(("parawrap", ours), ("peer", theirs), 3.0)
-    assert Row("calls", {}, results).met is met
-    assert any(result.unit == "ratio" for result in results) is (ours > 0)
-    assert not any(result.goal for result in overheads(("parawrap", ours), ("peer", theirs), None))
+    assert Row("calls", {}, overheads(("parawrap", ours), ("peer", theirs), 3.0)).met is met
 
 
 def test_threads_are_reset():
@@ -76,3 +53,20 @@ def test_threads_are_reset():
     with threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
+
+
+def test_work_of_others():
+    """The machine worked 15 s in 10 s, and the process 10 s of these: other processes used half a core."""
+    assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(115.0, 15.0, 10.0)) == 0.5
+    assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(109.0, 15.0, 10.0)) == 0  # the clocks differ slightly
+
+
+def test_function_in_a_process(monkeypatch):
+    """Variables are set, and None removes one. Printed output is not mistaken for the result. A failure raises."""
+    monkeypatch.setenv("PARAWRAP_B", "inherited")
+    given = {"PARAWRAP_A": "set", "PARAWRAP_B": None}
+    assert in_process("os:getenv", given, key="PARAWRAP_A") == "set"
+    assert in_process("os:getenv", given, key="PARAWRAP_B", default="removed") == "removed"
+    assert in_process("builtins:print", end="output\n") is None
+    with pytest.raises(subprocess.CalledProcessError):
+        in_process("json:loads", s="not JSON")
