@@ -7,17 +7,15 @@ if one of six equal calls ends in another way than the others, and if a warning 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +25,6 @@ from parawrap.errors import ParawrapError
 from tests.fuzz.changes import CHANGES, WRITES_DATA
 from tests.fuzz.models import (
     WIDTH,
-    Built,
-    Counter,
     RowWise,
     Spec,
     build,
@@ -37,15 +33,22 @@ from tests.fuzz.models import (
     float64_on,
 )
 
-FORMS = ("positional", "keyword", "tuple", "dict", "list", "nested", "items")
+FORMS = ("positional", "keyword", "list", "nested", "items")
 SCALES = ("missing", "none", "number", "zero_dim", "one", "one_row", "string")
 CALLS = (
-    *("backward", "backward", "no_grad", "no_grad", "inference", "few", "late"),
-    *("accumulate", "map", "submit", "step", "double", "fail"),
+    "backward",
+    "backward",
+    "no_grad",
+    "no_grad",
+    "inference",
+    "few",
+    "late",
+    "map",
+    "submit",
+    "step",
+    "double",
+    "fail",
 )
-CLONES = ("deepcopy", "pickle", "vars_clone")
-_RENEWED = ("_flat_weights", "_flat_weight_refs")
-"""Attributes that an RNN renews when it is copied, after a change of its parameters."""
 
 TIMES = 6
 """How often each call is made."""
@@ -119,12 +122,12 @@ def drawn_events(random: Random, changes: Sequence[str]) -> Iterator[tuple[str, 
 def changes_of(body: Spec, *, frozen: bool) -> list[str]:
     """Return the names of changes. A name that matters to the body appears more than once."""
     names = set(_names_in(body))
-    found = [*CHANGES, *CLONES]
+    found = [*CHANGES]
     if names & {"buffers", "eval_norm"}:
         found += ["buffer_data"] * 4
     if "mode" in names:
         found += ["sub_eval", "sub_train", "eval"]
-    if names & {"attributes", "boxed", "enclosed"}:
+    if names & {"attributes", "enclosed"}:
         found += ["replace_attribute", "held_data", "held_write"] * 2
     if frozen:
         found += ["unfreeze"] * 4
@@ -157,9 +160,6 @@ def drawn_case(random: Random, kind: str = "cpu") -> Case:
     )
 
 
-# Arguments
-
-
 def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the arguments of a call with that many rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -184,14 +184,10 @@ def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def _input(form: str, rows: int, made: Callable[..., torch.Tensor]) -> Any:
-    if form == "tuple":
-        return made(rows, WIDTH), made(rows)
-    if form == "dict":
-        return {"a": made(rows, WIDTH), "b": made(rows, 1), "nothing": None}
     if form == "list":
         return [made(rows, WIDTH), made(rows, WIDTH)]
     if form == "nested":
-        return {"a": (made(rows, WIDTH), {"b": made(rows)}), "c": ["a string", made(rows, WIDTH)], "n": 3}
+        return {"a": (made(rows, WIDTH), {"b": made(rows, 1)}), "c": ["a string", made(rows)], "n": 3, "nothing": None}
     if form == "items":
         return [made(WIDTH) for _ in range(rows)]
     return made(rows, WIDTH)
@@ -228,9 +224,6 @@ def _double_backward(output: Any, inputs: Sequence[Any]) -> None:
     if losses:
         found = torch.autograd.grad(sum(losses), wanted, create_graph=True, allow_unused=True)
         backward([gradient for gradient in found if gradient is not None])
-
-
-# Comparing
 
 
 def compare(actual: Any, expected: Any, place: str) -> None:
@@ -318,43 +311,14 @@ def require_one_end(ends: Sequence[str], place: str) -> None:
         raise Wrong(msg)
 
 
-# Events
-
-
-def _vars_clone(model: RowWise) -> RowWise:
-    clone = type(model).__new__(type(model))
-    vars(clone).update(vars(model))
-    clone.shift = 2.0
-    return clone
-
-
-def _deep_clone(model: RowWise) -> RowWise:
-    clone = copy.deepcopy(model)
-    for parameter in clone.parameters():
-        parameter.data.mul_(0.5)
-    return clone
-
-
-def _pickle_clone(model: RowWise) -> RowWise:
-    clone = pickle.loads(pickle.dumps(model))
-    clone.shift = 3.0
-    return clone
-
-
 class Run:
     """One case as it runs: the model in its block, and the oracle."""
-
-    clones: ClassVar[dict[str, Callable[[RowWise], RowWise]]] = {
-        "vars_clone": _vars_clone,
-        "deepcopy": _deep_clone,
-        "pickle": _pickle_clone,
-    }
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.home = torch.device(case.home)
         made = case.body, case.outputs, case.table, case.seed, self.home
-        self.mine, self.oracle = build(*made, is_oracle=False), build(*made, is_oracle=True)
+        self.mine, self.oracle = build(*made), build(*made)
         if case.frozen:
             for _, tensor in (*list(self.mine.tensors())[::3], *list(self.oracle.tensors())[::3]):
                 if isinstance(tensor, nn.Parameter):
@@ -387,11 +351,9 @@ class Run:
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)
-        if name in self.clones:
-            self.call_clones(name, number)
-        elif name in CHANGES:
+        if name in CHANGES:
             self.change(name, number)
-        elif name in ("late", "accumulate", "double", "fail"):
+        elif name in ("late", "double", "fail"):
             getattr(self, name)(random, number)
         elif name in ("map", "submit"):
             self.stream(name, random, number)
@@ -406,8 +368,6 @@ class Run:
         if name in WRITES_DATA and set(self.case.devices) != {self.case.home}:
             self.p.refresh()
 
-    # Calls
-
     def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:
         """Call both models six times, and compare.
 
@@ -419,7 +379,7 @@ class Run:
             with self._mode(mode):
                 for built in (self.oracle, self.mine):
                     args, kwargs = inputs_of(self.case, rows, number)
-                    sides.append((self._attempt_watched(built, args, kwargs), leaves_of([args, kwargs])))
+                    sides.append((attempt(built.model, *args, **kwargs), leaves_of([args, kwargs])))
             (expected, theirs), inputs = sides[0]
             (actual, error), own_inputs = sides[1]
             ends.append(end_of(error))
@@ -441,18 +401,11 @@ class Run:
         self._compare_tensors()
 
     def late(self, random: Random, number: int) -> None:
-        """Call twice, and then run one backward pass for both."""
-        calls = [self.forward("grad", random.randint(2, 17), number + index) for index in range(2)]
-        is_right = all(sides is not None for sides in calls)
-        if is_right and self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
-            self._compare_gradients()
-        self._clear()
-
-    def accumulate(self, random: Random, number: int) -> None:
-        """Call and run the backward pass twice, and add up the gradients."""
-        for index in range(2):
-            sides = self.forward("grad", random.randint(13, 17), number + index)
-            if sides is None or not self._backward([output for output, _ in sides]):
+        """Call twice, and then run one backward pass for both. Do so again, and add up the gradients."""
+        for index in (0, 2):
+            calls = [self.forward("grad", random.randint(2, 17), number + index + each) for each in range(2)]
+            is_right = all(sides is not None for sides in calls)
+            if not is_right or not self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
                 break
             self._compare_gradients()
         self._clear()
@@ -479,12 +432,6 @@ class Run:
                 ends.append(end_of(errors[0]))
         require_one_end(ends, "a call that fails")
         agree(*errors, "a call that fails")
-        self._forget_counts()
-
-    def _forget_counts(self) -> None:
-        for block in (*self.mine.blocks, *self.oracle.blocks):
-            if isinstance(block, Counter):
-                block.seen.zero_()
 
     def stream(self, name: str, random: Random, number: int) -> None:
         """Run several whole batches through the lanes."""
@@ -504,53 +451,12 @@ class Run:
                     compare(*outputs, f"outputs of {name}")
         require_one_end(ends, name)
         agree(error, None, name)
-        self._forget_counts()  # only the calls of lane 0 come back
 
     def _streamed(self, name: str, batches: Sequence[tuple[Any, dict[str, Any]]]) -> list[Any]:
         if name == "map":
             return list(self.p.map([kwargs or args for args, kwargs in batches]))
         futures = [self.p.submit(*args, **kwargs) for args, kwargs in batches]
         return [future.result() for future in futures]
-
-    def call_clones(self, name: str, number: int) -> None:
-        """Clone both models, change the clones, and call them."""
-        if {"reads_dict", "child_of_weak_parent"} & set(_names_in(self.case.body)):
-            return  # copies of functions and of weak references lead to the original
-        make = self.clones[name]
-        (theirs, failed), (mine, error) = attempt(make, self.oracle.model), attempt(make, self.mine.model)
-        if failed is not None or "explicitly by the user" in str(error):
-            return  # the old weight norm keeps a weight with a graph until the model itself runs
-        if error is not None:
-            msg = f"{name} raised {error!r}"
-            raise Wrong(msg) from error
-        calls = self.p.stats().calls
-        with torch.no_grad():
-            args, kwargs = inputs_of(self.case, 5, number)
-            (expected, failed), (actual, error) = attempt(theirs, *args, **kwargs), attempt(mine, *args, **kwargs)
-        if agree(error, failed, f"the call of a {name}"):
-            compare(actual, expected, f"output of a {name}")
-        if self.p.stats().calls != calls or type(vars(mine)) is not dict or "forward" in vars(mine):
-            msg = f"a {name} is not a plain module"
-            raise Wrong(msg)
-
-    # Checks
-
-    def _attempt_watched(self, built: Built, args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
-        """Call a model. If lanes ran the call, look for writes of theirs in the model."""
-        if built is self.oracle:
-            return attempt(built.model, *args, **kwargs)
-        before, is_open = _state(built), self.place != "after the block"
-        plain = self.p.stats().plain
-        outcome = attempt(built.model, *args, **kwargs)
-        if is_open and outcome[1] is None and self.p.stats().plain == plain:
-            self._refuse_leaks(before, _state(built))
-        return outcome
-
-    def _refuse_leaks(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        for name, value in after.items():
-            if name not in before or before[name] is not value:
-                msg = f"lanes wrote {name} of the model in {self.place}"
-                raise Wrong(msg)
 
     def _backward(self, outputs: Sequence[Any]) -> bool:
         """Run both backward passes; return False if both raised."""
@@ -593,79 +499,6 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in sides]
 
 
-def _state(built: Built) -> dict[str, Any]:
-    """Return the objects that the modules hold, those in their lists, dicts, and objects too."""
-    found: dict[str, Any] = {}
-    for index, module in enumerate(built.modules()):
-        for name, value in vars(module).items():
-            if name in _RENEWED:
-                continue
-            place = f"{type(module).__name__}[{index}].{name}"
-            found[place] = value
-            found.update((f"{place}[{key!r}]", part) for key, part in _parts(value))
-    return found
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """The keys and items of a dict or a list; the attributes of a plain object."""
-    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
-        return []
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else list(getattr(value, "__dict__", {}).items())
-
-
-class Drawing(nn.Module):
-    """A block, and then dropout."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body, self.dropout = body, nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(self.body(x)) + self.dropout(x)
-
-
-def run_seeded(case: Case) -> Outcome:
-    """Call a model that draws random numbers from one seed again and again; return how that ended.
-
-    A call with gradients reproduces them if its lanes are on one device, and under deterministic algorithms any call does.
-    Simulated devices draw from the generator of the CPU.
-    """
-    return outcome_of(lambda: _call_seeded(case))
-
-
-def _call_seeded(case: Case) -> None:
-    built = build(case.body, case.outputs, case.table, case.seed, torch.device(case.home), is_oracle=False)
-    model = Drawing(built.model.body)
-    x = torch.randn(16, WIDTH, dtype=torch.float64, device=case.home).requires_grad_()  # the block may have no parameters
-    first: Any = None
-    with parallel(model, list(case.devices)):
-        for call in range(TIMES):
-            torch.manual_seed(case.seed)
-            with deterministic_algorithms() if len(set(case.devices)) > 1 else nullcontext():
-                output = model(x)
-                backward(output)
-            found = [output.detach(), *(parameter.grad for parameter in model.parameters())]
-            model.zero_grad()
-            first = first or found
-            compare(found, first, f"output and gradients of seeded call {call}")
-        with torch.no_grad(), deterministic_algorithms():
-            drawn = [(torch.manual_seed(case.seed), model(x))[1] for _ in range(TIMES)]
-        for call, output in enumerate(drawn):
-            compare(output, drawn[0], f"output of seeded call {call} with deterministic algorithms")
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Switch on torch's deterministic algorithms inside the block. Operators without one warn."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def run(case: Case) -> Outcome:
     """Run a case, and return how it ended."""
     return outcome_of(lambda: Run(case).run())
@@ -706,43 +539,3 @@ def unraisable() -> Iterator[list[str]]:
         yield found
     finally:
         sys.unraisablehook = before
-
-
-# Reducing
-
-
-def smaller(case: Case) -> Iterator[Case]:
-    """Yield cases that are a little smaller."""
-    change = dataclasses.replace
-    for index in range(len(case.events)):
-        yield change(case, events=case.events[:index] + case.events[index + 1 :])
-    for body in _smaller_specs(case.body):
-        yield change(case, body=body)
-    for outputs in [("rows",), *_smaller_specs(case.outputs)]:
-        if case.outputs != ("rows",):
-            yield change(case, outputs=outputs)
-    if len(case.devices) > 2:
-        yield change(case, devices=case.devices[:-1])
-    for name, simple in (("form", "positional"), ("scale", "missing"), ("input_grad", False), ("frozen", False)):
-        if getattr(case, name) != simple:
-            yield change(case, **{name: simple})
-
-
-def _smaller_specs(spec: Spec) -> Iterator[Spec]:
-    name, *parts = spec
-    yield from parts
-    for index, part in enumerate(parts):
-        if len(parts) > 1:
-            yield (name, *parts[:index], *parts[index + 1 :])
-        for each in _smaller_specs(part):
-            yield (name, *parts[:index], each, *parts[index + 1 :])
-
-
-def reduced(case: Case, run: Callable[[Case], Outcome]) -> Case:
-    """Return the smallest case found that is wrong in the same way."""
-    wrong = run(case).kind
-    while True:
-        found = next((each for each in smaller(case) if run(each).kind == wrong), None)
-        if found is None:
-            return case
-        case = found

@@ -36,39 +36,22 @@ from tests.fuzz.models import WIDTH, Pair, float64_on
 Mix = Callable[[nn.Module, torch.Tensor], Any]
 
 
-def _bins(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.bincount((x.detach().sum(1) > 0).long(), minlength=3)
-
-
 MIXES: dict[str, Mix] = {
     "softmax": lambda model, x: x.softmax(0),
     "centred": lambda model, x: x - x.mean(0),
     "cumsum": lambda model, x: x.cumsum(0),
-    "flip": lambda model, x: x.flip(0),
-    "sort": lambda model, x: x.sort(0).values,
-    "argsort": lambda model, x: x.argsort(0),
-    "rolled": lambda model, x: x.roll(1, 0),
     "batch_norm": lambda model, x: model.norm(x),
     "by_length": lambda model, x: x * len(x),
-    "attended": lambda model, x: torch.tanh(x @ x.T) @ x,
-    "first": lambda model, x: x - x[:1],
     "rows": lambda model, x: x * 2,
     # Outputs that do not follow the rows.
     "doubled": lambda model, x: torch.cat([x, x]),
-    "repeated": lambda model, x: x.repeat_interleave(2, 0),
-    "bins": _bins,
+    "bins": lambda model, x: torch.bincount((x.detach().sum(1) > 0).long(), minlength=3),
     "total": lambda model, x: x.sum(0),
-    "kept_total": lambda model, x: x.sum(0, keepdim=True),
-    "product": lambda model, x: x @ x.T,
     "shorter": lambda model, x: x[1:],
-    "half": lambda model, x: x[: len(x) // 2],
     "positive": lambda model, x: x[x[:, 0] > 0],
     "mean": lambda model, x: x.mean(),
-    "length": lambda model, x: len(x),
     "lengths": lambda model, x: [len(x)],
-    "listed": lambda model, x: [float(row) for row in x[:, 0].detach()],
     "constant": lambda model, x: x.new_ones(model.size, 2),
-    "range": lambda model, x: torch.arange(len(x)),
     "turned": lambda model, x: x.T,
 }
 
