@@ -1,7 +1,7 @@
 """Check that the tests notice wrong code: change one place of the package at random, and run the tests.
 
-``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time, and goes on where an earlier run ended.
-Each mutant lies in a temporary copy of the repository. Its tests run in a fork of this process, which has torch loaded.
+``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time. They lie in a temporary copy of the
+repository.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ast
 import contextlib
 import copy
 import itertools
-import json
 import os
 import random
 import shutil
@@ -20,14 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import hypothesis
-import pytest
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("shards", "replicas", "lanes", "engine")
@@ -149,66 +144,35 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, stage: str) -> None:
-    """Run one folder of tests in this process, a fork, and end it with pytest's exit code."""
-    os.setsid()
-    os.chdir(folder)
-    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, str(folder))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "parawrap")]:
-        del sys.modules[name]
-    log = os.open(folder / "mutant.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    phases = [phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")]
-    hypothesis.settings.register_profile("mutants", phases=phases, derandomize=True, database=None)
-    hypothesis.settings.load_profile("mutants")
-    options = ["-x", "-q", "-m", "not (contract or slurm or ray or long)", "-W", "ignore:Module already imported"]
-    code = 1
+def outcome_of(folder: Path, stage: str, limit_s: float | None) -> str:
+    """Run one folder of tests; return "passed", "failed", or "timed out", and end what the tests have started."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not (contract or slurm or ray or long)", f"tests/{stage}"]
+    environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    with (folder / "mutant.log").open("wb") as log:
+        tests = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        code = int(pytest.main([f"tests/{stage}", *options]))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def outcome_of(folder: Path, stage: str, limit_s: float) -> str:
-    """Return "passed", "failed", or "timed out", and end what the tests have started."""
-    child = os.fork()
-    if child == 0:
-        run_tests(folder, stage)
-    end, ended = time.monotonic() + limit_s, 0
-    try:
-        while not ended and time.monotonic() < end:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.05)
+        return "failed" if tests.wait(limit_s) else "passed"
+    except subprocess.TimeoutExpired:
+        return "timed out"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-    if not ended:
-        os.waitpid(child, 0)
-        return "timed out"
-    return "passed" if status == 0 else "failed"
+            os.killpg(tests.pid, signal.SIGKILL)
+        tests.wait()
 
 
-def check(mutant: Mutant, folder: Path, limits_s: dict[str, float]) -> dict[str, Any]:
-    """Return the result of one mutant: killed, timed out, or survived, and the folder of tests that ended it."""
-    own = Path(mutant.file).parts[1]
-    file, began = folder / mutant.file, time.monotonic()
-    before, result = file.read_text(), {"mutant": mutant.key, "status": "survived", "by": None}
+def check(mutant: Mutant, folder: Path, limits_s: dict[str, float]) -> str:
+    """Return what became of a mutant: killed, timed out, or survived, and the folder of tests that ended it."""
+    own, file = Path(mutant.file).parts[1], folder / mutant.file
+    before = file.read_text()
     file.write_text(source_of(mutant))
     try:
         for stage in sorted(STAGES, key=lambda stage: (stage != own, STAGES.index(stage))):
             outcome = outcome_of(folder, stage, limits_s[stage])
             if outcome != "passed":
-                result |= {"status": "killed" if outcome == "failed" else outcome, "by": stage}
-                break
+                return f"{'killed' if outcome == 'failed' else outcome} by tests/{stage}"
     finally:
         file.write_text(before)
-    return {**result, "seconds": round(time.monotonic() - began, 1)}
+    return "survived"
 
 
 def clean_seconds(folder: Path) -> dict[str, float]:
@@ -216,69 +180,29 @@ def clean_seconds(folder: Path) -> dict[str, float]:
     seconds = {}
     for stage in STAGES:
         began = time.monotonic()
-        if (outcome := outcome_of(folder, stage, 3600)) != "passed":
+        if (outcome := outcome_of(folder, stage, None)) != "passed":
             sys.exit(f"tests/{stage} {outcome} without a mutant:\n{(folder / 'mutant.log').read_text()[-3000:]}")
         seconds[stage] = time.monotonic() - began
-        print(f"tests/{stage} takes {seconds[stage]:.0f} s")
     return seconds
-
-
-def run_job(job: int, jobs: int, mutants: list[Mutant], seconds: dict[str, float], results: Path) -> None:
-    """Check every `jobs`-th mutant in a copy of the repository of its own, and append the results to the file."""
-    limits_s = {stage: MOST_TIMES * jobs * each for stage, each in seconds.items()}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folder = copy_repository(Path(temporary))
-        for mutant in mutants[job::jobs]:
-            line = json.dumps(check(mutant, folder, limits_s))
-            with results.open("a") as file:
-                file.write(line + "\n")
-            print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--results", type=Path, help="a file of JSON lines; by default, one per seed in the temporary folder"
-    )
     options = parser.parse_args()
-    results = options.results or Path(tempfile.gettempdir(), f"parawrap-mutants-{options.seed}.jsonl")
     files = [path for package in PACKAGES for path in sorted((ROOT / "parawrap" / package).glob("*.py"))]
     every = [mutant for path in files for mutant in mutants_of(path)]
-    drawn = random.Random(options.seed).sample(every, min(options.count, len(every)))
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    seconds = next((line["clean"] for line in lines if "clean" in line), None)
-    if seconds is None:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-            seconds = clean_seconds(copy_repository(Path(temporary)))
-        with results.open("a") as file:
-            file.write(json.dumps({"clean": seconds}) + "\n")
-    known = {line.get("mutant") for line in lines}
-    waiting = [mutant for mutant in drawn if mutant.key not in known]
-    print(f"{len(every)} mutants, {len(drawn)} drawn, {len(waiting)} to check; results in {results}", flush=True)
-    children = []
-    for job in range(options.jobs):
-        if not (child := os.fork()):
-            code = 1
-            try:
-                run_job(job, options.jobs, waiting, seconds, results)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    keys = {mutant.key for mutant in drawn}
-    found = [line for line in map(json.loads, results.read_text().splitlines()) if line.get("mutant") in keys]
-    for line in found:
-        if line["status"] != "killed":
-            print(f"{line['status']}: {line['mutant']}")
-    print(dict(Counter(line["status"] for line in found)))
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        folder = copy_repository(Path(temporary))
+        limits_s = {stage: MOST_TIMES * seconds for stage, seconds in clean_seconds(folder).items()}
+        for mutant in random.Random(options.seed).sample(every, min(options.count, len(every))):
+            result = check(mutant, folder, limits_s)
+            found[result] += 1
+            print(f"{result}: {mutant.key}", flush=True)
+    print(dict(found))
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401  # forks need not load it
-
     main()
