@@ -45,7 +45,7 @@ def outcome_in_time(generator: str, case: Any) -> Outcome:
     races = simdevice.stats().races if case.devices[0].startswith("sim") else ()
     if races:
         simdevice.reset_stats()
-        return Outcome("wrong", f"race: {races[0]}", outcome.warnings)
+        return Outcome("wrong", f"race: {races[0]}")
     return outcome
 
 

@@ -23,32 +23,12 @@ from torch import nn
 from parawrap import parallel
 from parawrap.errors import ParawrapError
 from tests.fuzz.changes import CHANGES, WRITES_DATA
-from tests.fuzz.models import (
-    WIDTH,
-    RowWise,
-    Spec,
-    build,
-    drawn_body,
-    drawn_output,
-    float64_on,
-)
+from tests.fuzz.models import WIDTH, RowWise, Spec, build, drawn_body, drawn_output, float64_on
 
 FORMS = ("positional", "keyword", "list", "nested", "items")
-SCALES = ("missing", "none", "number", "zero_dim", "one", "one_row", "string")
-CALLS = (
-    "backward",
-    "backward",
-    "no_grad",
-    "no_grad",
-    "inference",
-    "few",
-    "late",
-    "map",
-    "submit",
-    "step",
-    "double",
-    "fail",
-)
+SCALES = ("missing", "number", "zero_dim", "one_row", "string")
+CALLS = ("backward", "backward", "no_grad", "inference", "few", "late", "map", "submit", "step", "fail")
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 TIMES = 6
 """How often each call is made."""
@@ -65,7 +45,6 @@ class Case:
     seed: int
     body: Spec
     outputs: Spec
-    table: int
     form: str
     scale: str
     input_grad: bool
@@ -77,11 +56,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a case: "answered", "refused", or "wrong"; the error of a refusal or the difference; the warnings."""
+    """The end of a case: "answered", "refused", or "wrong"; and the error of a refusal, or the difference."""
 
     end: str
     detail: str = ""
-    warnings: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -149,7 +127,6 @@ def drawn_case(random: Random, kind: str = "cpu") -> Case:
         seed=random.randrange(10**6),
         body=body,
         outputs=drawn_output(random),
-        table=random.randint(2, 5),
         form=random.choice(FORMS),
         scale=random.choice(SCALES),
         input_grad=random.random() < 0.5,
@@ -168,29 +145,18 @@ def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[s
         tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.home)
         return tensor.requires_grad_(case.input_grad)
 
-    x = _input(case.form, rows, made)
-    scales = {
-        "none": None,
-        "number": 0.5,
-        "zero_dim": made(),
-        "one": made(1),
-        "one_row": made(1, WIDTH),
-        "string": "a string",
-    }
+    x: Any = made(rows, WIDTH)
+    if case.form == "list":
+        x = [x, made(rows, WIDTH)]
+    elif case.form == "nested":
+        x = {"a": (x, {"b": made(rows, 1)}), "c": ["a string", made(rows)], "n": 3, "nothing": None}
+    elif case.form == "items":
+        x = [made(WIDTH) for _ in range(rows)]
+    scales = {"number": 0.5, "zero_dim": made(), "one_row": made(1, WIDTH), "string": "a string"}
     keywords = {} if case.scale == "missing" else {"scale": scales[case.scale]}
     if case.form == "keyword":
         return (), {"x": x, **keywords}
     return (x, *keywords.values()), {}
-
-
-def _input(form: str, rows: int, made: Callable[..., torch.Tensor]) -> Any:
-    if form == "list":
-        return [made(rows, WIDTH), made(rows, WIDTH)]
-    if form == "nested":
-        return {"a": (made(rows, WIDTH), {"b": made(rows, 1)}), "c": ["a string", made(rows)], "n": 3, "nothing": None}
-    if form == "items":
-        return [made(WIDTH) for _ in range(rows)]
-    return made(rows, WIDTH)
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -202,7 +168,7 @@ def leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
-def _as_tensors(value: Any) -> list[Any]:
+def detached(value: Any) -> list[Any]:
     """Return the leaves, parameters as plain tensors: a whole call may return its lane's view of a parameter."""
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(value)]
 
@@ -216,14 +182,6 @@ def backward(output: Any) -> None:
     ]
     if losses:
         sum(losses).backward()
-
-
-def _double_backward(output: Any, inputs: Sequence[Any]) -> None:
-    losses = [leaf.square().sum() for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    wanted = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
-    if losses:
-        found = torch.autograd.grad(sum(losses), wanted, create_graph=True, allow_unused=True)
-        backward([gradient for gradient in found if gradient is not None])
 
 
 def compare(actual: Any, expected: Any, place: str) -> None:
@@ -294,20 +252,10 @@ def agree(actual: BaseException | None, expected: BaseException | None, place: s
     return actual is None
 
 
-def end_of(error: BaseException | None) -> str:
-    """Return the kind of an end: an answer, or the class and the message of an error."""
-    return "an answer" if error is None else f"{type(error).__name__}: {error}"
-
-
 def require_one_end(ends: Sequence[str], place: str) -> None:
-    """Compare the ends of equal calls.
-
-    Raises:
-        Wrong: If they differ.
-    """
-    other = next((index for index, end in enumerate(ends) if end != ends[0]), None)
-    if other is not None:
-        msg = f"call {other} of {len(ends)} equal calls in {place} ended with {ends[other]!r}, the first with {ends[0]!r}"
+    """Raise Wrong if equal calls ended in several ways."""
+    if len(set(ends)) > 1:
+        msg = f"equal calls in {place} ended in several ways: {ends}"
         raise Wrong(msg)
 
 
@@ -317,7 +265,7 @@ class Run:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.home = torch.device(case.home)
-        made = case.body, case.outputs, case.table, case.seed, self.home
+        made = case.body, case.outputs, case.seed, self.home
         self.mine, self.oracle = build(*made), build(*made)
         if case.frozen:
             for _, tensor in (*list(self.mine.tensors())[::3], *list(self.oracle.tensors())[::3]):
@@ -353,7 +301,7 @@ class Run:
         random = Random(number)
         if name in CHANGES:
             self.change(name, number)
-        elif name in ("late", "double", "fail"):
+        elif name in ("late", "fail"):
             getattr(self, name)(random, number)
         elif name in ("map", "submit"):
             self.stream(name, random, number)
@@ -376,13 +324,13 @@ class Run:
         ends, place = [], f"{self.place} of {rows} rows"
         for _ in range(TIMES):
             sides = []
-            with self._mode(mode):
+            with MODES.get(mode, torch.enable_grad)():
                 for built in (self.oracle, self.mine):
                     args, kwargs = inputs_of(self.case, rows, number)
                     sides.append((attempt(built.model, *args, **kwargs), leaves_of([args, kwargs])))
             (expected, theirs), inputs = sides[0]
             (actual, error), own_inputs = sides[1]
-            ends.append(end_of(error))
+            ends.append(repr(error))
             if not isinstance(error, ParawrapError) and agree(error, theirs, place):
                 compare(actual, expected, f"output of {place}")
         require_one_end(ends, place)
@@ -410,18 +358,6 @@ class Run:
             self._compare_gradients()
         self._clear()
 
-    def double(self, random: Random, number: int) -> None:
-        """Run a backward pass through a backward pass."""
-        if not self.case.input_grad or "attention" in _names_in(self.case.body):
-            return  # torch's attention has no double backward on the CPU
-        sides = self.forward("grad", random.randint(2, 17), number)
-        if sides is not None:
-            (_, expected), (_, actual) = [attempt(_double_backward, output, inputs) for output, inputs in sides]
-            if agree(actual, expected, "double backward"):
-                compare(*_gradients([inputs for _, inputs in reversed(sides)]), "gradients of inputs after double")
-                self._compare_gradients()
-        self._clear()
-
     def fail(self, random: Random, number: int) -> None:
         """Make a call that raises. Writes of such a call may or may not come back."""
         args, kwargs = inputs_of(self.case, random.randint(2, 17), number)
@@ -429,7 +365,7 @@ class Run:
         with torch.set_grad_enabled(random.random() < 0.5):
             for _ in range(TIMES):
                 errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
-                ends.append(end_of(errors[0]))
+                ends.append(repr(errors[0]))
         require_one_end(ends, "a call that fails")
         agree(*errors, "a call that fails")
 
@@ -445,10 +381,9 @@ class Run:
             for _ in range(TIMES):
                 batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
                 actual, error = attempt(self._streamed, name, batches)
-                ends.append(end_of(error))
+                ends.append(repr(error))
                 if error is None:
-                    outputs = [_as_tensors(each) for each in actual], [_as_tensors(each) for each, _ in expected]
-                    compare(*outputs, f"outputs of {name}")
+                    compare(detached(actual), detached([each for each, _ in expected]), f"outputs of {name}")
         require_one_end(ends, name)
         agree(error, None, name)
 
@@ -491,9 +426,6 @@ class Run:
                 if tensor.is_leaf:
                     tensor.grad = None
 
-    def _mode(self, mode: str) -> Any:
-        return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]()
-
 
 def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in sides]
@@ -527,7 +459,7 @@ def outcome_of(call: Callable[[], None]) -> Outcome:
         repeated = [message for message in messages if message.startswith(start)][1:]
         if repeated and end != "wrong":
             end, detail = "wrong", f"a warning appeared {len(repeated) + 1} times in one block: {repeated[0]}"
-    return Outcome(end, detail, messages)
+    return Outcome(end, detail)
 
 
 @contextmanager

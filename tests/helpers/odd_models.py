@@ -64,7 +64,7 @@ class ZeroGrad(nn.Module):
 
 
 def _built(spec) -> nn.Module:
-    return build(spec, ("rows",), 2, 0, torch.get_default_device()).model
+    return build(spec, ("rows",), 0, torch.get_default_device()).model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
