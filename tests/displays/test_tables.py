@@ -79,28 +79,20 @@ def test_preview_lists_the_ranks():
     assert html(preview)["caption"][0].splitlines() == str(preview).splitlines()[:3]
 
 
-def test_results_show_types_and_short_values():
-    """A long value is shortened. The repr of many ranks ends with their number."""
-    results = RankResults(["<b>", torch.zeros(3), list(range(1000))])
+def test_results_show_short_values():
+    """A long value is shortened; one whose `__repr__` raises is shown as its type and the exception."""
+    results = RankResults(["<b>", Unshowable(), list(range(1000))])
     shown = html(results)["td"]
-    assert shown[:6] == ["0", "str", "'<b>'", "1", "Tensor", "tensor([0., 0., 0.])"]
+    assert shown[:6] == ["0", "str", "'<b>'", "1", "Unshowable", "<Unshowable: its __repr__ raised KeyError>"]
     assert shown[8].startswith("[0, 1, 2")
     assert shown[8].endswith(" ...")
     assert len(repr(results)) < 300
     assert repr(RankResults(range(100))).endswith("7, ... 100 ranks)")
-    assert repr(RankResults([1, "a"])) == "RankResults(1, 'a')"
 
 
 class Unshowable:
     def __repr__(self):
         raise KeyError("state")
-
-
-def test_result_without_a_repr():
-    """A result whose `__repr__` raises is shown as its type and the exception. The other results are shown."""
-    results = RankResults([1, Unshowable()])
-    assert repr(results) == "RankResults(1, <Unshowable: its __repr__ raised KeyError>)"
-    assert html(results)["td"] == ["0", "int", "1", "1", "Unshowable", "<Unshowable: its __repr__ raised KeyError>"]
 
 
 def test_launch_shows_its_state_now(tmp_path):
@@ -146,15 +138,6 @@ def test_last_shown_line(output, line):
     assert last_shown_line(output) == line
 
 
-def test_platform_shows_what_was_given():
-    """The repr has the kind of device, and the fields that differ from their defaults."""
-    assert repr(Platform(device="cpu")) == "Platform(device='cpu')"
-    assert repr(Platform(name="a", device="cpu", n_cpus=3, ipc_groups=[[0, 1]])) == (
-        "Platform(name='a', device='cpu', n_cpus=3, ipc_groups=((0, 1),))"
-    )
-    assert eval(repr(RANKS)) == RANKS
-
-
 def test_reprs_are_one_short_line(tmp_path):
     """Each object that a user gets has a repr of at most 100 characters."""
     launchable = wrapper(RANKS)(current_rank)
@@ -164,6 +147,7 @@ def test_reprs_are_one_short_line(tmp_path):
         shown = [launchable, launchable.dry_run(), launch, RANKS, Wrapper(RANKS), p, p.method("forward"), p.stats()]
         shown += [p.stats().lanes[0], p.submit(torch.zeros(1, 3)), p.map([]), p.trace(tmp_path / "t.html")]
     shown += list(launch.results())
+    assert eval(repr(RANKS)) == RANKS
     for value in shown:
         assert len(repr(value)) <= 100 + len(str(tmp_path))
         assert "\n" not in repr(value)

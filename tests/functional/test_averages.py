@@ -153,25 +153,3 @@ def test_without_other_ranks(lone_ranks):
 
     inline = wrapper(Platform(device="cpu", n_cpus=2))(average).inline()
     assert (*on(1, average), *lone_ranks(average), *inline, average()) == (True,) * 5
-
-
-def test_trains_like_the_whole_batch(ranks):
-    """Two ranks with half a batch each have the weights of one process with the whole batch."""
-    batch = torch.arange(12.0).reshape(6, 2) / 10
-
-    def train(rows):
-        torch.manual_seed(0)
-        model = nn.Linear(2, 1)
-        for _ in range(3):
-            model.zero_grad()
-            model(rows[current_rank().global_rank]).pow(2).mean().backward()
-            functional.average_params_grads(model)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
-        return model.weight.detach(), model.bias.detach()
-
-    one, other = ranks(train, batch.chunk(2))
-    (whole,) = wrapper(Platform(device="cpu", n_cpus=1))(train).inline([batch])
-    torch.testing.assert_close(one, whole)
-    assert all(map(torch.equal, one, other))

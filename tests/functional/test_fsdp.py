@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from parawrap import current_rank, functional
-from parawrap.functional._fsdp import blocks_of
 from tests.helpers.ranks import on
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -158,13 +157,3 @@ def test_other_modules_are_refused(ranks):
     ranks(shard)
     with pytest.raises(ValueError, match=r"strategy='fsdp' is not a known value\. Use 'ddp' or 'fsdp2'"):
         functional.to(nn.Linear(1, 1), strategy="fsdp")
-
-
-def test_blocks_are_repeated_modules():
-    """A block has a sibling of its class in a ModuleList or Sequential, and shares no parameter with other modules."""
-    stages = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
-    assert blocks_of(stages) == [*stages[1], *stages[2]]
-    tied = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
-    tied[1].weight = tied[0].weight
-    assert blocks_of(tied) == [tied[2]]
-    assert blocks_of(nn.Linear(1, 1)) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -73,9 +72,7 @@ def devices_of(value, name=""):
     """Return the device of each tensor in nested values by its address."""
     if isinstance(value, torch.Tensor):
         return {name: value.device.type}
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple, deque)) else ()
-    )
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     return {place: kind for key, item in items for place, kind in devices_of(item, f"{name}.{key}").items()}
 
 
@@ -112,19 +109,6 @@ def test_step_counters_move_by_group():
     optimiser.param_groups[1]["fused"] = True
     functional.optimiser_to(optimiser, "meta")
     assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == ["cpu", "meta"]
-
-
-def test_nested_state_moves():
-    """Containers keep their type, and other values stay."""
-    model, optimiser = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
-    here = torch.zeros(1)
-    kept = {"list": [here, (here, "text", None)], "default": defaultdict(list, a=here), "deque": deque([here])}
-    optimiser.state[model.weight].update(kept)
-    functional.optimiser_to(optimiser, "meta")
-    moved = optimiser.state[model.weight]
-    assert all(type(moved[name]) is type(value) for name, value in kept.items())
-    assert moved["list"][1][1:] == ("text", None)
-    assert set(devices_of(moved).values()) == {"meta"}
 
 
 def test_has_batch_norm():
@@ -186,7 +170,6 @@ def test_unwrap_removes_wrappers(ranks):
     """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
 
     def unwrap():
-        from torch.distributed.fsdp import FullyShardedDataParallel
 
         module, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
         compiled = functional.to(torch.compile(module, backend="eager"))
@@ -197,9 +180,6 @@ def test_unwrap_removes_wrappers(ranks):
         own = nn.Sequential()
         own.module = module
         assert functional.unwrap(own) is own
-        if current_rank().world_size == 2:
-            fsdp = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-            assert type(functional.unwrap(fsdp)) is nn.Linear
 
     ranks(unwrap)
     wrapper(Platform(device="cpu", n_cpus=2))(unwrap).inline()
