@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -224,35 +225,32 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     assert f"with torch {torch.__version__.partition('+')[0]}" in error
 
 
-@pytest.mark.parametrize("name", ["function_modes", "profiler_runs"])
-def test_a_call_without_a_name_is_refused(name, monkeypatch):
-    """If lanes cannot see one kind of watcher, a call raises VersionError instead of running where it is not seen."""
-    missing = private_name("torch.gone", "lanes")
-    monkeypatch.setattr(f"parawrap.lanes._thread_modes.{name}", missing)
-    model = Linear(2, 2)
-    with parallel(model, ["cpu", "cpu"]), pytest.raises(VersionError, match=r"lanes need torch\.gone, which Python 3"):
-        model(torch.ones(3, 2))
-    with pytest.raises(VersionError, match="lanes need"):
-        isinstance(1, missing)
-    with pytest.raises(VersionError, match=r"replicas need torch\.nn\S*\._gone"):
-        private_attribute(model, "_gone", "replicas")
+WITHOUT = {
+    "parawrap.lanes._thread_modes.function_modes": (
+        private_name("torch.gone", "lanes"),
+        r"lanes need torch\.gone",
+    ),
+    "parawrap.replicas._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
+    "parawrap.replicas._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
+}
 
 
-@pytest.mark.parametrize("name", ["PARAMETERS", "COMPILED_CALL"])
-def test_replicas_of_other_modules_are_refused(name, monkeypatch):
-    """If modules no longer have an attribute that replicas change, a block raises VersionError, and runs no replica."""
-    monkeypatch.setattr(of_replicas, name, "_gone")
+@pytest.mark.parametrize("name", WITHOUT)
+def test_block_without_a_name_is_refused(name, monkeypatch):
+    """If lanes cannot see a watcher, or replicas an attribute or a compiled function, a call raises VersionError."""
+    missing, message = WITHOUT[name]
+    monkeypatch.setattr(name, missing)
     of_replicas.check_modules.cache_clear()
-    model = Linear(2, 2)
-    with pytest.raises(VersionError, match=r"replicas need torch\.nn\S*\.Module\._gone"), parallel(model, ["cpu", "cpu"]):
-        model(torch.ones(3, 2))
-
-
-def test_compiled_without_originals(monkeypatch):
-    """If the original of a compiled function cannot be found, a block raises VersionError instead of sharing its code."""
-    monkeypatch.setattr(of_replicas, "COMPILED_FROM", "_gone")
     of_replicas._check_compiled_functions.cache_clear()
     model = Linear(2, 2)
     model.double = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(VersionError, match="replicas of compiled models need _gone"), parallel(model, ["cpu", "cpu"]):
+    with pytest.raises(VersionError, match=message), parallel(model, ["cpu", "cpu"]):
         model(torch.ones(3, 2))
+
+
+def test_missing_name_is_refused():
+    """When it is used, also in `isinstance`."""
+    with pytest.raises(VersionError, match="lanes need"):
+        isinstance(1, private_name("torch.Gone", "lanes"))
+    with pytest.raises(VersionError, match=r"replicas need fractions\.Fraction\._gone"):
+        private_attribute(Fraction(1, 2), "_gone", "replicas")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
-from parawrap import parallel
 from parawrap.displays import Span, Timeline, write_timeline
 
 MS = 1_000_000
@@ -89,17 +86,6 @@ def test_wheel_zooms_and_drag_pans(window, path):
     assert view(opened) == (0, 100)
 
 
-def test_clicks_select_and_zoom(window, path):
-    """The details of the selected span are below the picture. A click beside the spans selects none."""
-    opened = window(path)
-    opened.page.mouse.click(*place_of(opened, 1))
-    assert opened.text("details").startswith("forward, batch 2, 3 rows\nlane 0 on cpu\n10 ms, from 10 ms to 20 ms")
-    opened.page.mouse.dblclick(*place_of(opened, 1))
-    assert view(opened) == (0, 30)
-    opened.page.click("#all")
-    assert opened.text("details") == "Select a span to see its details."
-
-
 def test_keys_reach_every_span(window, path):
     """Arrows go to the next span and track, Home and End to the ends, Enter and the letters change the view."""
     opened = window(path)
@@ -120,6 +106,21 @@ def test_keys_reach_every_span(window, path):
     assert view(opened) == (0, 100)
 
 
+def test_clicks_select_and_zoom(window, path):
+    """The details of the selected span are below the picture. Each button zooms to its span or gap."""
+    opened = window(path)
+    opened.page.mouse.dblclick(*place_of(opened, 1))
+    assert opened.text("details").startswith("forward, batch 2, 3 rows\nlane 0 on cpu\n10 ms, from 10 ms to 20 ms")
+    assert view(opened) == (0, 30)
+    opened.page.click("#all")
+    assert opened.text("details") == "Select a span to see its details."
+    opened.page.click("#slowest")
+    assert opened.text("details").startswith("forward, batch 4")
+    assert view(opened)[1] >= 100 > 70 > view(opened)[0]
+    opened.page.click("#gap")
+    assert opened.text("details") == "idle\nlane 1 on cpu\n55 ms, from 15 ms to 70 ms"
+
+
 def test_tab_reaches_every_control(window, path):
     """Tab goes through the buttons, the picture, and the idle times of the table, in this order."""
     opened = window(path)
@@ -128,25 +129,6 @@ def test_tab_reaches_every_control(window, path):
         opened.press("Tab")
         reached.append(opened.run("document.activeElement.id || document.activeElement.textContent"))
     assert reached == ["in", "out", "all", "slowest", "gap", "canvas", "40 ms", "55 ms"]
-
-
-def test_buttons_show_extremes(window, path):
-    """Each button zooms to its span or gap, and says what it shows."""
-    opened = window(path)
-    opened.page.click("#slowest")
-    assert opened.text("details").startswith("forward, batch 4")
-    assert view(opened)[1] >= 100 > 70 > view(opened)[0]
-    opened.page.click("#gap")
-    assert opened.text("details") == "idle\nlane 1 on cpu\n55 ms, from 15 ms to 70 ms"
-    opened.page.click("#tracks button >> nth=0")
-    assert opened.text("details") == "idle\nlane 0 on cpu\n40 ms, from 20 ms to 60 ms"
-
-
-def test_overlapping_spans_lie_in_rows(window, tmp_path):
-    """On one track, a span that begins before another has ended goes into the next row."""
-    spans = [batch(0, 0, 0, 10), batch(0, 1, 5, 15), batch(0, 2, 10, 20)]
-    write_timeline(tmp_path / "t.html", Timeline("t", ["lane 0"], spans))
-    assert window(tmp_path / "t.html").run("spans.map(span => span.row)") == [0, 1, 0]
 
 
 def test_long_pages_show_every_track(window, tmp_path):
@@ -172,16 +154,6 @@ def test_long_pages_show_every_track(window, tmp_path):
     assert alpha == 255
 
 
-def test_page_without_spans(window, tmp_path):
-    """The page says that nothing was recorded, and its keys and buttons do nothing."""
-    write_timeline(tmp_path / "t.html", Timeline("t", ["lane 0"], []))
-    opened = window(tmp_path / "t.html")
-    assert opened.text("facts") == "No spans were recorded."
-    opened.page.focus("#canvas")
-    opened.press("ArrowRight", "+", "Enter", "Home")
-    opened.page.click("#in")
-
-
 def test_names_are_text(window, tmp_path):
     """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does not widen the page."""
     name = f"<img src=x onerror=console.log(1)>{'x' * 300}"
@@ -192,16 +164,3 @@ def test_names_are_text(window, tmp_path):
     assert opened.run(FITS)
     assert opened.text("title") == name
     assert name in opened.text("details")
-
-
-def test_trace_of_a_block_is_a_page(window, tmp_path):
-    """The page of a real block has one span per call, lane, and batch."""
-    model = nn.Linear(3, 2)
-    with torch.no_grad(), parallel(model, ["cpu", "cpu"], out_dims=0) as p, p.trace(tmp_path / "lanes.html") as trace:
-        model(torch.zeros(5, 3))
-        list(p.map(torch.zeros(8, 3).split(2)))
-    opened = window(tmp_path / "lanes.html")
-    names = opened.run("spans.map(span => span.name)")
-    assert len(names) == len(trace.spans) == 6
-    assert {"forward, 3 rows", "forward, 2 rows", "forward, batch 3, 2 rows"} <= set(names)
-    assert opened.run("tracks.map(track => track.label)") == ["lane 0 on cpu", "lane 1 on cpu"]
