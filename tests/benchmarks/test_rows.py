@@ -1,17 +1,17 @@
-"""The benchmarks of calls, `map`, `submit`, and training steps: their arms and goals. No test depends on a time."""
+"""The rows of benchmarks: their arms, results, and goals. No test depends on a time."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import cpu_lanes, mapping, overhead, submitting, training
-from benchmarks._measure import Arm
-from benchmarks.cpu_lanes import interpreter_limit
-from benchmarks.mapping import IN_FLIGHT, executor, windowed
+from benchmarks import mapping, overhead, submitting, training
+from benchmarks._measure import Arm, Result, Row, ratio_of
+from benchmarks._process import in_process
 from benchmarks.nets import Net
 from benchmarks.overhead import OURS, PLAIN, overhead_row
 
@@ -35,22 +35,6 @@ def test_rows_have_their_arms():
     json.dumps([row.as_json() for row in mapped + submitted + trained])
 
 
-def test_executor_keeps_the_order():
-    """Outputs come in order, and at most `IN_FLIGHT` batches are read ahead."""
-    read = []
-
-    def batches():
-        for number in range(10):
-            read.append(number)
-            yield torch.tensor(number)
-
-    with executor() as pool:
-        outputs = windowed(pool, nn.Identity(), batches())
-        assert next(outputs) == 0
-        assert len(read) == IN_FLIGHT
-        assert [int(output) for output in outputs] == list(range(1, 10))
-
-
 def test_peers_return_the_plain_result():
     """Bare lanes and the three peers split and join in order."""
     x = torch.arange(64.0).reshape(16, 4)
@@ -72,21 +56,32 @@ def test_goals_apply_to_overheads(bare, pool, met):
     assert overhead_row("calls", times, judged=False).met
 
 
-def test_speed_up_of_equal_cores():
-    """The time of torch's threads divided by the time of as many lanes."""
-    row = cpu_lanes.lanes_row("net", {1: (arm(100), arm(100)), 2: (arm(60), arm(50))}, [], cores=2)
-    assert [result.value for result in row.results] == [1.0, 1.2]
-    assert (row.met, row.note) == (True, "")
+def test_bounds_of_a_ratio():
+    """Of 100 rounds the ratios with ranks 41 and 60: 95% confidence for any distribution."""
+    ratio = ratio_of([float(n) for n in range(1, 101)], [1.0] * 100)
+    assert (ratio.low, ratio.median, ratio.high) == (41, 50.5, 60)
 
 
 @pytest.mark.parametrize(
-    ("one_row", "lanes", "limit"),
-    [
-        (1, 2, 4 / (1 + 3 / 2)),  # the fixed cost, and half of the rest
-        (3, 2, 4 / 6),  # the lock is the bottleneck: twice the fixed cost
-        (5, 2, 4 / 10),  # one row slower than all rows: the rest is not negative
-    ],
-)
-def test_lanes_share_one_interpreter(one_row, lanes, limit):
-    """Each lane pays the fixed cost of a call, one lane after the other."""
-    assert interpreter_limit(plain=4, one_thread=4, one_row=one_row, lanes=lanes) == pytest.approx(limit)
+    ("relation", "met"),
+    [("at least", [False, True, True]), ("at most", [True, True, False]), ("under", [True, False, False]),
+     ("exactly", [False, True, False])],
+)  # fmt: skip
+def test_goals(relation, met):
+    """Values below, at, and above the limit. A row meets its goals if all results do."""
+    results = [Result("time", value, "us").held_to(relation, 2000) for value in (1999.0, 2000.0, 2001.0)]
+    assert [result.met for result in results] == met
+    assert results[0].goal == f"{relation} 2,000"
+    assert Row("calls", {}, results).met is all(met)
+    assert Row("calls", {}, [Result("time", 1.0, "us")]).met
+
+
+def test_function_in_a_process(monkeypatch):
+    """Variables are set, and None removes one. Printed output is not mistaken for the result. A failure raises."""
+    monkeypatch.setenv("PARAWRAP_B", "inherited")
+    given = {"PARAWRAP_A": "set", "PARAWRAP_B": None}
+    assert in_process("os:getenv", given, key="PARAWRAP_A") == "set"
+    assert in_process("os:getenv", given, key="PARAWRAP_B", default="removed") == "removed"
+    assert in_process("builtins:print", end="output\n") is None
+    with pytest.raises(subprocess.CalledProcessError):
+        in_process("json:loads", s="not JSON")

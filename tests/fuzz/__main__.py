@@ -20,7 +20,7 @@ from tests import simdevice
 from tests.fuzz.cases import Case, Outcome, drawn_case, drawn_devices, run
 from tests.fuzz.mixing import MixingCase, drawn_mixing_case, run_mixing
 
-_LONGEST_S = 20
+_LONGEST_S = 120
 _LEAST_ANSWERED = 0.7
 RUNS = {"row-wise": run, "mixing": run_mixing}
 

@@ -221,6 +221,21 @@ class WrittenBuffer(nn.Module):
         return torch.tanh(x + self.room[: len(x)])
 
 
+class Counter(nn.Module):
+    """A buffer that counts calls, as `num_batches_tracked` does. Nothing reads it."""
+
+    counts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.counts:
+            self.seen.add_(1)
+        return torch.tanh(x)
+
+
 class Equal(nn.Linear):
     """Instances are equal, and have other weights."""
 
@@ -252,6 +267,7 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "mode": Mode,
     "scratch": Scratch,
     "written_buffer": WrittenBuffer,
+    "counter": Counter,
     "twins": Twins,
 }
 _FINDING_MOST = ("scratch", "scratch", "scratch", "mode", "attributes", "attributes", "buffers", "twins")
@@ -261,7 +277,7 @@ LEAF_NAMES = (*LEAVES, *_FINDING_MOST)
 class Holder(nn.Module):
     """A module that keeps its parts somewhere, and applies them in order."""
 
-    least, most = 1, 3
+    most = 3
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -374,27 +390,6 @@ class InPartial(Holder):
 
     def forward(self, x):
         return x + self.step(x) + self.h
-
-
-class InMethod(Holder):
-    """A bound method of the part, and one of the holder, kept as attributes."""
-
-    most = 1
-    scratch = ("h",)
-
-    def hold(self, parts):
-        self.step = parts[0].forward
-        self.note = self._note
-
-    def _note(self, x):
-        self.h = x
-        return x
-
-    def parts(self):
-        return (self.step.__self__,)
-
-    def forward(self, x):
-        return x + self.note(self.step(x)) + self.h
 
 
 class ByWeakReference(Holder):
@@ -510,7 +505,6 @@ HOLDERS: dict[str, type[Holder]] = {
     **{name: _in_container(name) for name in CONTAINERS},
     "in_closure": InClosure,
     "in_partial": InPartial,
-    "in_method": InMethod,
     "by_weak_reference": ByWeakReference,
     "child_of_weak_parent": ChildOfWeakParent,
     "child_of_listed_parent": ChildOfListedParent,
@@ -526,7 +520,7 @@ def drawn_block(random: Random, depth: int) -> Spec:
     if depth == 0 or random.random() < 0.3:
         return (random.choice(LEAF_NAMES),)
     name = random.choice(list(HOLDERS))
-    count = random.randint(HOLDERS[name].least, HOLDERS[name].most)
+    count = random.randint(1, HOLDERS[name].most)
     return (name, *(drawn_block(random, depth - 1) for _ in range(count)))
 
 
@@ -608,9 +602,12 @@ class Built:
         self.model: RowWise
 
     def block(self, spec: Spec) -> nn.Module:
-        """Make a block."""
+        """Make a block. Counters in a checkpoint do not count, because the lanes' second calls of it do not come back."""
         name, *parts = spec
+        first = len(self.blocks)
         made = LEAVES[name]() if name in LEAVES else HOLDERS[name]([self.block(part) for part in parts])
+        for block in self.blocks[first:] if isinstance(made, InCheckpoint) else ():
+            block.counts = False
         self.blocks.append(made)
         return made
 
