@@ -174,15 +174,3 @@ def test_notebook_shows_tables_and_a_bar(tmp_path):
         Parsed(shown["text/html"])
     (bar,) = cells[-1].outputs
     assert "application/vnd.jupyter.widget-view+json" in bar.data
-
-
-def test_notebook_without_widgets(tmp_path):
-    """Without ipywidgets, `map(progress=True)` shows a bar of text, and no warning."""
-    hide = "import sys\nsys.modules['ipywidgets'] = None\n"
-    block = "import torch\nfrom parawrap import parallel\nmodel = torch.nn.Linear(3, 2)\n"
-    stream = "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, progress=True))"
-    (cell,) = run_notebook([hide + block + stream], tmp_path)
-    bar = "".join(output.text for output in cell.outputs)
-    assert {output.name for output in cell.outputs} == {"stderr"}
-    assert "3/3" in bar
-    assert "Warning" not in bar

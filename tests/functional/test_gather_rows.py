@@ -165,23 +165,6 @@ def test_one_rank_gets_dataset_order():
     assert functional.gather_rows(torch.cat(list(plain)), plain).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_results_have_no_graph(ranks):
-    """They lie on the CPU if the inputs did, also with another default device, and numbers do not change."""
-    values = torch.tensor([math.nan, -math.inf, 5e-324, -0.0], dtype=torch.float64)
-
-    def evaluate():
-        loader = functional.shard_loader(DataLoader(values))
-        rows = torch.cat(list(loader)).requires_grad_()
-        with torch.device("meta"):
-            mean = functional.reduce_metrics({"tensor": rows[:0], "number": 1.0})
-            return functional.gather_rows(rows * 1, loader), mean
-
-    for found, mean in ranks(evaluate):
-        assert (found.requires_grad, found.device.type) == (False, "cpu")
-        assert torch.equal(found.view(torch.int64), values.view(torch.int64))
-        assert (mean["tensor"].tolist(), mean["number"]) == ([], 1.0)
-
-
 ONE, TWO = torch.ones(1), torch.ones(2)
 
 

@@ -14,9 +14,7 @@ from tests.helpers.ranks import on
 
 
 class Augmented(Dataset):
-    """Eight rows: the index, the worker, a number from each generator, and the seed of the worker."""
-
-    seed = 0
+    """Eight rows: the index, the worker, and a number from each generator."""
 
     def __len__(self):
         return 8
@@ -24,7 +22,7 @@ class Augmented(Dataset):
     def __getitem__(self, index):
         worker = get_worker_info()
         drawn = torch.rand(()).item(), random.random(), np.random.rand()
-        return torch.tensor([index, worker.id if worker else -1, *drawn, self.seed], dtype=torch.float64)
+        return torch.tensor([index, worker.id if worker else -1, *drawn], dtype=torch.float64)
 
 
 KINDS = {
@@ -62,7 +60,7 @@ def test_numbers_never_repeat(whole):
     for kind in whole[0]:
         rank_epochs = [rank[kind] for rank in whole]
         rows = [row for epochs in rank_epochs for epoch, _ in epochs for row in epoch]
-        drawn = [number for _, _, *numbers, _ in rows for number in numbers]
+        drawn = [number for _, _, *numbers in rows for number in numbers]
         assert len(set(drawn)) == len(drawn) == 3 * 24
         assert {worker for _, worker, *_ in rows} == ({-1} if kind[0] == "main process" else {0, 1})
         after = [number for epochs in rank_epochs for _, numbers in epochs for number in numbers]
@@ -117,21 +115,6 @@ def test_nested_and_parallel_loops():
         found.append(torch.rand(()).item())
     assert torch.equal(torch.get_rng_state(), state)
     assert len(set(found)) == len(found)
-
-
-def remember_seed(worker):
-    Augmented.seed = torch.initial_seed() % 2**53
-
-
-def test_workers_see_their_own_seed(ranks):
-    """`worker_init_fn` sees a seed that differs by rank and worker."""
-
-    def read():
-        loader = functional.shard_loader(DataLoader(Augmented(), num_workers=2, worker_init_fn=remember_seed))
-        return [row[0, -1].item() for row in loader]
-
-    one, other = ranks(read)
-    assert len(set(one + other)) == 4
 
 
 def test_new_iterator_is_the_next_epoch():

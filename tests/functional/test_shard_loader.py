@@ -96,27 +96,6 @@ def test_set_epoch_resumes_an_order(options):
     assert rows_of(loader) == epochs[1:2]
 
 
-def test_workers_read_the_ranks_rows(ranks):
-    """Workers, also persistent ones, and `batch_size=None` give the same rows and epochs."""
-
-    def read():
-        kinds = {
-            "workers": {"batch_size": 2, "num_workers": 2},
-            "persistent": {"batch_size": 2, "num_workers": 1, "persistent_workers": True},
-            "rows": {"batch_size": None},
-            "rows in a worker": {"batch_size": None, "num_workers": 1},
-        }
-        data = torch.arange(8)
-        return {
-            name: rows_of(functional.shard_loader(DataLoader(data, shuffle=True, **options)), epochs=2)
-            for name, options in kinds.items()
-        }
-
-    for rank, found in enumerate(ranks(read)):
-        expected = [order_of_torch(8, rank, epoch) for epoch in range(2)]
-        assert [*found.values()] == [expected] * 4
-
-
 class Drawn(Sampler):
     """Eight rows in an order that a function draws."""
 
@@ -174,14 +153,6 @@ def test_other_samplers_are_split(ranks, name):
             assert sorted(one + other) == list(range(8))
     if name == "shuffled":  # the order of the seed of rank 0's generator
         assert epochs[0] == tuple(order_of_torch(8, rank, 0, seed=7) for rank in range(2))
-
-
-def test_order_of_a_sampler_is_kept():
-    """With one rank. Global generators keep their state."""
-    before = torch.get_rng_state()
-    weighted = [WeightedRandomSampler(torch.ones(8), 6, generator=generator(5)) for _ in range(2)]
-    assert list(functional.shard_loader(DataLoader(range(8), sampler=weighted[0])).sampler) == list(weighted[1])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_different_orders_are_refused(ranks, lone_ranks):
