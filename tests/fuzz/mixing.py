@@ -114,79 +114,63 @@ def joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
     raise Refused  # a number needs `reduce`
 
 
-class MixingRun:
-    """One case as it runs: the model in its block, and the oracle, which calls each shard."""
-
-    def __init__(self, case: MixingCase) -> None:
-        self.case = case
-        torch.manual_seed(case.seed)
-        with float64_on(torch.device(case.home)):
-            self.model = Mixing(case.mixes, case.size)
-        self.oracle = copy.deepcopy(self.model)
-        self.p = parallel(self.model, list(case.devices))
-
-    def run(self) -> None:
-        """Make all calls."""
-        with self.p:
-            for index, (mode, rows) in enumerate(self.case.calls):
-                with torch.set_grad_enabled(mode == "grad"):
-                    self.call(rows, index)
-
-    def call(self, rows: int, index: int) -> None:
-        """Make one call six times, and compare it with its shards."""
-        generator = torch.Generator().manual_seed(self.case.seed + index)
-        x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(self.case.home)
-        ends = []
-        for _ in range(TIMES):
-            plain = self.p.stats().plain
-            output, error = attempt(self.model, x)
-            ends.append(repr(error))
-            if error is None:
-                sizes = (rows,) if self.p.stats().plain > plain else self.p.stats().shards
-                self._compare(x, sizes, output)
-        require_one_end(ends, f"{self.case.mixes} with {rows} rows")
-        if error is not None:
-            self._require_refusal(x, error)
-            raise Refused(repr(error)) from error
-
-    def _compare(self, x: torch.Tensor, sizes: Sequence[int], output: Any) -> None:
-        """Compare an output with that of its shards, and then gradients."""
-        try:
-            expected = self._joined(x, sizes)
-        except Refused as error:
-            msg = f"{self.case.mixes} gave {_shapes(output)} for {len(x)} rows in shards {sizes}: it must be refused"
-            raise Wrong(msg) from error
-        compare(output, expected, f"output for {len(x)} rows in shards {sizes}")
-        self._compare_gradients(output, expected)
-
-    def _require_refusal(self, x: torch.Tensor, error: BaseException) -> None:
-        """Check that a call had to raise: the rules refuse the outputs."""
-        sizes = uneven(len(x), len(self.case.devices))
-        try:
-            self._joined(x, sizes)
-        except Refused:
-            agree(None if isinstance(error, GatherError) else error, None, "a call that must be refused")
-        else:
-            msg = f"{self.case.mixes} refused {len(x)} rows in shards {sizes}, which follow the rows: {error}"
-            raise Wrong(msg)
-
-    def _joined(self, x: torch.Tensor, sizes: Sequence[int]) -> Any:
-        outputs = [self.oracle(shard) for shard in x.split(list(sizes))]
-        return outputs[0] if len(outputs) == 1 else joined(outputs, sizes)
-
-    def _compare_gradients(self, output: Any, expected: Any) -> None:
-        if torch.is_grad_enabled():
-            backward(expected)
-            backward(output)
-            for (name, mine), theirs in zip(self.model.named_parameters(), self.oracle.parameters(), strict=True):
-                compare(mine.grad, theirs.grad, f"gradient of {name}")
-                mine.grad = theirs.grad = None
-
-
-def _shapes(output: Any) -> str:
-    return ", ".join(str(tuple(getattr(leaf, "shape", [leaf]))) for leaf in leaves_of(output))
-
-
 def run_mixing(case: MixingCase) -> Outcome:
     """Run a case, and return how it ended."""
-    return outcome_of(lambda: MixingRun(case).run())
+    return outcome_of(lambda: _run(case))
+
+
+def _run(case: MixingCase) -> None:
+    """Make each call six times, and compare it with its shards."""
+    torch.manual_seed(case.seed)
+    with float64_on(torch.device(case.home)):
+        model = Mixing(case.mixes, case.size)
+    oracle = copy.deepcopy(model)
+    with parallel(model, list(case.devices)) as p:
+        for index, (mode, rows) in enumerate(case.calls):
+            generator = torch.Generator().manual_seed(case.seed + index)
+            x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(case.home)
+            ends = []
+            with torch.set_grad_enabled(mode == "grad"):
+                for _ in range(TIMES):
+                    plain = p.stats().plain
+                    output, error = attempt(model, x)
+                    ends.append(repr(error))
+                    if error is None:
+                        _compare(model, oracle, x, (rows,) if p.stats().plain > plain else p.stats().shards, output)
+            require_one_end(ends, f"{case.mixes} with {rows} rows")
+            if error is not None:
+                _require_refusal(oracle, x, uneven(rows, len(case.devices)), error)
+                raise Refused(repr(error)) from error
+
+
+def _compare(model: Mixing, oracle: Mixing, x: torch.Tensor, sizes: Sequence[int], output: Any) -> None:
+    """Compare an output with that of its shards, and then gradients."""
+    try:
+        expected = _joined_shards(oracle, x, sizes)
+    except Refused as error:
+        shapes = [tuple(getattr(leaf, "shape", [leaf])) for leaf in leaves_of(output)]
+        msg = f"{model.mixes} gave {shapes} for {len(x)} rows in shards {sizes}: it must be refused"
+        raise Wrong(msg) from error
+    compare(output, expected, f"output for {len(x)} rows in shards {sizes}")
+    if torch.is_grad_enabled():
+        backward(expected)
+        backward(output)
+        for (name, mine), theirs in zip(model.named_parameters(), oracle.parameters(), strict=True):
+            compare(mine.grad, theirs.grad, f"gradient of {name}")
+            mine.grad = theirs.grad = None
+
+
+def _require_refusal(oracle: Mixing, x: torch.Tensor, sizes: Sequence[int], error: BaseException) -> None:
+    """Check that a call had to raise: the rules refuse the outputs."""
+    try:
+        _joined_shards(oracle, x, sizes)
+    except Refused:
+        agree(None if isinstance(error, GatherError) else error, None, "a call that must be refused")
+    else:
+        msg = f"{oracle.mixes} refused {len(x)} rows in shards {sizes}, which follow the rows: {error}"
+        raise Wrong(msg)
+
+
+def _joined_shards(oracle: Mixing, x: torch.Tensor, sizes: Sequence[int]) -> Any:
+    outputs = [oracle(shard) for shard in x.split(list(sizes))]
+    return outputs[0] if len(outputs) == 1 else joined(outputs, sizes)
