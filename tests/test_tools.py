@@ -1,4 +1,4 @@
-"""The interpreters that the matrix tests."""
+"""The matrix of Python and torch, and the tally of repeated test runs."""
 
 import subprocess
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import matrix
+from tests.tally import failures, table
 
 
 def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,3 +36,22 @@ def test_only_a_run_that_passed_is_green(tmp_path: Path, script: str, said: str,
         process = subprocess.Popen(["sh", "-c", script], stdout=file)
     row = matrix.Row("3.12", "2.13", "pinned", "", matrix.outcome(process, log), "1 passed", "1", "2026-01-01")
     assert (row.examples, row.is_green) == (said, is_green)
+
+
+LOG = """\
+FAILED tests/core/test_a.py::test_one[x - y] - assert 1 == 2
+ERROR tests/core/test_a.py::test_two - OSError: gone
+2 failed, 12 passed in 1.00s
+make: *** [Makefile:36: test-core] Error 1
+"""
+
+
+def test_failed_tests_are_named_once():
+    """With their parameters, also those whose fixtures failed. Else the targets that failed, or the end of the log."""
+    assert failures(2, LOG + LOG) == ["tests/core/test_a.py::test_one[x - y]", "tests/core/test_a.py::test_two"]
+    assert failures(2, LOG.splitlines()[-1]) == ["test-core without a failed test: Error 1"]
+    assert failures(1, "....\n~~~~ Timeout ~~~~\n") == ["not finished: ....\n~~~~ Timeout ~~~~"]
+    assert failures(0, LOG) == []
+
+    runs = [{"tier": "test", "passed": passed, "failed": failed} for passed, failed in [(9, ["a"]), (8, ["a"]), (9, [])]]
+    assert table(runs).splitlines()[2:] == ["| test | 3 | 2 | 9 | 2 x a |"]
