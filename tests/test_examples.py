@@ -52,7 +52,7 @@ def test_ranks_that_stay_train_on():
     assert losses[0] > losses[1] > losses[2] > 0
 
 
-def test_the_guide_page_shows_the_programs():
+def test_guide_shows_the_programs():
     """docs/train.md shows the plain loop and every line that differs between the two programs."""
     page = (EXAMPLES.parent / "docs" / "train.md").read_text()
     texts = [(EXAMPLES / f"train_digits_{name}.py").read_text() for name in ("plain", "ranks")]
@@ -64,7 +64,7 @@ def test_the_guide_page_shows_the_programs():
 
 
 @pytest.mark.long
-def test_ranks_train_like_the_plain_loop():
+def test_ranks_train_like_the_loop():
     """Two ranks have the losses and accuracy of one rank. The plain loop has another row order and a similar accuracy."""
     script = (
         "import json, torch, train_digits_plain, train_digits_ranks\n"

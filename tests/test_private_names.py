@@ -236,7 +236,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_block_without_a_name_is_refused(name, monkeypatch):
+def test_call_without_a_name(name, monkeypatch):
     """If lanes cannot see a watcher, or replicas an attribute or a compiled function, a call raises VersionError."""
     missing, message = WITHOUT[name]
     monkeypatch.setattr(name, missing)

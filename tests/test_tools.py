@@ -9,7 +9,7 @@ from tests import matrix
 from tests.tally import failures, table
 
 
-def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_interpreters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A version stands for its newest release, with the interpreter lock unless it ends with a t."""
     found = {"3.12.9": "old", "3.12.10": "new", "3.14.0": "lock", "3.14.0t": "free"}
     monkeypatch.setattr(matrix, "pythons", lambda: found)
@@ -29,7 +29,7 @@ def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, c
         ("exit 2", "not finished: exit code 2", False),
     ],
 )
-def test_only_a_run_that_passed_is_green(tmp_path: Path, script: str, said: str, is_green: bool) -> None:
+def test_only_passed_runs_are_green(tmp_path: Path, script: str, said: str, is_green: bool) -> None:
     """The exit code counts too: an interpreter may crash after the summary."""
     log = tmp_path / "log"
     with log.open("wb") as file:

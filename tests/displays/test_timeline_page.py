@@ -131,29 +131,6 @@ def test_tab_reaches_every_control(window, path):
     assert reached == ["in", "out", "all", "slowest", "gap", "canvas", "40 ms", "55 ms"]
 
 
-def test_long_pages_show_every_track(window, tmp_path):
-    """Thousands of tracks are painted while the page scrolls."""
-    count, last = 3000, 2999
-    spans = [batch(track, track, 0, 10) for track in range(count)]
-    write_timeline(tmp_path / "t.html", Timeline("t", [f"lane {track}" for track in range(count)], spans))
-    opened = window(tmp_path / "t.html")
-    opened.run(f"scrollTo(0, tracks[{last}].top - 100)")
-    opened.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    left, top = opened.run(
-        f"(view => [view.left + x(5000), view.top + tracks[{last}].top + LABEL + 4])"
-        '(element("view").getBoundingClientRect())'
-    )
-    opened.page.mouse.move(left, top)
-    assert f"\nlane {last}\n" in opened.run("tip.textContent")
-    alpha = opened.run(
-        f"""(canvasBox => {{
-          const [left, top] = [{left} - canvasBox.left, {top} - canvasBox.top];
-          return pen.getImageData(left * devicePixelRatio, top * devicePixelRatio, 1, 1).data[3];
-        }})(canvas.getBoundingClientRect())"""
-    )
-    assert alpha == 255
-
-
 def test_names_are_text(window, tmp_path):
     """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does not widen the page."""
     name = f"<img src=x onerror=console.log(1)>{'x' * 300}"

@@ -177,21 +177,9 @@ def test_different_orders_are_refused(ranks, lone_ranks):
     assert sorted(one + other) == [0, 1, 2, 3]
 
 
-OPTIONS = {
-    "batch_size": 3,
-    "num_workers": 1,
-    "collate_fn": torch.tensor,
-    "pin_memory": True,
-    "drop_last": True,
-    "timeout": 5.0,
-    "worker_init_fn": print,
-    "multiprocessing_context": "spawn",
-    "generator": generator(4),
-    "prefetch_factor": 3,
-    "persistent_workers": True,
-    "pin_memory_device": "cpu",
-    "in_order": False,
-}
+OF_WORKERS = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn"}
+OPTIONS = OF_WORKERS | {"worker_init_fn": print, "timeout": 5.0, "in_order": False, "collate_fn": torch.tensor}
+OPTIONS |= {"batch_size": 3, "drop_last": True, "pin_memory": True, "pin_memory_device": "cpu", "generator": generator(4)}
 
 
 def test_every_option_is_kept():

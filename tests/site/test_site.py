@@ -70,7 +70,7 @@ def pages_of(site):
     return {str(path.relative_to(site)): Page(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
 
 
-def test_links_between_pages_lead_somewhere(site):
+def test_links_lead_somewhere(site):
     """Every relative link has its file and its anchor. Scripts, styles, and pictures are files of the site."""
     pages = pages_of(site)
     dead = []
@@ -85,7 +85,7 @@ def test_links_between_pages_lead_somewhere(site):
     assert dead == []
 
 
-def test_each_page_fits_and_has_no_error(chromium, site, address):
+def test_pages_fit_and_have_no_error(chromium, site, address):
     """No page is wider than a wide or a narrow window, writes an error to the console, or needs another server."""
     window = chromium.new_page()
     opened = Window(window)
@@ -111,7 +111,7 @@ def test_search_finds(chromium, address):
     assert any("errors.html" in link for link in found)
 
 
-def test_reference_has_every_public_name(site):
+def test_reference_has_every_name(site):
     """Each name of `parawrap.__all__`, and of its public modules, has an entry in the reference."""
     entries = set().union(*(page.ids for name, page in pages_of(site).items() if name.startswith("reference")))
     shown = {entry.rpartition(".")[2] for entry in entries}
