@@ -14,7 +14,7 @@ from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -308,16 +308,15 @@ class Holder(nn.Module):
 
 
 class InContainer(Holder):
-    """Keeps its parts in a container: `pack` makes it, and `unpack` returns the parts."""
+    """Keeps its parts in a container of one name."""
 
-    pack: ClassVar[Callable[[list[nn.Module]], Any]]
-    unpack: ClassVar[Callable[[Any], Iterable[nn.Module]]]
+    name: str
 
     def hold(self, parts):
-        self.container = type(self).pack(parts)
+        self.container = CONTAINERS[self.name][0](parts)
 
     def parts(self):
-        return type(self).unpack(self.container)
+        return CONTAINERS[self.name][1](self.container)
 
     def swap(self, index, part):
         if isinstance(self.container, dict):
@@ -326,6 +325,7 @@ class InContainer(Holder):
             super().swap(index, part)
 
 
+# Containers: how to make one, and how to read its parts.
 CONTAINERS: dict[str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], Iterable[nn.Module]]]] = {
     "in_sequential": (lambda parts: nn.Sequential(*parts), lambda held: held),
     "in_list": (lambda parts: parts, lambda held: held),
@@ -348,13 +348,6 @@ CONTAINERS: dict[str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], It
 def _ranked(part: nn.Module, rank: int) -> nn.Module:
     part.rank = rank
     return part
-
-
-def _in_container(name: str) -> type[Holder]:
-    """Return a class that pickle finds in this module."""
-    pack, unpack = CONTAINERS[name]
-    made = type(name, (InContainer,), {"pack": staticmethod(pack), "unpack": staticmethod(unpack), "__module__": __name__})
-    return globals().setdefault(name, made)
 
 
 class InClosure(Holder):
@@ -502,7 +495,7 @@ class ChangedByHooks(ReadsHook):
 
 
 HOLDERS: dict[str, type[Holder]] = {
-    **{name: _in_container(name) for name in CONTAINERS},
+    **{name: type(name, (InContainer,), {"name": name}) for name in CONTAINERS},
     "in_closure": InClosure,
     "in_partial": InPartial,
     "by_weak_reference": ByWeakReference,
