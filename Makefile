@@ -84,7 +84,7 @@ tally: $(STAMP)
 test-xla: $(XLA_STAMP)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuroncores
 
-# Compare random models, calls, and changes with the plain call. `make test-long` runs 280 of these cases.
+# Compare random models, calls, and changes with the plain call. `make test-long` runs 220 of these cases.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim

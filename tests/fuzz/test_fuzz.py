@@ -19,7 +19,7 @@ def cases(count: int) -> settings:
     return settings(derandomize=True, deadline=None, max_examples=count, suppress_health_check=OFTEN, database=None)
 
 
-@cases(180)
+@cases(120)
 @given(st.randoms(use_true_random=False))
 def test_row_wise_models(random):
     case = drawn_case(random)
