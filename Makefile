@@ -93,7 +93,7 @@ tally: $(STAMP)  ## a tier again and again under load, to find flaky tests
 test-xla: $(XLA_STAMP)  ## torch_xla, and models compiled for NeuronCores (7 GB)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuroncores
 
-# Compare random models, calls, and changes with the plain call. `make test-long` runs 300 of these cases.
+# Compare random models, calls, and changes with the plain call. `make test-long` runs 220 of these cases.
 fuzz: $(STAMP)  ## 20,000 random models and calls
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim

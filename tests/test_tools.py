@@ -1,25 +1,15 @@
-"""The interpreters that the matrix tests."""
+"""The matrix of Python and torch, and the tally of repeated test runs."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import matrix
+from tests.tally import failures, table
 
 
-def test_interpreters_that_do_not_run_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shim of pyenv for a Python that is not active ends with 127."""
-    for name, script in ("python3.13", "exit 127"), ("python3.14", f'exec {sys.executable} "$@"'):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert list(matrix.pythons().values()) == [str(tmp_path / "python3.14")]
-
-
-def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_interpreters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A version stands for its newest release, with the interpreter lock unless it ends with a t."""
     found = {"3.12.9": "old", "3.12.10": "new", "3.14.0": "lock", "3.14.0t": "free"}
     monkeypatch.setattr(matrix, "pythons", lambda: found)
@@ -37,11 +27,9 @@ def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, c
         ("echo 1 failed, 2 passed in 1s; exit 1", "1 failed, 2 passed", False),
         ("echo 3 passed in 1s; exit 139", "3 passed, error: exit code 139", False),
         ("exit 2", "not finished: exit code 2", False),
-        ("echo 3 passed in 1s; exit 1", "3 passed, error: exit code 1", False),
-        ("echo 3 passed, 2 xfailed in 1s", "3 passed, 2 xfailed", True),
     ],
 )
-def test_only_a_run_that_passed_is_green(tmp_path: Path, script: str, said: str, is_green: bool) -> None:
+def test_only_passed_runs_are_green(tmp_path: Path, script: str, said: str, is_green: bool) -> None:
     """The exit code counts too: an interpreter may crash after the summary."""
     log = tmp_path / "log"
     with log.open("wb") as file:
@@ -50,10 +38,20 @@ def test_only_a_run_that_passed_is_green(tmp_path: Path, script: str, said: str,
     assert (row.examples, row.is_green) == (said, is_green)
 
 
-def test_what_was_not_installed_is_not_entered(tmp_path: Path) -> None:
-    """A page keeps its rows, and no row names a release that was only tried."""
-    page = tmp_path / "page.md"
-    page.write_text(f"head\n{matrix.RULE}| 3.12.1 | 2.13.0+cpu | pinned | glibc | a | b | 1 | x |\n\ntail")
-    before = page.read_text()
-    matrix.enter([matrix.Row("3.12.1", "2.99.0", "pinned", "", "not installed", "", "", "x")], page)
-    assert page.read_text() == before
+LOG = """\
+FAILED tests/core/test_a.py::test_one[x - y] - assert 1 == 2
+ERROR tests/core/test_a.py::test_two - OSError: gone
+2 failed, 12 passed in 1.00s
+make: *** [Makefile:36: test-core] Error 1
+"""
+
+
+def test_failed_tests_are_named_once():
+    """With their parameters, also those whose fixtures failed. Else the targets that failed, or the end of the log."""
+    assert failures(2, LOG + LOG) == ["tests/core/test_a.py::test_one[x - y]", "tests/core/test_a.py::test_two"]
+    assert failures(2, LOG.splitlines()[-1]) == ["test-core without a failed test: Error 1"]
+    assert failures(1, "....\n~~~~ Timeout ~~~~\n") == ["not finished: ....\n~~~~ Timeout ~~~~"]
+    assert failures(0, LOG) == []
+
+    runs = [{"tier": "test", "passed": passed, "failed": failed} for passed, failed in [(9, ["a"]), (8, ["a"]), (9, [])]]
+    assert table(runs).splitlines()[2:] == ["| test | 3 | 2 | 9 | 2 x a |"]
