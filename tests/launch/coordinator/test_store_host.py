@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, wrapper
-from parawrap.launch.rank._signed_values import Signer
 from tests.helpers.processes import pids_in, ranks, report_pid_function, warm_processes
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -118,14 +117,3 @@ def test_stranger_is_named_or_harmless():
     finally:
         is_over.set()
         stranger.join()
-
-
-@pytest.mark.parametrize("size", [0, 31, 33])
-def test_damaged_key_raises(size, tmp_path, monkeypatch):
-    """The key signs values in stores. LaunchError says to delete the file."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("PARAWRAP_SECRET", raising=False)
-    Signer()
-    (tmp_path / ".parawrap" / "key").write_bytes(b"k" * size)
-    with pytest.raises(LaunchError, match=f"has {size} bytes instead of 32: delete it"):
-        Signer()
