@@ -9,10 +9,8 @@ import signal
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from parawrap import LaunchTimeoutError, current_rank, wrapper
+from parawrap import LaunchTimeoutError
 from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
@@ -303,24 +301,6 @@ def test_a_stopped_watcher_is_no_silence(monkeypatch):
 
 
 # --- real ranks ---
-
-
-def test_a_restart_has_new_groups(tmp_path):
-    """Logs have the output of all attempts."""
-
-    def train():
-        value = torch.ones(1)
-        print(f"attempt {current_rank().restart}", flush=True)
-        dist.all_reduce(value)
-        if current_rank().restart == 0 and current_rank().global_rank == 1:
-            raise ValueError
-        dist.all_reduce(value)
-        return current_rank().restart, value.item()
-
-    launch = wrapper(ranks(max_restarts=1, console_logs=tmp_path))(train).submit()
-    assert launch.results() == ((1, 4.0), (1, 4.0))
-    assert all(f"attempt {restart}\n" in launch.logs(0) for restart in range(2))
-    assert (launch.log_folder / "rank-0.log").read_text() == launch.logs(0)
 
 
 def test_the_time_limit_spans_all_attempts():

@@ -156,47 +156,11 @@ def test_upon_finish_may_use_its_launch(tmp_path, caplog):
 INTERRUPTS = """
 import contextlib, os, signal, sys, time
 import psutil
-import parawrap
 from parawrap import Platform, wrapper
 
 os.environ["PARAWRAP_TEST_MARK"] = sys.argv[1]  # of the warm process and its ranks
-PACKAGE = os.path.dirname(parawrap.__file__)
-GAP_S = 0.05
 launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False))(lambda: time.sleep(600))
 returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
-
-class Moments:
-    '''A profile function that counts calls and returns within parawrap, and sends SIGINT at one of them.'''
-
-    def __init__(self, at=None):
-        self.at, self.count, self.last_count = at, 0, {}
-
-    def __call__(self, frame, event, _):
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            self.count += 1
-            self.last_count[frame.f_code.co_filename, frame.f_lineno, event] = self.count
-            if self.count == self.at:
-                interrupt_twice()
-
-def interrupt_twice(*_):
-    signal.signal(signal.SIGALRM, signal.default_int_handler)  # the second Ctrl-C
-    signal.setitimer(signal.ITIMER_REAL, GAP_S)
-    os.kill(os.getpid(), signal.SIGINT)
-
-def launch(at=None):
-    sys.setprofile(at and Moments(at))
-    try:
-        launchable()
-    finally:
-        sys.setprofile(None)
-
-def moments():
-    '''Return a moment for each place in the code that the start of a launch passes, latest first.'''
-    sys.setprofile(counted := Moments())
-    launch = launchable.submit()
-    sys.setprofile(None)
-    launch.cancel()
-    return sorted(counted.last_count.values(), reverse=True)
 
 def are_over():
     '''True if only the warm process runs.'''
@@ -204,28 +168,39 @@ def are_over():
         found = [each.status() != psutil.STATUS_ZOMBIE for each in psutil.Process().children(recursive=True)]
         return sum(found) <= 1
 
-def catch(at=None):
-    '''Launch with two Ctrl-C, keep the exceptions, and launch again.'''
+def interrupt(*_):
+    received.append(1)
+    if len(received) == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # the second Ctrl-C
+    raise KeyboardInterrupt
+
+def launch(delay_s):
+    '''Launch, with two Ctrl-C after a delay.'''
+    received.clear()
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    launchable()
+
+def catch(delay_s):
+    '''Keep the exceptions, and launch again.'''
     try:
         try:
-            launch(at)
+            launch(delay_s)
         except KeyboardInterrupt as error:
             kept.append(error)
-        time.sleep(2 * GAP_S)  # the second Ctrl-C arrives here at the latest
+        while len(received) < 2:
+            time.sleep(0.01)
     except KeyboardInterrupt as error:
         kept.append(error)
     while not are_over():
         time.sleep(0.01)
     print(*returns(), flush=True)
 
-kept = []
-signal.signal(signal.SIGALRM, interrupt_twice)
-signal.setitimer(signal.ITIMER_REAL, 0.2)
-catch()  # the warm process starts
-found = moments()
-for at in found[::5][:int(sys.argv[2])]:
-    catch(at)
-launch(found[9])
+kept, received = [], []
+signal.signal(signal.SIGALRM, interrupt)
+catch(0.2)  # the warm process starts
+for number in range(int(sys.argv[2])):
+    catch(0.001 + 0.002 * number)
+launch(0.01)
 """
 
 

@@ -68,18 +68,6 @@ def test_chunk_boundaries_do_not_matter(text, data):
     assert shown(chunks) == shown([raw])
 
 
-def test_large_output_is_kept_complete():
-    """Megabytes of output go to the disk. Line ends stay as they are."""
-    transcript = Transcript(3, printer=None)
-    lines = [b"%05d" % i + b"x" * 9_994 + b"\r\n" for i in range(300)]
-    for line in lines[:150]:
-        transcript.write(OUT, line)
-    assert len(transcript.text()) == 150 * len(lines[0])
-    for line in lines[150:]:
-        transcript.write(OUT, line)
-    assert transcript.text() == b"".join(lines).decode()
-
-
 def test_last_words_name_the_crash():
     """Long faulthandler stacks displace neither the line that names the crash nor the line before it."""
     crash = b"Fatal Python error: Aborted\n\n" + b"  File one\n" * 50 + b"  File last\n"

@@ -58,12 +58,11 @@ def leave_files_open(folder):
     ("method", "error"),
     [
         ("forkserver", None),
-        ("fork", None),
-        ("forkserver", KeyError),
+        ("fork", KeyError),
         ("forkserver", LaunchError),
         ("forkserver", IndexError),
     ],
-    ids=["returns", "fork", "raises", "exits", "other rank raises"],
+    ids=["returns", "raises", "exits", "other rank raises"],
 )
 def test_open_files_are_complete(method, error, tmp_path):
     """However a rank ends, also by the failure of another one, buffers are written, and compressed files are complete."""
