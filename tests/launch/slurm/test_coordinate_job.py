@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import pickle
 import threading
 
 import pytest
-import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.rank._rank_assignment import Surroundings
-from parawrap.launch.rank._signed_values import Signer
 from parawrap.launch.slurm import _coordinate_job
 from parawrap.launch.slurm._coordinate_job import JobCoordinator
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
-from parawrap.launch.slurm._store_messages import StoreQueue
 from tests.helpers.waiting import eventually
 
 
@@ -49,7 +45,7 @@ def coordinator(folder, monkeypatch):
         eventually(lambda: not any(each.name.startswith(own) for each in threading.enumerate()), "the coordinator's end")
 
 
-def test_a_full_disk_ends_neither_lease_nor_cancel(coordinator, folder, monkeypatch):
+def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
     """While the folder cannot be read, the coordinator goes on; later it sees the request."""
     failures = []
 
@@ -64,12 +60,6 @@ def test_a_full_disk_ends_neither_lease_nor_cancel(coordinator, folder, monkeypa
         assert not coordinator.is_forgotten
     folder.request("cancel")
     eventually(coordinator._cancelled.is_set, "the cancel")
-
-
-def test_a_silent_submitter_ends_the_launch(coordinator):
-    """Without a sign of life for the time of the lease, the launch is cancelled."""
-    eventually(lambda: coordinator.is_forgotten, "the end of the lease")
-    eventually(lambda: coordinator.ending.cancelled, "the ending")
 
 
 def test_a_start_after_a_lost_node_is_refused(folder):
@@ -108,49 +98,3 @@ def test_output_is_taken_while_it_grows(folder):
         follower.take_output()
         follower.take_output()
     assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
-
-
-# -- messages between tasks
-
-
-def queue(store, name="0-0/reports", secret=b"secret"):
-    return StoreQueue(store, name, Signer(secret))
-
-
-def test_messages_arrive_in_order():
-    """Two writers share a queue; each message is read once, and its key is removed."""
-    store = dist.HashStore()
-    reader, writers = queue(store), [queue(store), queue(store)]
-    for number in range(6):
-        writers[number % 2].send(number, "word", {"at": 1.0})
-    assert [reader.receive() for _ in range(6)] == [(number, "word", {"at": 1.0}) for number in range(6)]
-    assert store.num_keys() == 1  # the counter
-
-
-class Malice:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-@pytest.mark.parametrize("kind", ["unsigned", "other secret", "other attempt", "sent before"])
-def test_a_message_for_another_place_is_refused(kind, tmp_path):
-    """LaunchError is raised, and the message is not unpickled."""
-    store = dist.HashStore()
-    attack = Malice(tmp_path / "executed")
-    if kind == "unsigned":
-        store.set("0-0/reports/1", pickle.dumps((attack,)))
-    elif kind == "other secret":
-        queue(store, secret=b"other").send(attack)
-    else:
-        name = "0-1/reports" if kind == "other attempt" else "0-0/reports"
-        queue(store, name).send("first")
-        queue(store, name).send("second")
-        store.set("0-0/reports/1", store.get(f"{name}/2"))
-    with pytest.raises(LaunchError, match="is not signed with this process's key"):
-        queue(store).receive()
-    assert not (tmp_path / "executed").exists()

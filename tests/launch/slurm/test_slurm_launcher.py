@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch import Job
-from parawrap.launch.coordinator import _launch
 from parawrap.launch.slurm._slurm_launcher import launcher
 from tests.contract import scenarios
 from tests.contract.table import check_cell
@@ -200,7 +199,6 @@ def started(slurm, launch_folder, tmp_path_factory):
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
     made.add("sigterm", lambda: submit(report_and_sleep, made.folder("sigterm"), grace_s=1.0, **alone))
-    made.add("interrupted", lambda: submit(lambda: os.environ["GLOO_SOCKET_IFNAME"]))
     made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
     made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
     for ending in ENDINGS:
@@ -295,21 +293,6 @@ def test_sigterm_ends_ranks(started):
     started.cluster.run("scancel", "--signal=TERM", started.jobs["sigterm"])
     with pytest.raises(RankDiedError, match="was killed by SIGTERM"):
         started.results("sigterm")
-
-
-def test_an_interrupt_keeps_the_results(started, monkeypatch):
-    """After a Ctrl-C while results are read, `results` returns them; here, the interface between the nodes."""
-    launch = started.launches["interrupted"]
-    eventually(launch.done, "the end")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_launch, "results_or_error", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            launch.results()
-    assert list(launch.results()) == ["eth0", "eth0"]
 
 
 def test_the_death_of_a_guard(started):
