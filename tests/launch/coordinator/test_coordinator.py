@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from parawrap import LaunchTimeoutError, RankDiedError, current_rank, wrapper
 from tests.helpers.processes import SILENT_S, assert_gone, failure_of, notes_of, pids_in, ranks, report_pid_function
-from tests.helpers.waiting import eventually
 
 WAITS = {
     "recv": lambda: dist.recv(torch.ones(3), src=1 - dist.get_rank()),
@@ -153,30 +152,6 @@ def test_active_rank_is_not_silent():
     assert type(error) is LaunchTimeoutError
     assert sorted(error.stacks) == [0]
     assert "these ranks had ended before the time limit: 1" in notes_of(error)
-
-
-# -- stacks on demand
-
-
-def test_stacks_show_every_running_rank(tmp_path):
-    """The stacks start at the user's function. A rank that holds the GIL gets "no answer"."""
-    report_pid, hold = report_pid_function(), WAITS["hold_gil"]
-
-    def waits(folder):
-        report_pid(folder)
-        if current_rank().global_rank == 1:
-            hold()
-        time.sleep(600)  # the user's line
-
-    launch = wrapper(ranks(grace_s=0.5))(waits).submit(tmp_path)
-    pids_in(tmp_path, 2)
-    stacks = eventually(lambda: "sleep" in (found := launch.stacks()).get(0, "") and found, "the sleep of rank 0")
-    launch.cancel()
-    for text in ("MainThread", "in waits", "the user's line"):
-        assert text in stacks[0]
-    assert "parawrap/launch" not in stacks[0]
-    assert "no answer" in stacks[1]
-    assert launch.stacks() == {}
 
 
 # -- values that cannot be read

@@ -60,21 +60,6 @@ def test_handle_raises_in_a_fork():
     assert launch.results(timeout=PATIENCE_S) == (1,)
 
 
-def test_launches_at_once_stay_apart(tmp_path):
-
-    def total(number, folder):
-        (folder / f"{number} {current_rank().global_rank}").touch()
-        while len(list(folder.iterdir())) < 6:
-            time.sleep(0.01)
-        value = torch.tensor(float(number))
-        dist.all_reduce(value)
-        return number, value.item()
-
-    launches = [wrapper(ranks())(total).submit(number, tmp_path) for number in range(3)]
-    results = [launch.results(timeout=PATIENCE_S) for launch in launches]
-    assert results == [((number, 2.0 * number),) * 2 for number in range(3)]
-
-
 # -- cancel
 
 
@@ -96,17 +81,6 @@ def test_cancel_waits_for_the_ranks(tmp_path):
     assert (launch.state, launch.done()) == ("cancelled", True)
     with pytest.raises(LaunchCancelledError, match="waits was cancelled"):
         launch.results()
-
-
-@pytest.mark.parametrize("delay_s", [0, 0.05])
-def test_starting_launch_is_cancelled(delay_s):
-    finished = []
-    launch = wrapper(ranks(upon_finish=lambda: finished.append(1)))(lambda: time.sleep(600)).submit()
-    time.sleep(delay_s)  # only picks a moment of the start
-    launch.cancel()
-    with pytest.raises(LaunchCancelledError):
-        launch.results()
-    assert not finished
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import atexit
 import io
 import json
-import multiprocessing
 import os
 import pdb
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -43,42 +41,15 @@ def test_a_node_without_cuda_names_the_cure(monkeypatch):
 # -- one launch per spawn method, for several tests
 
 
-class PutRow(torch.utils.data.Dataset):
-    """A dataset that puts each row it loads into a queue."""
-
-    def __init__(self, queue):
-        self.queue = queue
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, row):
-        self.queue.put(row)
-        return row
-
-
-def interrupt_children():
-    """Return the exit codes of a subprocess and a forked child that got SIGINT."""
+def interrupt_subprocess():
+    """Return the exit code of a subprocess that got SIGINT. The rank gets it too."""
     code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"  # a long sleep would miss a signal
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writer, b"1")
-            while True:
-                time.sleep(0.05)
-        except KeyboardInterrupt:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    os.read(reader, 1)
-    os.kill(pid, signal.SIGINT)
-    _, status = os.waitpid(pid, 0)
     os.kill(os.getpid(), signal.SIGINT)
-    return child.returncode, os.waitstatus_to_exitcode(status)
+    return child.returncode
 
 
 def count_threads():
@@ -108,45 +79,24 @@ def leave_open(folder):
     return [each.name for each in files]
 
 
-@pytest.fixture(scope="module")
-def manager():
-    """A running manager of multiprocessing."""
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        yield manager
-
-
 @pytest.fixture(scope="module", params=METHODS)
-def observed(request, manager, tmp_path_factory):
+def observed(request, tmp_path_factory):
     """What one rank of a launch with a spawn method saw, and the folder that it wrote into."""
     method, folder = request.param, tmp_path_factory.mktemp("rank")
-    queue, settings = manager.Queue(), manager.dict(lr=0.5)
     np.ones((200, 200)) @ np.ones((200, 200))  # starts the BLAS threads of this process
 
     def observe():
-        queue.put(settings["lr"])
-        loader = torch.utils.data.DataLoader(PutRow(queue), num_workers=1, multiprocessing_context=method)
-        return {
-            "rows": len(list(loader)),
-            "threads": count_threads(),
-            "children": interrupt_children(),
-            "files": leave_open(folder),
-        }
+        return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "files": leave_open(folder)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
         (found,) = wrapper(ranks(1, spawn_method=method))(observe)()
-    return found | {"folder": folder, "queue": queue, "method": method}
+    return found | {"folder": folder, "method": method}
 
 
-def test_ranks_use_objects_of_a_manager(observed):
-    """Ranks and their loader workers put into a queue of the launching process; ranks read its dict."""
-    assert observed["rows"] == 2
-    assert [observed["queue"].get(timeout=PATIENCE_S) for _ in range(3)] == [0.5, 0, 1]
-
-
-def test_children_of_ranks_heed_sigint(observed):
-    """It ends a subprocess of a rank, and raises KeyboardInterrupt in a forked child. The rank ignores it."""
-    assert observed["children"] == (-signal.SIGINT, 7)
+def test_sigint_ends_a_subprocess(observed):
+    """The rank ignores it: the launching process decides."""
+    assert observed["subprocess"] == -signal.SIGINT
 
 
 def test_libraries_of_ranks_share_the_cores(observed):

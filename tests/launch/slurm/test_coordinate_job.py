@@ -8,15 +8,18 @@ import logging
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.rank._signed_values import Signer
 from parawrap.launch.slurm import _coordinate_job
 from parawrap.launch.slurm._coordinate_job import JobCoordinator
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
+from parawrap.launch.slurm._store_messages import StoreQueue
 from tests.helpers.waiting import eventually
 
 
@@ -98,3 +101,16 @@ def test_output_is_taken_while_it_grows(folder):
         follower.take_output()
         follower.take_output()
     assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
+
+
+def test_messages_of_another_attempt():
+    """They are refused, although the secret is the same."""
+    store, signer = dist.HashStore(), Signer(b"secret")
+    old, new = (StoreQueue(store, f"{attempt}/reports", signer) for attempt in ("0-0", "0-1"))
+    for word in "first", "second":
+        old.send(word, {"at": 1.0})
+    assert [old.receive(), old.receive()] == [("first", {"at": 1.0}), ("second", {"at": 1.0})]
+    old.send("third")
+    store.set("0-1/reports/1", store.get("0-0/reports/3"))
+    with pytest.raises(LaunchError, match="is not signed with this process's key"):
+        new.receive()

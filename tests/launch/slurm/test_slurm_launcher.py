@@ -29,7 +29,6 @@ from tests.helpers.waiting import eventually
 pytestmark = pytest.mark.slurm
 
 SECRET = "a-secret-from-the-environment"
-ENDINGS = {"returns": None, "raises": KeyError, "exits": RankDiedError}
 
 KILLED_SUBMITTER = """
 import os, pathlib, signal, sys, time
@@ -49,17 +48,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 # -- functions of ranks
 
 
-def leave_a_process_behind(folder, ending):
-    """Leave a process in a session of its own, which holds a lock, and end."""
-    rank = current_rank().global_rank
+def leave_a_process_behind(folder):
+    """Leave a process in a session of its own, which holds a lock, and fail."""
     lock = scenarios.hold_lock(folder)
     command = ["bash", "-c", "setsid sleep 600 & disown"]
     subprocess.run(command, pass_fds=[lock.fileno()], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     dist.barrier()  # a failure ends the other rank
-    if ending == "raises":
-        raise KeyError(rank)
-    if ending == "exits":
-        os._exit(7)
+    raise KeyError
 
 
 def clean_up_slowly(folder):
@@ -201,8 +196,7 @@ def started(slurm, launch_folder, tmp_path_factory):
     made.add("sigterm", lambda: submit(report_and_sleep, made.folder("sigterm"), grace_s=1.0, **alone))
     made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
     made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
-    for ending in ENDINGS:
-        made.add(ending, lambda ending=ending: submit(leave_a_process_behind, made.folder(ending), ending))
+    made.add("left", lambda: submit(leave_a_process_behind, made.folder("left")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
     with ThreadPoolExecutor() as pool:
         made.mapped = pool.submit(lambda: list(mapped([1, 3, 2])))
@@ -311,15 +305,11 @@ def test_other_ranks_have_time_to_clean_up(started):
     wait_for_reports(started.folder("cleanup"), "cleaned", 1)
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_no_process_is_left(ending, started):
-    """A process in another session ends with its rank, however the rank ends."""
-    if ending == "returns":
-        started.results(ending)
-    else:
-        with pytest.raises(ENDINGS[ending]):
-            started.results(ending)
-    assert_no_survivors(started.folder(ending), 2)
+def test_no_process_is_left(started):
+    """A process in another session ends with its rank."""
+    with pytest.raises(KeyError):
+        started.results("left")
+    assert_no_survivors(started.folder("left"), 2)
 
 
 def test_a_job_ends_with_its_submitter(started, launch_folder):
