@@ -252,7 +252,7 @@ def test_a_wait_for_a_requeued_rank(counts, monkeypatch):
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_requeue_ends_a_run_of_a_cluster(asks):
+def test_a_requeue_on_a_cluster(asks):
     """The ending is requeued, whether ranks called requeue or exceeded grace_s after a preemption."""
     stage = Stage(first=requeues if asks else None, counts=None if asks else [0, 0], requeues=True, grace_s=0.05)
     ending = stage.ending()
@@ -287,7 +287,7 @@ def test_a_silent_node_is_given_up(monkeypatch):
     assert repr(stage.outcome()) == "ValueError(0)"
 
 
-def test_a_stopped_watcher_is_no_silence(monkeypatch):
+def test_a_stopped_watcher(monkeypatch):
     """A watcher that was stopped reads the messages of its ranks before it checks `hang_timeout_s`."""
     clock, ahead = time.monotonic, []
     monkeypatch.setattr(_coordinator.time, "monotonic", lambda: clock() + 1000.0 * len(ahead))
@@ -303,7 +303,7 @@ def test_a_stopped_watcher_is_no_silence(monkeypatch):
 # --- real ranks ---
 
 
-def test_the_time_limit_spans_all_attempts():
+def test_the_time_limit_of_restarts():
     def train():
         raise ValueError
 

@@ -187,7 +187,7 @@ def interrupted_in(folder):
     return sorted(path.name for path in folder.glob("*.interrupted"))
 
 
-def test_ctrl_c_keeps_ranks_that_answer(parents):
+def test_ranks_that_answer_ctrl_c(parents):
     """Each rank's function raises KeyboardInterrupt, and the same processes answer the next call."""
     parent, folder = parents["group"]
     pids = pids_in(folder, 2)
@@ -200,7 +200,7 @@ def test_ctrl_c_keeps_ranks_that_answer(parents):
 
 
 @pytest.mark.parametrize("how", ["ignores", "ignores once"])
-def test_ctrl_c_ends_ranks_that_ignore_it(how, parents):
+def test_ranks_that_ignore_ctrl_c(how, parents):
     """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first. The next call says so."""
     parent, folder = parents[how]
     pids = pids_in(folder, 2)

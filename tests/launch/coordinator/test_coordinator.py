@@ -31,7 +31,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("how", ["recv", "store", "lock", "child", "compute"])
-def test_blocked_ranks_end_after_an_error(how, tmp_path):
+def test_an_error_ends_blocked_ranks(how, tmp_path):
     """They can clean up. The exception keeps its type, and its notes have place and traceback."""
     wait, failing = WAITS[how], int(how != "lock")
 

@@ -57,7 +57,7 @@ def test_each_call_is_a_launch(world):
     assert world(all_sum) == (2.0, 2.0)
 
 
-def test_functions_use_changed_variables(world):
+def test_a_changed_variable_is_sent(world):
     """A decorated function runs in these ranks, and not in ranks of its own platform."""
     number = 1
     read = wrapper(ranks(1))(lambda: (number, current_rank().world_size))
@@ -146,7 +146,7 @@ def train_at_once():
     return train(4), train(4)
 
 
-def test_training_over_calls_is_one_launch():
+def test_training_over_several_calls():
     """Calls have the losses, random numbers, and weights of one launch, bit for bit."""
     expected = wrapper(ranks(seed=1))(train_at_once)()
     with ranks(seed=1).open() as opened:
@@ -168,7 +168,7 @@ def exchange(tensor):
     return tensor + my_rank(), [[each[0].item(), each[-1].item()] for each in STATE["kept"]]
 
 
-def test_large_tensors_outlive_later_calls(world):
+def test_tensors_outlive_later_calls(world):
     """Later calls do not reuse the memory of arguments that a rank keeps, nor of results."""
     size = 1 << 20
     results = [world(exchange, torch.full((size,), 10.0 * step)) for step in range(3)]
@@ -230,7 +230,7 @@ def test_a_submitted_call_has_a_handle(world, tmp_path):
     assert world(recall, "order") == ([0, 1, 2, 3, 4],) * 2
 
 
-def test_a_cancelled_call_keeps_the_ranks(world, tmp_path):
+def test_a_cancel_keeps_the_ranks(world, tmp_path):
     """`cancel` raises KeyboardInterrupt in the function; a call that has not begun never runs."""
     before = world(os.getpid)
 
@@ -256,7 +256,7 @@ def test_a_cancelled_call_keeps_the_ranks(world, tmp_path):
     assert (world(os.getpid), world(all_sum)) == (before, (2.0, 2.0))
 
 
-def test_threads_may_call_several_worlds(world):
+def test_calls_of_several_threads(world):
     """Each thread gets the results of its own calls, in the world that it calls."""
     with ranks(3).open() as other, ThreadPoolExecutor(4) as pool:
         calls = [

@@ -39,27 +39,6 @@ def wait_for_reports(folder, pattern, number):
     eventually(lambda: len([*folder.glob(pattern)]) == number, f"{number} {pattern}")
 
 
-def preempt(launch):
-    """Preempt and wait until every rank knows. Ranks answer in order, so an answer to `stacks` proves it."""
-    launch.preempt()
-    eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank")
-
-
-def step_of_checkpoint(folder, before_check, after_check):
-    """Count steps until preempted, and return the step at which this rank saved in the start before."""
-    rank = current_rank()
-    saved = Path(folder, f"{rank.global_rank}.saved")
-    if rank.restart:
-        return int(saved.read_text())
-    for step in count():
-        before_check(rank.global_rank, step)
-        if rank.should_checkpoint():
-            saved.write_text(str(step))
-            rank.requeue()
-        after_check(rank.global_rank, step)
-    raise AssertionError
-
-
 # -- loops
 
 
@@ -95,43 +74,34 @@ def test_preemptions_lose_no_step(tmp_path):
 def test_ranks_behind_catch_up(tmp_path):
     """Ranks behind continue to the step of the foremost rank, even if that rank has already saved and exited."""
 
-    def loiter(rank, step):
-        if step == (7 if rank == 0 else 2):
-            report(tmp_path, "waits")
-            wait_for(tmp_path / "go")
-        if step == 4 and rank == 1:
-            wait_for(tmp_path / "0.saved")
+    def train():
+        rank = current_rank()
+        saved = Path(tmp_path, f"{rank.global_rank}.saved")
+        if rank.restart:
+            return int(saved.read_text())
+        for step in count():
+            if rank.should_checkpoint():
+                saved.write_text(str(step))
+                rank.requeue()
+            if step == (7 if rank.global_rank == 0 else 2):
+                report(tmp_path, "waits")
+                wait_for(tmp_path / "go")
+            if step == 4 and rank.global_rank == 1:
+                wait_for(tmp_path / "0.saved")
+        raise AssertionError
 
-    launch = submit(step_of_checkpoint, tmp_path, lambda *_: None, loiter)
+    launch = submit(train)
     wait_for_reports(tmp_path, "waits*", 2)
-    preempt(launch)
+    launch.preempt()
+    eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank, which proves that it knows")
     (tmp_path / "go").touch()
     assert launch.results(timeout=PATIENCE_S) == (8, 8)
-
-
-def test_a_slow_rank_joins_the_collective(tmp_path):
-    """If a rank waits in a collective, the slow rank takes part in it, and both ranks save afterwards."""
-
-    def loiter(rank, step):
-        if step == 2 and rank == 1:
-            wait_for(tmp_path / "go")
-
-    def meet(rank, step):
-        if step == 2 and rank == 0:
-            report(tmp_path, "waits")
-        all_sum()
-
-    launch = submit(step_of_checkpoint, tmp_path, loiter, meet)
-    wait_for_reports(tmp_path, "waits*", 1)
-    preempt(launch)
-    (tmp_path / "go").touch()
-    assert launch.results(timeout=PATIENCE_S) == (3, 3)
 
 
 # -- functions that do not requeue, or without a preemption
 
 
-def test_a_function_that_ignores_it_is_ended(tmp_path, caplog):
+def test_an_ignored_preemption(tmp_path, caplog):
     """A function without `should_checkpoint` ends after grace_s, with a warning and its finally blocks, and restarts."""
 
     def train():
@@ -152,7 +122,7 @@ def test_a_function_that_ignores_it_is_ended(tmp_path, caplog):
     assert "did not call requeue() within grace_s=0.5" in caplog.text
 
 
-def test_a_preempted_function_may_return(tmp_path):
+def test_a_return_after_a_preemption(tmp_path):
     """If a preempted function returns without `requeue`, its results count; more preemptions change nothing."""
 
     def train():
@@ -188,7 +158,7 @@ def test_a_preemption_during_the_start():
 # -- inline
 
 
-def test_a_signal_preempts_an_inline_call():
+def test_a_signal_preempts_inline():
     """SIGUSR2 preempts each start, `requeue` calls the function again in this thread, and an exception ends it."""
     steps, before = [], signal.getsignal(signal.SIGUSR2)
 

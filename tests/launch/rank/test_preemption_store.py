@@ -33,7 +33,7 @@ def world(tmp_path_factory):
     started.stop()
 
 
-def test_a_signal_to_one_rank_preempts_all(world):
+def test_a_signal_preempts_all_ranks(world):
     """All ranks save at the same step, though they loop alone. Finally blocks run, and nothing is left behind."""
 
     def own_handler(*_):
@@ -70,7 +70,7 @@ def test_a_signal_to_one_rank_preempts_all(world):
     assert rest == [True, []]
 
 
-def test_a_returned_rank_blocks_no_agreement(world):
+def test_a_rank_returns_before_a_signal(world):
     """The other rank saves, and all ranks start again."""
 
     def call():
@@ -134,7 +134,7 @@ def test_a_forged_result_is_refused(world):
     assert world(call) == [(2, [True, True]), (0, [True, True])]
 
 
-def test_a_forged_request_preempts_no_rank(caplog):
+def test_a_forged_preemption(caplog):
     """A request that is not signed with the ranks' secret is logged, and no rank saves."""
     store = dist.HashStore()
     store.set("test/requested", "forged")

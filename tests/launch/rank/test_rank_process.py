@@ -28,7 +28,7 @@ from tests.helpers.waiting import PATIENCE_S
 METHODS = ["forkserver", "fork"]
 
 
-def test_a_node_without_cuda_names_the_cure(monkeypatch):
+def test_a_node_without_cuda(monkeypatch):
     """A GPU rank on a node with a CPU build of torch raises PlatformError with what to install."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -99,7 +99,7 @@ def test_sigint_ends_a_subprocess(observed):
     assert observed["subprocess"] == -signal.SIGINT
 
 
-def test_libraries_of_ranks_share_the_cores(observed):
+def test_libraries_share_the_cores(observed):
     """numpy, scipy, and subprocesses get the threads that torch gets, also if the warm process has loaded numpy."""
     assert observed["threads"] == {1 if observed["method"] == "fork" else len(os.sched_getaffinity(0))}
 
@@ -111,7 +111,7 @@ def test_ranks_exit_as_interpreters_do(observed):
     assert [Path(name).exists() for name in observed["files"]] == [False] * 3
 
 
-def test_omp_num_threads_of_the_user_holds(monkeypatch):
+def test_omp_num_threads_holds(monkeypatch):
     assert wrapper(ranks(2 * len(os.sched_getaffinity(0))))(count_threads)()[0] == {1}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert wrapper(ranks(3))(count_threads)() == ({2},) * 3
@@ -121,7 +121,7 @@ def test_omp_num_threads_of_the_user_holds(monkeypatch):
 
 
 @pytest.mark.parametrize("debug", [breakpoint, pdb.set_trace, pdb.post_mortem, lambda: dist.breakpoint(1)])
-def test_a_debugger_in_a_rank_names_inline(debug):
+def test_a_debugger_names_inline(debug):
     """LaunchError says to call ``inline``, and no rank waits for a terminal."""
 
     def examine():
@@ -136,7 +136,7 @@ def test_a_debugger_in_a_rank_names_inline(debug):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_in_a_rank_names_inline(method, monkeypatch):
+def test_a_prompt_names_inline(method, monkeypatch):
     """`input` raises EOFError, although the script has a terminal."""
 
     def confirm():
@@ -186,7 +186,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_have_the_interpreters_options(tmp_path):
+def test_options_of_the_interpreter(tmp_path):
     """Flags, warning filters, and ``-X`` options."""
     (tmp_path / "script.py").write_text(OPTIONS)
     options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8", "-X", "own=1"
@@ -209,7 +209,7 @@ def init_group():
     return total.item()
 
 
-def test_a_function_can_make_its_own_groups():
+def test_a_function_makes_own_groups():
     """Also launches at the same time. If the platform has made groups, the error names the cure."""
     launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
     assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
@@ -221,7 +221,7 @@ def test_a_function_can_make_its_own_groups():
 # -- logging and memory
 
 
-def test_ranks_share_the_memory_of_arguments():
+def test_memory_of_arguments_is_shared():
     """Reading a tensor of 64 MiB costs a rank less than 8 MiB of private memory, and writing it costs its size."""
 
     def measure(rows):

@@ -48,7 +48,7 @@ def test_the_list_of_an_earlier_world():
         agree_on_session(store, WORLDS[3], SIGNER, PATIENCE_S)
 
 
-def test_different_secrets_raise_everywhere():
+def test_ranks_with_different_secrets():
     store = dist.HashStore()
 
     def agree(world):
@@ -95,7 +95,7 @@ def exchanges(store, call):
     return made
 
 
-def test_forged_values_are_not_unpickled(tmp_path):
+def test_forged_values_are_refused(tmp_path):
     """Results, pieces of results, and failures: the error names the rank."""
     for forgery in forgeries(tmp_path / "executed"):
         store = dist.HashStore()
@@ -118,7 +118,7 @@ def test_values_of_an_earlier_call():
         first.results(lambda: None)
 
 
-def test_the_host_of_the_store_exits_last():
+def test_the_host_of_a_store_waits():
     """The other ranks may still read their results."""
     host, other = exchanges(dist.HashStore(), "call")
     order = []
@@ -152,7 +152,7 @@ def files_below(folder):
     return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
 
 
-def test_ranks_that_make_the_key_at_once(home):
+def test_ranks_make_the_key_at_once(home):
     """They make one private key. With PARAWRAP_SECRET, no key file is written."""
     with ThreadPoolExecutor(4) as pool:
         signed = {signer.signed("place", b"value") for signer in pool.map(lambda _: Signer(), range(4))}

@@ -89,7 +89,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_end_of_the_driver_ends_launches(ray, folders):
+def test_a_killed_driver_ends_ranks(ray, folders):
     """SIGKILL of the launching process ends ranks, and processes that left their groups."""
     killed = folders("killed")
     with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, killed], cwd=ROOT) as driver:
@@ -157,7 +157,7 @@ def write_lines(count, folder):
             scenarios.report(folder, f"written-{number // 1024}")
 
 
-def test_unread_output_stays_in_the_rank(ray, tmp_path, monkeypatch):
+def test_unread_output_blocks_a_rank(ray, tmp_path, monkeypatch):
     """While the launching process handles no output, a rank that writes is blocked. Then, all 60 MiB arrive."""
     may_write, counts = threading.Event(), []
     write = Transcript.write

@@ -56,7 +56,7 @@ def test_the_script_has_the_resources(folder):
 
 
 @pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
-def test_contradicting_parameters_are_refused(name, folder):
+def test_contradicting_parameters(name, folder):
     with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
         _batch_job.script(platform(slurm_additional_parameters={name: 1}), folder)
 
@@ -71,7 +71,7 @@ def run_loop(folder, restarts, codes):
     return done.returncode, done.stdout.split()
 
 
-def test_the_script_runs_the_tasks_again(folder):
+def test_the_script_restarts_tasks(folder):
     """The loop ends at a success, after max_restarts, or once the launch is over."""
     assert run_loop(folder, 0, [1]) == (1, ["0"])
     assert run_loop(folder, 2, [1, 0, 1]) == (0, ["0", "1"])

@@ -65,7 +65,7 @@ def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
     eventually(coordinator._cancelled.is_set, "the cancel")
 
 
-def test_a_start_after_a_lost_node_is_refused(folder):
+def test_a_start_after_a_lost_node(folder):
     """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
 
     def restart_of(number):
@@ -79,7 +79,7 @@ def test_a_start_after_a_lost_node_is_refused(folder):
     assert restart_of(2) == 2
 
 
-def test_log_records_reach_the_submitter(folder, caplog):
+def test_the_submitter_gets_log_records(folder, caplog):
     with _coordinate_job._LogIntoFile(folder.log):
         logging.getLogger("parawrap.launch").warning("late: %s", "0")
     assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]

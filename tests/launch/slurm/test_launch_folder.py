@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def test_each_launch_has_a_private_folder(tmp_path, monkeypatch):
+def test_the_folder_is_private(tmp_path, monkeypatch):
     """Also the parents that a launch makes are closed to other users, whatever the umask. `remove` removes the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)

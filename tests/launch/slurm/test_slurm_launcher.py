@@ -245,7 +245,7 @@ def test_elements_of_an_array_are_apart(started):
     [("no partition", {"partition": "nowhere"}, "partition"), ("too many nodes", {"n_nodes": 9}, "9 node(s)")],
     ids=["partition", "nodes"],
 )
-def test_a_refused_job_has_words_of_slurm(situation, fields, text, launch_folder):
+def test_a_refused_job(situation, fields, text, launch_folder):
     """LaunchError has the message of Slurm, also for an array, and no files remain."""
     before = list(launch_folder.iterdir())
     with pytest.raises(LaunchError) as raised:
@@ -274,7 +274,7 @@ def test_scancel_raises_cancelled_error(started, launch_folder):
     assert_no_survivors(started.folder("cancelled"), 2)
 
 
-def test_a_node_without_parawrap_is_named(started):
+def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
@@ -298,7 +298,7 @@ def test_the_death_of_a_guard(started):
     wait_for_reports(started.folder("guard"), "start1", 2)
 
 
-def test_other_ranks_have_time_to_clean_up(started):
+def test_ranks_have_time_to_clean_up(started):
     """After a failure, the `finally` blocks of the other ranks have ``grace_s``, although Slurm would give them less."""
     with pytest.raises(KeyError):
         started.results("cleanup")
@@ -322,7 +322,7 @@ def test_a_job_ends_with_its_submitter(started, launch_folder):
 # -- nodes that other jobs or nobody can use
 
 
-def test_an_urgent_job_preempts_a_launch(started, tmp_path):
+def test_an_urgent_job_preempts(started, tmp_path):
     """Slurm's signal makes all ranks save at the same step; the job is requeued, and continues from that step."""
     launch = submit(count_until_preempted, tmp_path, grace_s=20, slurm_additional_parameters={"exclusive": True})
     wait_for_reports(tmp_path, "begun", 2)
