@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 
-def run_notebook(cells, folder, interrupt_at=None):
+def run_notebook(cells, folder):
     """Return the executed cells. A cell that raises fails the test.
 
     Args:
         cells: The source of each cell.
         folder: The kernel runs in this folder.
-        interrupt_at: A file. The kernel is interrupted once the file exists, as the button of a notebook does.
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     path = folder / "notebook.ipynb"
@@ -29,13 +26,4 @@ def run_notebook(cells, folder, interrupt_at=None):
             kernel_name="python3",
             resources={"metadata": {"path": str(folder)}},
         )
-        if interrupt_at is not None:
-            tasks = []
-            client.on_notebook_start = lambda **_: tasks.append(asyncio.ensure_future(_interrupt(client, interrupt_at)))
         return client.execute().cells
-
-
-async def _interrupt(client, path):
-    while not path.exists():  # noqa: ASYNC110 (another process writes it)
-        await asyncio.sleep(0.05)
-    await client.km.interrupt_kernel()

@@ -9,18 +9,15 @@ import signal
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
-from parawrap.errors import LaunchError
+from parawrap import LaunchTimeoutError
 from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import results_or_error
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Returned
+from parawrap.launch.messages._first_rank_failure import Ended, Requeued
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._rank_assignment import Surroundings
@@ -33,13 +30,9 @@ class SimulatedRank:
     def __init__(self, node, orders, watcher):
         self._node, self._watcher = node, watcher
         self.number, self.restart = orders.place.global_rank, orders.place.restart
-        self.received = []
 
-    def send_outcome(self, word, file=None, **body):
-        self._watcher.on_word(self.number, word, {"at": time.time(), **body}, file)
-
-    def send(self, word, body):
-        self._watcher.on_word(self.number, word, body, None)
+    def send(self, word, body, file=None):
+        self._watcher.on_word(self.number, word, body, file)
 
     def ends(self, code=0, lost_with=""):
         """End the rank's process."""
@@ -48,20 +41,20 @@ class SimulatedRank:
             self._watcher.on_end(self.number, code, lost_with)
 
     def returns(self, value=None):
-        self.send_outcome("returned", packed(value, "result", "the result"))
+        self.send("returned", {"at": time.time()}, packed(value, "result", "the result"))
 
-    def raises(self, error, *, is_echo=False):
-        file = packed(error, "exception", "the exception")
-        self.send_outcome("raised", file, summary=repr(error), traceback="", is_echo=is_echo)
+    def raises(self, error):
+        body = {"at": time.time(), "summary": repr(error), "traceback": "", "is_echo": False}
+        self.send("raised", body, packed(error, "exception", "the exception"))
         self.ends(1)
 
     def requeues(self):
-        self.send_outcome("requeued")
+        self.send("requeued", {"at": time.time()})
 
     def react(self, word):
         """End if the message says so."""
         if word == "end":
-            self.send_outcome("ended")
+            self.send("ended", {"at": time.time()})
         if word in {"end", "bye"}:
             self.ends(1 if word == "end" else 0)
 
@@ -73,34 +66,31 @@ class SimulatedNode:
 
     def __init__(self, loop, handle):
         self._loop, self._handle = loop, handle
-        self.alive, self.started = {}, []
-        self.is_lost = self.is_closed = False
+        self.alive, self.starts = {}, []
+        self.is_lost = False
 
     def start(self, orders, watcher):
         rank = SimulatedRank(self, orders, watcher)
-        self.started.append(rank)
+        self.starts.append((rank.restart, rank.number))
         self.alive[rank.number] = rank
         watcher.on_start(rank.number, 1000 + rank.number)
-        self._deliver(rank, "begin", None)
+        self.send(rank.number, "begin")
 
-    def send(self, rank, word, body=None):
-        if rank in self.alive:
-            self._deliver(self.alive[rank], word, body)
+    def send(self, number, word, body=None):
+        rank = self.alive.get(number)
+
+        def deliver():
+            if rank is self.alive.get(number) and not self._handle(rank, word, body):
+                rank.react(word)
+
+        if rank is not None:
+            self._loop.call_soon(deliver)
 
     def lose(self):
         """Lose the node with all its ranks."""
         self.is_lost = True
         for rank in list(self.alive.values()):
             rank.ends(None, "its node")
-
-    def _deliver(self, rank, word, body):
-        def deliver():
-            if self.alive.get(rank.number) is rank:
-                rank.received.append(word if body is None else (word, body))
-                if not self._handle(rank, word):
-                    rank.react(word)
-
-        self._loop.call_soon(deliver)
 
     def kill(self, rank):
         if rank in self.alive:
@@ -117,14 +107,13 @@ class SimulatedNode:
         """Do nothing: simulated ranks always report their end."""
 
     def close(self):
-        self.is_closed = True
+        """Do nothing: there is no connection."""
 
 
 class Stage:
-    """A run of simulated ranks on one simulated node.
+    """A run of two simulated ranks on one simulated node.
 
     Args:
-        count: The number of ranks.
         first: Handles the start of a rank in the first attempt.
         later: Handles the start of a rank in later attempts. By default the rank returns "again".
         counts: Preempt the run once rank 0 has started; each rank answers with its count of steps.
@@ -132,20 +121,23 @@ class Stage:
         fields: Fields of the platform.
     """
 
-    def __init__(self, count=2, *, first=None, later=None, counts=None, requeues=False, handlers=(), **fields):
-        self.platform = ranks(count, **{"grace_s": 30.0} | fields)
+    def __init__(self, *, first=None, later=None, counts=None, requeues=False, handlers=(), **fields):
+        self.platform = ranks(2, **{"grace_s": 30.0} | fields)
         self._counts, self._handlers = counts, dict(handlers)
         self._first, self._later = first, later or (lambda rank: rank.returns("again"))
+        self.saves = set()
         self.loop = Loop()
         self.node = SimulatedNode(self.loop, self._handle)
         orders = assignments_of(self.platform, None, Surroundings.here())
-        transcripts = [Transcript(rank, printer=None) for rank in range(count)]
+        transcripts = [Transcript(rank, printer=None) for rank in range(2)]
         self.run = Attempts("play", self.platform, self.loop, [self.node], orders, transcripts, requeues=requeues)
 
-    def _handle(self, rank, word):
+    def _handle(self, rank, word, body):
         is_first = word == "begin" and rank.restart == 0
         if self._counts and is_first and rank.number == 0:
             self.run.preempt()
+        if word == "checkpoint":
+            self.saves.add((rank.number, body))
         if word in self._handlers:
             return self._handlers[word](rank)
         if word == "begin":
@@ -160,32 +152,13 @@ class Stage:
         self.loop.call_soon(call)
         return True
 
-    def cancels(self, word, rank):
-        """Cancel the run while a rank handles a message, which it handles afterwards."""
-        self.run.cancel()
-        return self.later(lambda: rank.react(word))
-
     def ending(self):
-        """Return the ending of the run, and check that the run closed its node."""
-        try:
-            self.run.begin()
-            return self.run.run()
-        finally:
-            assert self.node.is_closed
+        self.run.begin()
+        return self.run.run()
 
     def outcome(self):
         """Return the results or the error of the launch."""
         return results_or_error("play", self.platform, self.ending())
-
-    @property
-    def starts(self):
-        """The restart and number of each started rank, in the order of the starts."""
-        return [(rank.restart, rank.number) for rank in self.node.started]
-
-    def received(self):
-        """Return the messages to each rank of the first attempt, without those about its start and end."""
-        started = [rank for rank in self.node.started if rank.restart == 0]
-        return [[word for word in rank.received if word not in {"begin", "end", "bye"}] for rank in started]
 
 
 ONCE = [(0, 0), (0, 1)]
@@ -203,7 +176,7 @@ def requeues(rank):
 # --- restarts ---
 
 
-def test_failed_ranks_restart_max_restarts_times():
+def test_restarts_up_to_max_restarts():
     """Then the last failure is raised, with a note for each earlier attempt."""
 
     def first(rank):
@@ -213,28 +186,10 @@ def test_failed_ranks_restart_max_restarts_times():
     stage = Stage(first=first, later=fails, max_restarts=2)
     error = stage.outcome()
     assert repr(error) == "ValueError(2)"
-    assert stage.starts == [(restart, number) for restart in range(3) for number in range(2)]
+    assert stage.node.starts == [(restart, number) for restart in range(3) for number in range(2)]
     notes = [note for note in notes_of(error).splitlines() if note.startswith("attempt")]
     assert notes[0].startswith("attempt 0 failed: rank 0 was killed by SIGSEGV")
     assert notes[1:] == ["attempt 1 failed: rank 1 raised ValueError(1)"]
-
-
-def test_a_requeue_uses_up_no_restart():
-    """A failure after several requeues is still followed by a restart."""
-
-    def later(rank):
-        if rank.restart < 3:
-            rank.requeues()
-        elif rank.restart == 3:
-            rank.raises(ValueError("once"))
-        else:
-            rank.returns(rank.restart)
-
-    stage = Stage(first=requeues, later=later, max_restarts=1)
-    ending = stage.ending()
-    assert results_or_error("play", stage.platform, ending) == (4, 4)
-    requests = [f"attempt {restart} requested a restart" for restart in range(3)]
-    assert ending.history == [*requests, "attempt 3 failed: rank 0 raised ValueError('once')"]
 
 
 @pytest.mark.parametrize(("requeued", "max_restarts"), [(True, 1), (False, 1), (True, 0)])
@@ -244,49 +199,24 @@ def test_a_lost_node_ends_the_run(requeued, max_restarts):
     ending = stage.ending()
     assert ending.requeued == (requeued and max_restarts > 0)
     assert "was lost with its node" in str(results_or_error("play", stage.platform, ending))
-    assert stage.starts == ONCE
+    assert stage.node.starts == ONCE
 
 
-def test_an_attempt_that_cannot_start_ends_the_run(monkeypatch):
-    """The LaunchError is raised, and the attempt's other ranks are ended."""
-    start = SimulatedNode.start
-
-    def refuse(node, orders, watcher):
-        if (orders.place.restart, orders.place.global_rank) == (1, 1):
-            raise LaunchError("no more processes")
-        start(node, orders, watcher)
-
-    monkeypatch.setattr(SimulatedNode, "start", refuse)
-    stage = Stage(first=fails, max_restarts=1)
-    with pytest.raises(LaunchError, match="no more processes"):
-        stage.ending()
-    assert not stage.node.alive
-
-
-@pytest.mark.parametrize("leave", [fails, requeues])
-def test_a_cancel_prevents_the_next_attempt(leave):
+@pytest.mark.parametrize(("leave", "on_cluster"), [(fails, False), (requeues, False), (requeues, True)])
+def test_a_cancel_prevents_a_restart(leave, on_cluster):
     """The cancel arrives while ranks end to restart."""
-    handlers = {word: (lambda rank, word=word: stage.cancels(word, rank)) for word in ("end", "bye")}
-    stage = Stage(first=leave, handlers=handlers, max_restarts=1)
-    assert isinstance(stage.outcome(), LaunchCancelledError)
-    assert stage.starts == ONCE
+
+    def cancels(word, rank):
+        stage.run.cancel()
+        return stage.later(lambda: rank.react(word))
+
+    handlers = {word: (lambda rank, word=word: cancels(word, rank)) for word in ("end", "bye")}
+    stage = Stage(first=leave, handlers=handlers, requeues=on_cluster, max_restarts=1)
+    ending = stage.ending()
+    assert (ending.cancelled, ending.requeued, stage.node.starts) == (True, False, ONCE)
 
 
 # --- preemption ---
-
-
-def test_ranks_save_at_the_highest_step():
-    """Also if the foremost rank has left before the others save."""
-
-    def checkpoint(rank):
-        if rank.number == 1:
-            rank.requeues()
-        else:
-            stage.later(rank.requeues)
-
-    stage = Stage(3, counts=[3, 9, 5], handlers={"checkpoint": checkpoint})
-    assert stage.outcome() == ("again",) * 3
-    assert [set(words) for words in stage.received()] == [{"preempt", ("checkpoint", 9)}] * 3
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -302,36 +232,12 @@ def test_a_rank_that_does_not_answer(returns):
     grace_s = 30 if returns else 0.05
     stage = Stage(counts=[4, 8], handlers={"preempt": preempt, "checkpoint": requeues}, grace_s=grace_s)
     assert stage.outcome() == ("again", "again")
-    assert (("checkpoint", 4) in stage.received()[0]) == returns
-
-
-def test_late_ranks_are_named_and_restarted(caplog):
-    """A warning names the ranks that exceed grace_s after a preemption; all ranks start again."""
-    handlers = {"checkpoint": lambda rank: rank.number == 1 and rank.returns("first")}
-    stage = Stage(3, counts=[0, 0, 0], handlers=handlers, grace_s=0.5)
-    ending = stage.ending()
-    assert results_or_error("play", stage.platform, ending) == ("again",) * 3
-    assert ending.history == ["attempt 0 was preempted"]
-    assert "rank(s) 0, 2 of play did not call requeue() within grace_s=0.5" in caplog.text
-    caplog.clear()
-    assert Stage(first=lambda rank: rank.number and rank.requeues(), grace_s=0.05).outcome() == ("again", "again")
-    assert not caplog.text  # without a preemption, no warning
-
-
-ECHO = RuntimeError("Connection closed by peer")
-
-
-def test_echoes_of_a_requeue_are_not_failures():
-    """If a requeue or a preemption breaks another rank's collective, both ranks start again."""
-    stage = Stage(first=lambda rank: rank.raises(ECHO, is_echo=True) if rank.number else rank.requeues())
-    assert stage.outcome() == ("again", "again")
-    handlers = {"checkpoint": lambda rank: rank.number and rank.raises(ECHO, is_echo=True)}
-    assert Stage(counts=[0, 0], handlers=handlers).outcome() == ("again", "again")
-    assert isinstance(Stage(first=lambda rank: rank.number and rank.raises(ECHO, is_echo=True)).outcome(), RuntimeError)
+    assert ((0, 4) in stage.saves) == returns
 
 
 @pytest.mark.parametrize("counts", [None, [0, 0]], ids=["", "preempted"])
-def test_waiting_for_a_requeued_rank_is_not_stuck(counts, monkeypatch):
+def test_a_wait_for_a_requeued_rank(counts, monkeypatch):
+    """It is no deadlock."""
     monkeypatch.setattr(_standstill, "STUCK_S", 0.0)
     waits = Status(1.0, 1.0, 1.0, "a collective")
 
@@ -346,31 +252,17 @@ def test_waiting_for_a_requeued_rank_is_not_stuck(counts, monkeypatch):
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_requeue_ends_a_run_of_a_cluster(asks):
+def test_a_requeue_on_a_cluster(asks):
     """The ending is requeued, whether ranks called requeue or exceeded grace_s after a preemption."""
     stage = Stage(first=requeues if asks else None, counts=None if asks else [0, 0], requeues=True, grace_s=0.05)
     ending = stage.ending()
     assert (ending.requeued, ending.is_success) == (True, False)
     assert {type(each) for each in ending.outcomes.values()} == {Requeued if asks else Ended}
-    assert stage.starts == ONCE
-
-
-def test_failures_restart_in_place_on_a_cluster():
-    stage = Stage(first=fails, requeues=True, max_restarts=1)
-    ending = stage.ending()
-    assert not ending.requeued
-    assert {type(each) for each in ending.outcomes.values()} == {Returned}
-    assert stage.starts[-1] == (1, 1)
-
-
-def test_a_cancel_wins_over_a_requeue():
-    stage = Stage(first=requeues, requeues=True, handlers={"bye": lambda rank: stage.cancels("bye", rank)})
-    ending = stage.ending()
-    assert (ending.cancelled, ending.requeued) == (True, False)
+    assert stage.node.starts == ONCE
 
 
 @pytest.mark.parametrize("counts", [None, [0, 0]], ids=["then preempted", "preempted"])
-def test_a_failure_around_a_preemption_is_requeued(counts):
+def test_a_failure_around_a_preemption(counts):
     """It does not restart in place, because the cluster takes the machines back."""
 
     def end(rank):
@@ -380,13 +272,13 @@ def test_a_failure_around_a_preemption_is_requeued(counts):
     handlers = {"checkpoint": fails} if counts else {"end": end}
     stage = Stage(counts=counts, first=None if counts else fails, handlers=handlers, requeues=True, max_restarts=1)
     assert stage.ending().requeued
-    assert stage.starts == ONCE
+    assert stage.node.starts == ONCE
 
 
 # --- limits ---
 
 
-def test_a_node_that_does_not_report_is_given_up(monkeypatch):
+def test_a_silent_node_is_given_up(monkeypatch):
     """A failure ends the launch, even if a node's agent is stopped."""
     monkeypatch.setattr(_coordinator, "_GIVE_UP_S", 0.1)
     stage = Stage(first=lambda rank: not fails(rank), handlers={"end": lambda rank: True}, grace_s=0.1)
@@ -395,7 +287,7 @@ def test_a_node_that_does_not_report_is_given_up(monkeypatch):
     assert repr(stage.outcome()) == "ValueError(0)"
 
 
-def test_time_of_a_stopped_watcher_is_no_silence(monkeypatch):
+def test_a_stopped_watcher(monkeypatch):
     """A watcher that was stopped reads the messages of its ranks before it checks `hang_timeout_s`."""
     clock, ahead = time.monotonic, []
     monkeypatch.setattr(_coordinator.time, "monotonic", lambda: clock() + 1000.0 * len(ahead))
@@ -411,28 +303,7 @@ def test_time_of_a_stopped_watcher_is_no_silence(monkeypatch):
 # --- real ranks ---
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_launch_that_fails_once_restarts(method, tmp_path):
-    """The second attempt has new process groups. Logs have the output of all attempts."""
-
-    def train():
-        value = torch.ones(1)
-        print(f"attempt {current_rank().restart}", flush=True)
-        dist.all_reduce(value)
-        if current_rank().restart == 0 and current_rank().global_rank == 1:
-            raise ValueError
-        dist.all_reduce(value)
-        return current_rank().restart, value.item()
-
-    launch = wrapper(ranks(max_restarts=1, spawn_method=method, console_logs=tmp_path))(train).submit()
-    assert launch.results() == ((1, 4.0), (1, 4.0))
-    assert all(f"attempt {restart}\n" in launch.logs(0) for restart in range(2))
-    assert (launch.log_folder / "rank-0.log").read_text() == launch.logs(0)
-
-
-def test_the_time_limit_spans_all_attempts():
-    """`timeout_min` also ends a launch that would fail and restart forever."""
-
+def test_the_time_limit_of_restarts():
     def train():
         raise ValueError
 

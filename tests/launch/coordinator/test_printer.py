@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -17,19 +16,6 @@ from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S
 
 PREFIX = "[rank 3] "
-
-
-def test_output_needs_no_further_thread(monkeypatch, capsys):
-    """At the limit on threads, the calling thread prints."""
-
-    def refuse(_thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    printer = Printer()
-    printer.add(lambda: Lines(printer, PREFIX, "stdout").take(b"one\ntwo\n"))
-    printer.finish()
-    assert capsys.readouterr().out == f"{PREFIX}one\n{PREFIX}two\n"
 
 
 # -- launches
@@ -45,26 +31,20 @@ def write_lines():
     logger.warning("warning")
 
 
-@pytest.mark.parametrize("given", [(0,), [1, 0], (), None], ids=repr)
-@pytest.mark.parametrize("verbose", [True, False], ids=["verbose", "quiet"])
-def test_lines_of_print_ranks_are_shown(given, verbose, capfd):
+@pytest.mark.parametrize(
+    ("given", "verbose", "shown"), [([1], True, [1]), ((), True, []), (None, True, [0, 1]), (None, False, [])]
+)
+def test_lines_of_print_ranks_are_shown(given, verbose, shown, capfd):
     """Lines appear on the same stream as in the rank, also those of C code. Only rank 0 logs below WARNING."""
     launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(write_lines).submit()
     launch.results(timeout=PATIENCE_S)
     out, err = capfd.readouterr()
-    shown = sorted((0, 1) if given is None else given) if verbose else ()
     assert sorted(out.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")]
     logged = {0: ["INFO:mine:info", "WARNING:mine:warning"], 1: ["WARNING:mine:warning"]}
     assert sorted(err.splitlines()) == [
         f"[rank {rank}] {text}" for rank in shown for text in (*logged[rank], f"err {rank}")
     ]
     assert "err 1\n" in launch.logs(1)
-
-
-@pytest.mark.parametrize("given", [(2,), (-1,), (0.5,), "0", 0, (True,)], ids=repr)
-def test_invalid_print_ranks_raise(given):
-    with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
-        ranks(print_ranks=given)
 
 
 def test_lone_rank_has_no_prefix(capfd):
@@ -79,7 +59,6 @@ def test_lone_rank_has_no_prefix(capfd):
 
 
 def test_lines_of_ranks_never_mix(capfd):
-    """2,000 lines from each of two ranks, written in pieces, are shown complete."""
 
     def pours():
         rank = current_rank().global_rank
@@ -93,6 +72,12 @@ def test_lines_of_ranks_never_mix(capfd):
         mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
     assert len(lines) == 4000
+
+
+def test_invalid_print_ranks_raise():
+    for given in (2,), (-1,), (0.5,), "0", 0, (True,):
+        with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
+            ranks(print_ranks=given)
 
 
 UNREAD = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import pickle
@@ -10,7 +9,7 @@ import random
 import re
 import threading
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,12 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from parawrap import (
     LaunchCancelledError,
     LaunchError,
-    Platform,
     PlatformError,
     RankResults,
     UnsendableError,
     current_rank,
-    functional,
     wrapper,
 )
 from tests.helpers.processes import assert_gone, notes_of, ranks
@@ -53,18 +50,19 @@ def recall(name):
 
 
 def test_each_call_is_a_launch(world):
-    """The same processes answer in the order of ranks, with process groups, and without their own state here."""
+    """The same processes answer in the order of ranks, with process groups, also next to a launch."""
     assert type(world(my_rank)) is RankResults
-    assert [world(all_sum, float(step)) for step in range(3)] == [(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]
     assert world(os.getpid) == world(os.getpid)
-
-    def reduce():
-        rank = current_rank()
-        return rank.world_size, rank.device.type, functional.reduce_metrics({"loss": float(rank.global_rank)})["loss"]
-
-    assert world(reduce) == ((2, "cpu", 0.5),) * 2
-    assert wrapper(ranks())(all_sum)() == (2.0, 2.0)  # a launch next to them
+    assert wrapper(ranks())(all_sum)() == (2.0, 2.0)
     assert world(all_sum) == (2.0, 2.0)
+
+
+def test_a_changed_variable_is_sent(world):
+    """A decorated function runs in these ranks, and not in ranks of its own platform."""
+    number = 1
+    read = wrapper(ranks(1))(lambda: (number, current_rank().world_size))
+    first, number = world(read), 2
+    assert (first, world(read)) == (((1, 2),) * 2, ((2, 2),) * 2)
 
 
 def test_one_rank_can_be_called(world):
@@ -75,49 +73,6 @@ def test_one_rank_can_be_called(world):
     assert world(recall, "value") == (0, 7)
     with pytest.raises(IndexError, match=r"rank=2: there are the ranks 0 to 1"):
         world[2]
-    with pytest.raises(IndexError, match=r"rank=-3"):
-        world[-3]
-
-
-class Adder:
-    """Adds a number, by all kinds of methods."""
-
-    base = 10
-
-    def __init__(self, number):
-        self.number = number
-
-    def add(self, value):
-        return self.number + value
-
-    @classmethod
-    def add_base(cls, value):
-        return cls.base + value
-
-    def __call__(self, value):
-        return self.number * value
-
-
-@wrapper(Platform(device="cpu", n_cpus=1, verbose=False))
-def decorated(value):
-    """Run in the ranks that are called, and not in ranks of its own platform."""
-    return value, current_rank().world_size
-
-
-def add(left, right=0, *more, scale=1):
-    return (left + right + sum(more)) * scale + my_rank()
-
-
-def test_functions_of_every_kind(world):
-    functions = [Adder(3).add, Adder.add_base, Adder(3), lambda value: value * 50, functools.partial(pow, 2), float]
-    assert [world(each, 2)[1] for each in functions] == [5, 12, 6, 100, 4, 2.0]
-    assert world(decorated, 2) == ((2, 2),) * 2
-    assert world(add, 1, 2, 3, scale=10) == (60, 61)
-    assert world[1](add, left=4, right=1) == 6
-    number = 1
-    read = lambda: number  # noqa: E731
-    first, number = world(read), 2
-    assert (first, world(read)) == ((1, 1), (2, 2))
 
 
 def test_calls_that_cannot_work(world):
@@ -130,17 +85,13 @@ def test_calls_that_cannot_work(world):
         yield
 
     with pytest.raises(TypeError, match="wrong"):
-        world(add, 1, right=2, wrong=3)
+        world(store, 1, value=2, wrong=3)
     for function in (waits, yields):
         with pytest.raises(TypeError):
             world(function)
     lock = threading.Lock()
-    with pytest.raises(UnsendableError, match=re.escape("args[0]['steps'][1] cannot be sent to another process: ")):
-        world(lambda _: None, {"steps": [0, lock]})
     with pytest.raises(UnsendableError, match=re.escape("kwargs['config'][0] cannot be sent to another process: ")):
         world(lambda **_: None, config=[lock])
-    with pytest.raises(UnsendableError, match="'lock'"):
-        world(lambda: lock)
     with pytest.raises(UnsendableError, match=re.escape("args[0]")):
         world(lambda _: None, world)
     with pytest.raises(TypeError, match="ranks belong to the process that opened them"):
@@ -174,19 +125,9 @@ def draw(count):
     return [(random.random(), torch.rand(1).item()) for _ in range(count)]
 
 
-class Net(torch.nn.Module):
-    """A model with random numbers in its forward pass, so that their stream counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def prepare():
-    STATE["model"] = DistributedDataParallel(Net())
+    layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+    STATE["model"] = DistributedDataParallel(torch.nn.Sequential(*layers))
 
 
 def train(steps):
@@ -205,7 +146,7 @@ def train_at_once():
     return train(4), train(4)
 
 
-def test_training_over_calls_is_one_launch():
+def test_training_over_several_calls():
     """Calls have the losses, random numbers, and weights of one launch, bit for bit."""
     expected = wrapper(ranks(seed=1))(train_at_once)()
     with ranks(seed=1).open() as opened:
@@ -227,43 +168,15 @@ def exchange(tensor):
     return tensor + my_rank(), [[each[0].item(), each[-1].item()] for each in STATE["kept"]]
 
 
-def test_large_tensors_outlive_later_calls(world):
+def test_tensors_outlive_later_calls(world):
     """Later calls do not reuse the memory of arguments that a rank keeps, nor of results."""
     size = 1 << 20
-    results = [world(exchange, torch.full((size,), 10.0 * step)) for step in range(4)]
+    results = [world(exchange, torch.full((size,), 10.0 * step)) for step in range(3)]
     for step, each in enumerate(results):
         for rank, (tensor, kept) in enumerate(each):
             assert torch.equal(tensor, torch.full((size,), 10.0 * step + rank))
             assert kept == [[10.0 * earlier] * 2 for earlier in range(step + 1)]
     world(STATE.clear)
-
-
-@dataclass
-class Report:
-    """An argument and result of a class of this module."""
-
-    rank: int
-    weights: torch.Tensor
-
-
-def test_values_keep_class_and_memory(world):
-    """Instances keep their classes, and tensors that share memory share it in the rank."""
-
-    class Local:
-        def __init__(self, value):
-            self.value = value
-
-    base = torch.arange(1 << 20)
-
-    def change(whole, part, local, report):
-        assert (type(local), type(report)) == (Local, Report)
-        whole[5] = -1
-        return part[0].item(), whole, whole[5:], Local(my_rank()), Report(report.rank + my_rank(), report.weights)
-
-    for rank, (value, whole, part, local, report) in enumerate(world(change, base, base[5:], Local(5), Report(3, base))):
-        whole[5] = 3
-        assert (value, part[0].item(), base[5].item()) == (-1, 3, 5)
-        assert (type(local), local.value, type(report), report.rank) == (Local, rank, Report, 3 + rank)
 
 
 # -- output
@@ -307,19 +220,17 @@ def test_a_submitted_call_has_a_handle(world, tmp_path):
     later = [world.submit(lambda step=step: recall("order").append(step)) for step in range(5)]
     eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
     assert (launch.done(), launch.state, world.state, later[0].done()) == (False, "running", "running", False)
-    with pytest.raises(TimeoutError):
-        launch.results(timeout=0.01)
     for stacks in launch.stacks(), world.stacks():
         assert sorted(stacks) == [0, 1]
         assert all("in wait_for" in text for text in stacks.values())
     (tmp_path / "go").touch()
-    assert launch.results(PATIENCE_S) == launch.results() == (0, 1)
+    assert launch.results(PATIENCE_S) == (0, 1)
     assert (launch.done(), launch.state, launch.stacks()) == (True, "finished", {})
     assert [launch.logs(0), launch.logs(1)] == ["during of 0\n", "during of 1\n"]
     assert world(recall, "order") == ([0, 1, 2, 3, 4],) * 2
 
 
-def test_a_cancelled_call_keeps_the_ranks(world, tmp_path):
+def test_a_cancel_keeps_the_ranks(world, tmp_path):
     """`cancel` raises KeyboardInterrupt in the function; a call that has not begun never runs."""
     before = world(os.getpid)
 
@@ -345,23 +256,16 @@ def test_a_cancelled_call_keeps_the_ranks(world, tmp_path):
     assert (world(os.getpid), world(all_sum)) == (before, (2.0, 2.0))
 
 
-def test_threads_may_call_several_worlds(world):
+def test_calls_of_several_threads(world):
     """Each thread gets the results of its own calls, in the world that it calls."""
-    found = {}
-
-    def calls(opened, number):
-        found[number] = {opened(all_sum, float(number)) for _ in range(20)}
-
-    with ranks(3).open() as other:
-        threads = [threading.Thread(target=calls, args=((world, other)[number % 2], number)) for number in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(PATIENCE_S)
+    with ranks(3).open() as other, ThreadPoolExecutor(4) as pool:
+        calls = [
+            [pool.submit((world, other)[number % 2], all_sum, float(number)) for _ in range(20)] for number in range(4)
+        ]
+        found = [{each.result(PATIENCE_S) for each in several} for several in calls]
         other(store, "world", 3)
         assert world(recall, "world") == (None, None)
-        assert not set(world(os.getpid)) & set(other(os.getpid))
-    assert found == {0: {(0.0, 0.0)}, 1: {(3.0,) * 3}, 2: {(4.0, 4.0)}, 3: {(9.0,) * 3}}
+    assert found == [{(0.0, 0.0)}, {(3.0,) * 3}, {(4.0, 4.0)}, {(9.0,) * 3}]
 
 
 # -- displays and the end
@@ -414,26 +318,14 @@ def test_ranks_end_without_close():
 
 
 @pytest.mark.parametrize(
-    ("fields", "cure"),
+    ("fields", "text"),
     [
-        ({"launcher": "slurm"}, "launcher='ray'"),
-        ({"launcher": "env"}, "launcher='local'"),
-        ({"max_restarts": 1}, "Leave max_restarts out"),
+        ({"launcher": "slurm"}, "launcher='slurm': .*launcher='ray'"),
+        ({"launcher": "env"}, "launcher='env': .*launcher='local'"),
+        ({"max_restarts": 1}, "max_restarts=1: .*Leave max_restarts out"),
     ],
     ids=["slurm", "env", "restarts"],
 )
-def test_platforms_that_cannot_stay(fields, cure):
-    """The error names the field, its value, and a cure."""
-    ((name, value),) = fields.items()
-    with pytest.raises(PlatformError, match=cure) as caught:
+def test_platforms_that_cannot_stay(fields, text):
+    with pytest.raises(PlatformError, match=text):
         ranks(**fields).open()
-    assert str(caught.value).startswith(f"{name}={value!r}: ")
-
-
-def test_a_torchrun_rank_opens_no_ranks(monkeypatch):
-    """In a process that torchrun started, the launcher is env by default."""
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PlatformError, match="launcher='env'"):
-        ranks().open()

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, Platform, current_rank, wrapper
-from tests.helpers.processes import failure_of, ranks
+from parawrap import current_rank, wrapper
+from tests.helpers.processes import ranks
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
-PREEMPTIONS = 4
+PREEMPTIONS = 2
 
 
 def submit(function, *args, count=2, **fields):
@@ -37,29 +37,6 @@ def wait_for(path):
 
 def wait_for_reports(folder, pattern, number):
     eventually(lambda: len([*folder.glob(pattern)]) == number, f"{number} {pattern}")
-
-
-def preempt(launch):
-    """Preempt and wait until every rank knows. Ranks answer in order, so an answer to `stacks` proves it."""
-    launch.preempt()
-    eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank")
-
-
-def step_of_checkpoint(folder, before_check=None, after_check=None):
-    """Count steps until preempted, and return the step at which this rank saved in the start before."""
-    rank = current_rank()
-    saved = Path(folder, f"{rank.global_rank}.saved")
-    if rank.restart:
-        return int(saved.read_text())
-    for step in count():
-        if before_check is not None:
-            before_check(rank.global_rank, step)
-        if rank.should_checkpoint():
-            saved.write_text(str(step))
-            rank.requeue()
-        if after_check is not None:
-            after_check(rank.global_rank, step)
-    raise AssertionError
 
 
 # -- loops
@@ -92,82 +69,39 @@ def test_preemptions_lose_no_step(tmp_path):
     results = launch.results(timeout=PATIENCE_S)
     assert results == (list(range(len(results[0]))),) * 3
     assert len(results[0]) >= 2 * PREEMPTIONS + 3
-    assert launch.state == "finished"
 
 
 def test_ranks_behind_catch_up(tmp_path):
     """Ranks behind continue to the step of the foremost rank, even if that rank has already saved and exited."""
 
-    def loiter(rank, step):
-        if step == (7 if rank == 0 else 2):
-            report(tmp_path, "waits")
-            wait_for(tmp_path / "go")
-        if step == 4 and rank == 1:
-            wait_for(tmp_path / "0.saved")
+    def train():
+        rank = current_rank()
+        saved = Path(tmp_path, f"{rank.global_rank}.saved")
+        if rank.restart:
+            return int(saved.read_text())
+        for step in count():
+            if rank.should_checkpoint():
+                saved.write_text(str(step))
+                rank.requeue()
+            if step == (7 if rank.global_rank == 0 else 2):
+                report(tmp_path, "waits")
+                wait_for(tmp_path / "go")
+            if step == 4 and rank.global_rank == 1:
+                wait_for(tmp_path / "0.saved")
+        raise AssertionError
 
-    launch = submit(step_of_checkpoint, tmp_path, None, loiter)
+    launch = submit(train)
     wait_for_reports(tmp_path, "waits*", 2)
-    preempt(launch)
+    launch.preempt()
+    eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank, which proves that it knows")
     (tmp_path / "go").touch()
     assert launch.results(timeout=PATIENCE_S) == (8, 8)
-
-
-def test_a_slow_rank_joins_the_collective(tmp_path):
-    """If a rank waits in a collective, the slow rank takes part in it, and both ranks save afterwards."""
-
-    def loiter(rank, step):
-        if step == 2 and rank == 1:
-            wait_for(tmp_path / "go")
-
-    def meet(rank, step):
-        if step == 2 and rank == 0:
-            report(tmp_path, "waits")
-        all_sum()
-
-    launch = submit(step_of_checkpoint, tmp_path, loiter, meet)
-    wait_for_reports(tmp_path, "waits*", 1)
-    preempt(launch)
-    (tmp_path / "go").touch()
-    assert launch.results(timeout=PATIENCE_S) == (3, 3)
-
-
-def unpack_slowly(folder):
-    """Return at once in the first rank, and after the test's signal in the other."""
-    try:
-        Path(folder, "first").touch(exist_ok=False)
-    except FileExistsError:
-        wait_for(Path(folder, "go"))
-
-
-class Slow:
-    """An argument that takes long to unpickle in one rank."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return unpack_slowly, (str(self.folder),)
-
-
-def test_a_starting_rank_catches_up(tmp_path):
-    """A rank that is preempted while it unpickles its arguments saves at the step of the running rank."""
-
-    def run(rank, step):
-        if step == 5:
-            report(tmp_path, "runs")
-
-    launch = submit(lambda _slow: step_of_checkpoint(tmp_path, None, run), Slow(tmp_path), ipc_groups=None)
-    wait_for_reports(tmp_path, "runs*", 1)
-    preempt(launch)
-    (tmp_path / "go").touch()
-    first, second = launch.results(timeout=PATIENCE_S)
-    assert first == second > 5
 
 
 # -- functions that do not requeue, or without a preemption
 
 
-def test_a_function_that_ignores_it_is_ended(tmp_path, caplog):
+def test_an_ignored_preemption(tmp_path, caplog):
     """A function without `should_checkpoint` ends after grace_s, with a warning and its finally blocks, and restarts."""
 
     def train():
@@ -188,7 +122,7 @@ def test_a_function_that_ignores_it_is_ended(tmp_path, caplog):
     assert "did not call requeue() within grace_s=0.5" in caplog.text
 
 
-def test_a_preempted_function_may_return(tmp_path):
+def test_a_return_after_a_preemption(tmp_path):
     """If a preempted function returns without `requeue`, its results count; more preemptions change nothing."""
 
     def train():
@@ -221,84 +155,12 @@ def test_a_preemption_during_the_start():
         assert (rank.global_rank, rank.restart, rank.group, rank.should_checkpoint()) == (number, 1, None, False)
 
 
-def test_a_cancelled_launch_is_not_preempted(tmp_path):
-    """Ranks that clean up after a cancel do not start again."""
-
-    def train():
-        report(tmp_path, "runs")
-        try:
-            threading.Event().wait()
-        finally:
-            report(tmp_path, "cleans")
-            wait_for(tmp_path / "go")
-
-    launch = submit(train)
-    wait_for_reports(tmp_path, "runs-0-*", 2)
-    canceller = threading.Thread(target=launch.cancel)
-    canceller.start()
-    wait_for_reports(tmp_path, "cleans*", 2)
-    launch.preempt()
-    (tmp_path / "go").touch()
-    canceller.join()
-    with pytest.raises(LaunchCancelledError):
-        launch.results()
-    assert not [*tmp_path.glob("runs-1-*")]
-
-
-def test_one_rank_may_requeue_all(tmp_path):
-    """The broken collective of the others does not count as a failure, and finally blocks run."""
-
-    def train():
-        rank = current_rank()
-        if rank.restart == 0 and rank.global_rank == 0:
-            try:
-                rank.requeue()
-            finally:
-                report(tmp_path, "finally")
-        return rank.restart, all_sum()
-
-    assert submit(train, count=3).results(timeout=PATIENCE_S) == ((1, 3.0),) * 3
-    assert (tmp_path / "finally-0-0").exists()
-
-
-def test_an_exception_wins_over_a_requeue():
-    """If one rank raises while others requeue, the exception is raised, and no rank starts again."""
-
-    def train():
-        rank = current_rank()
-        if rank.global_rank == 1:
-            raise ValueError(rank.restart)
-        rank.requeue()
-
-    error, _ = failure_of(train, platform=ranks(3, grace_s=60))
-    assert repr(error) == "ValueError(0)"
-
-
 # -- inline
 
 
-def inline(function):
-    (result,) = wrapper(Platform(device="cpu"))(function).inline()
-    return result
-
-
-@pytest.fixture
-def own_handler():
-    """A SIGUSR2 handler that must be in place before and after a call."""
-
-    def handle(*_):
-        raise AssertionError
-
-    before = signal.signal(signal.SIGUSR2, handle)
-    yield handle
-    assert signal.getsignal(signal.SIGUSR2) is handle
-    signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.usefixtures("own_handler")
-def test_a_signal_preempts_an_inline_call():
+def test_a_signal_preempts_inline():
     """SIGUSR2 preempts each start, `requeue` calls the function again in this thread, and an exception ends it."""
-    steps = []
+    steps, before = [], signal.getsignal(signal.SIGUSR2)
 
     def train():
         rank = current_rank()
@@ -312,22 +174,23 @@ def test_a_signal_preempts_an_inline_call():
                 signal.raise_signal(signal.SIGUSR2)
 
     with pytest.raises(KeyError) as caught:
-        inline(train)
+        wrapper(ranks(1))(train).inline()
     assert caught.value.args == (threading.get_ident(), 1)
     assert steps == [0, 1, 2, 3] * 2
+    assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_inline_in_another_thread(own_handler):
-    """The call is never preempted and keeps the signal handler; `requeue` works."""
+def test_inline_in_another_thread():
+    """The call is never preempted; `requeue` works."""
     seen = []
 
     def train():
         rank = current_rank()
-        seen.append((rank.restart, rank.should_checkpoint(), signal.getsignal(signal.SIGUSR2) is own_handler))
+        seen.append((rank.restart, rank.should_checkpoint()))
         if rank.restart == 0:
             rank.requeue()
 
-    thread = threading.Thread(target=inline, args=(train,))
+    thread = threading.Thread(target=wrapper(ranks(1))(train).inline)
     thread.start()
     thread.join()
-    assert seen == [(0, False, True), (1, False, True)]
+    assert seen == [(0, False), (1, False)]

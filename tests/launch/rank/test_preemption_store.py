@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from parawrap import Platform, current_rank, wrapper
+from parawrap import LaunchError, Platform, current_rank, wrapper
 from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._signed_values import SignedStore, Signer
 from tests.helpers.ranks import all_sum
@@ -33,7 +33,7 @@ def world(tmp_path_factory):
     started.stop()
 
 
-def test_a_signal_to_one_rank_preempts_all(world):
+def test_a_signal_preempts_all_ranks(world):
     """All ranks save at the same step, though they loop alone. Finally blocks run, and nothing is left behind."""
 
     def own_handler(*_):
@@ -70,30 +70,13 @@ def test_a_signal_to_one_rank_preempts_all(world):
     assert rest == [True, []]
 
 
-class TouchesFileWhenPickled:
-    """Creates a file when it is pickled, which happens as a rank returns it."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        self.path.touch()
-        return str, ("",)
-
-
-def test_a_returned_rank_blocks_no_agreement(world, tmp_path):
-    """The other rank saves, all ranks start again, and a signal to the returned rank does no harm."""
+def test_a_rank_returns_before_a_signal(world):
+    """The other rank saves, and all ranks start again."""
 
     def call():
         def train():
-            rank, pid = current_rank(), tmp_path / "pid"
-            if rank.restart == 0 and rank.global_rank == 0:
-                pid.write_text(str(os.getpid()))
-                return TouchesFileWhenPickled(tmp_path / "returned")
-            if rank.restart == 0:
-                while not (tmp_path / "returned").exists():
-                    time.sleep(0.01)
-                os.kill(int(pid.read_text()), signal.SIGUSR2)
+            rank = current_rank()
+            if rank.restart == 0 and rank.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 while not rank.should_checkpoint():
                     time.sleep(0.01)
@@ -126,7 +109,32 @@ def test_one_rank_requeues_or_raises(world):
     assert world(call) == [([(1, 2.0)] * 2, "ValueError('own')")] * 2
 
 
-def test_a_forged_request_preempts_no_rank(caplog):
+def test_a_forged_result_is_refused(world):
+    """A rank that unpickled it would run code of another user. Each call has its own keys."""
+
+    def call():
+        prefixes, errors = [], []
+
+        def forge():
+            if current_rank().global_rank == 0:
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+                (prefix,) = {key.removesuffix("/joined") for key in store.list_keys() if key.endswith("/joined")}
+                prefixes.append(prefix)
+                store.wait([f"{prefix}/1"])
+                store.set(f"{prefix}/1", b"forged")
+
+        for _ in range(2):
+            try:
+                wrapper(CPU)(forge)()
+            except LaunchError as error:
+                errors.append(str(error))
+        return len({*prefixes}), ["the value of rank 1 in the world's store is not signed" in each for each in errors]
+
+    assert world(call) == [(2, [True, True]), (0, [True, True])]
+
+
+def test_a_forged_preemption(caplog):
     """A request that is not signed with the ranks' secret is logged, and no rank saves."""
     store = dist.HashStore()
     store.set("test/requested", "forged")

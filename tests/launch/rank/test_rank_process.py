@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import io
 import json
-import logging
-import multiprocessing
 import os
 import pdb
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -28,10 +25,10 @@ from parawrap.launch.rank._set_up_rank import Place, set_up
 from tests.helpers.processes import failure_of, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S
 
-METHODS = ["forkserver", "spawn", "fork"]
+METHODS = ["forkserver", "fork"]
 
 
-def test_a_node_without_cuda_names_the_cure(monkeypatch):
+def test_a_node_without_cuda(monkeypatch):
     """A GPU rank on a node with a CPU build of torch raises PlatformError with what to install."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -44,42 +41,15 @@ def test_a_node_without_cuda_names_the_cure(monkeypatch):
 # -- one launch per spawn method, for several tests
 
 
-class PutRow(torch.utils.data.Dataset):
-    """A dataset that puts each row it loads into a queue."""
-
-    def __init__(self, queue):
-        self.queue = queue
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, row):
-        self.queue.put(row)
-        return row
-
-
-def interrupt_children():
-    """Return the exit codes of a subprocess and a forked child that got SIGINT."""
+def interrupt_subprocess():
+    """Return the exit code of a subprocess that got SIGINT. The rank gets it too."""
     code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"  # a long sleep would miss a signal
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writer, b"1")
-            while True:
-                time.sleep(0.05)
-        except KeyboardInterrupt:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    os.read(reader, 1)
-    os.kill(pid, signal.SIGINT)
-    _, status = os.waitpid(pid, 0)
     os.kill(os.getpid(), signal.SIGINT)
-    return child.returncode, os.waitstatus_to_exitcode(status)
+    return child.returncode
 
 
 def count_threads():
@@ -109,48 +79,27 @@ def leave_open(folder):
     return [each.name for each in files]
 
 
-@pytest.fixture(scope="module")
-def manager():
-    """A running manager of multiprocessing."""
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        yield manager
-
-
 @pytest.fixture(scope="module", params=METHODS)
-def observed(request, manager, tmp_path_factory):
+def observed(request, tmp_path_factory):
     """What one rank of a launch with a spawn method saw, and the folder that it wrote into."""
     method, folder = request.param, tmp_path_factory.mktemp("rank")
-    queue, settings = manager.Queue(), manager.dict(lr=0.5)
     np.ones((200, 200)) @ np.ones((200, 200))  # starts the BLAS threads of this process
 
     def observe():
-        queue.put(settings["lr"])
-        loader = torch.utils.data.DataLoader(PutRow(queue), num_workers=1, multiprocessing_context=method)
-        return {
-            "rows": len(list(loader)),
-            "threads": count_threads(),
-            "children": interrupt_children(),
-            "files": leave_open(folder),
-        }
+        return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "files": leave_open(folder)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
         (found,) = wrapper(ranks(1, spawn_method=method))(observe)()
-    return found | {"folder": folder, "queue": queue, "method": method}
+    return found | {"folder": folder, "method": method}
 
 
-def test_ranks_use_objects_of_a_manager(observed):
-    """Ranks and their loader workers put into a queue of the launching process; ranks read its dict."""
-    assert observed["rows"] == 2
-    assert [observed["queue"].get(timeout=PATIENCE_S) for _ in range(3)] == [0.5, 0, 1]
+def test_sigint_ends_a_subprocess(observed):
+    """The rank ignores it: the launching process decides."""
+    assert observed["subprocess"] == -signal.SIGINT
 
 
-def test_children_of_ranks_heed_sigint(observed):
-    """It ends a subprocess of a rank, and raises KeyboardInterrupt in a forked child. The rank ignores it."""
-    assert observed["children"] == (-signal.SIGINT, 7)
-
-
-def test_libraries_of_ranks_share_the_cores(observed):
+def test_libraries_share_the_cores(observed):
     """numpy, scipy, and subprocesses get the threads that torch gets, also if the warm process has loaded numpy."""
     assert observed["threads"] == {1 if observed["method"] == "fork" else len(os.sched_getaffinity(0))}
 
@@ -162,7 +111,7 @@ def test_ranks_exit_as_interpreters_do(observed):
     assert [Path(name).exists() for name in observed["files"]] == [False] * 3
 
 
-def test_omp_num_threads_of_the_user_holds(monkeypatch):
+def test_omp_num_threads_holds(monkeypatch):
     assert wrapper(ranks(2 * len(os.sched_getaffinity(0))))(count_threads)()[0] == {1}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert wrapper(ranks(3))(count_threads)() == ({2},) * 3
@@ -171,37 +120,23 @@ def test_omp_num_threads_of_the_user_holds(monkeypatch):
 # -- prompts
 
 
-def call_breakpoint():
-    breakpoint()
-
-
-def set_trace():
-    pdb.set_trace()
-    return current_rank()
-
-
-def examine_exception():
-    try:
-        raise KeyError
-    except KeyError:
-        pdb.post_mortem()
-
-
-def break_with_torch():
-    dist.breakpoint(1)
-
-
-@pytest.mark.parametrize("function", [call_breakpoint, set_trace, examine_exception, break_with_torch])
-def test_a_debugger_in_a_rank_names_inline(function):
+@pytest.mark.parametrize("debug", [breakpoint, pdb.set_trace, pdb.post_mortem, lambda: dist.breakpoint(1)])
+def test_a_debugger_names_inline(debug):
     """LaunchError says to call ``inline``, and no rank waits for a terminal."""
-    error, _ = failure_of(function)
+
+    def examine():
+        try:
+            raise KeyError
+        except KeyError:
+            debug()
+
+    error, _ = failure_of(examine)
     assert type(error) is LaunchError
-    assert f"a rank has no terminal. Call {function.__name__}.inline(...)" in str(error)
-    assert f"in {function.__name__}" in notes_of(error)
+    assert "a rank has no terminal. Call examine.inline(...)" in str(error)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_in_a_rank_names_inline(method, monkeypatch):
+def test_a_prompt_names_inline(method, monkeypatch):
     """`input` raises EOFError, although the script has a terminal."""
 
     def confirm():
@@ -231,7 +166,7 @@ def test_standard_input_can_be_replaced(monkeypatch):
     assert wrapper(ranks(1))(read)() == (["", "yes", "no", True],)
 
 
-# -- options of the interpreter, and variables that libraries read at import
+# -- options of the interpreter
 
 OPTIONS = """
 import json, sys, warnings
@@ -257,7 +192,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_have_the_interpreters_options(tmp_path):
+def test_options_of_the_interpreter(tmp_path):
     """Flags, warning filters, and ``-X`` options of the script hold in ranks with interpreters of their own."""
     (tmp_path / "script.py").write_text(OPTIONS)
     options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8", "-X", "own=1"
@@ -268,18 +203,11 @@ def test_ranks_have_the_interpreters_options(tmp_path):
 
 
 def test_variables_change_between_launches(monkeypatch):
-    """The local time and the compiler's settings follow, although the warm process may have loaded the compiler."""
-
-    def read():
-        from torch._inductor import config
-
-        return time.localtime(0).tm_hour, config.max_autotune
-
-    launched = wrapper(ranks(1))(read)
-    for zone, hour, value in ("UTC", 0, "1"), ("Asia/Tokyo", 9, "0"):
+    """The local time follows, although the warm process has read it."""
+    launched = wrapper(ranks(1))(lambda: time.localtime(0).tm_hour)
+    for zone, hour in ("UTC", 0), ("Asia/Tokyo", 9):
         monkeypatch.setenv("TZ", zone)
-        monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", value)
-        assert launched() == ((hour, value == "1"),)
+        assert launched() == (hour,)
 
 
 # -- process groups that the function makes
@@ -294,13 +222,10 @@ def init_group():
     return total.item()
 
 
-def test_a_function_can_make_its_own_groups():
-    """The variables of torchrun lead to a free port of the loopback interface, also for launches at the same time."""
+def test_a_function_makes_own_groups():
+    """Also launches at the same time. If the platform has made groups, the error names the cure."""
     launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
     assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
-
-
-def test_a_second_default_group_names_the_cure():
     error, _ = failure_of(init_group)
     assert type(error) is ValueError
     assert "Platform(ipc_groups=None)" in notes_of(error)
@@ -309,22 +234,7 @@ def test_a_second_default_group_names_the_cure():
 # -- logging and memory
 
 
-def test_a_function_can_configure_logging(capfd):
-    """Lines appear once, in the format and with the levels that the function chose."""
-
-    def log():
-        level = "DEBUG" if current_rank().global_rank == 0 else "ERROR"
-        logging.basicConfig(level=level, format="own %(levelname)s %(message)s", force=True)
-        logging.getLogger("train").debug("detail")
-        logging.getLogger("train").error("fault")
-
-    wrapper(ranks(verbose=True))(log)()
-    out, err = capfd.readouterr()
-    lines = ["[rank 0] own DEBUG detail", "[rank 0] own ERROR fault", "[rank 1] own ERROR fault"]
-    assert sorted([*out.splitlines(), *err.splitlines()]) == lines
-
-
-def test_ranks_share_the_memory_of_arguments():
+def test_memory_of_arguments_is_shared():
     """Reading a tensor of 64 MiB costs a rank less than 8 MiB of private memory, and writing it costs its size."""
 
     def measure(rows):

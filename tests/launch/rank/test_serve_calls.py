@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import os
 import threading
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -31,10 +30,6 @@ def block(how):
         dist.recv(torch.ones(3), src=(my_rank() + 1) % dist.get_world_size())
     elif how == "event":
         threading.Event().wait()
-    elif how == "sleep":
-        time.sleep(600)
-    elif how == "hold_gil":
-        ctypes.PyDLL(None).sleep(600)
     while how == "compute":
         pass
     while how == "ignore":
@@ -48,30 +43,21 @@ def keep_group():
     STATE["group"] = dist.group.WORLD
 
 
-def has_same_group():
-    return STATE["group"] is dist.group.WORLD
-
-
 @pytest.fixture(scope="module")
-def worlds():
-    """All ranks that `world` has opened: one world, unless a failing test ended it."""
-    opened = [ranks(seed=0).open()]
-    yield opened
-    for each in opened:
-        each.close()
+def shared_world():
+    with ranks(seed=0).open() as opened:
+        yield opened
 
 
 @pytest.fixture
-def world(worlds):
-    """Two shared ranks. They answer before and after the test, from the same processes."""
-    if worlds[-1].state == "ended":
-        worlds.append(ranks(seed=0).open())
-    opened = worlds[-1]
-    opened(keep_group)
-    before = opened(os.getpid)
-    yield opened
-    assert opened(os.getpid) == before
-    assert opened(all_sum) == (2.0, 2.0)
+def world(shared_world):
+    """Two ranks, shared unless a failing test has ended them. They answer after the test, from the same processes."""
+    with ranks(seed=0).open() if shared_world.state == "ended" else nullcontext(shared_world) as opened:
+        opened(keep_group)
+        before = opened(os.getpid)
+        yield opened
+        assert opened.submit(os.getpid).results(PATIENCE_S) == before
+        assert opened(all_sum) == (2.0, 2.0)
 
 
 def fail_beside(failing, how):
@@ -81,8 +67,7 @@ def fail_beside(failing, how):
     block(how)
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "recv", "event", "sleep", "compute"])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("compute", 1)])
 def test_an_error_beside_a_blocked_rank(world, how, failing):
     """The exception has a note with its rank and traceback. The process groups are new after a broken collective."""
     with pytest.raises(KeyError) as caught:
@@ -90,49 +75,15 @@ def test_an_error_beside_a_blocked_rank(world, how, failing):
     assert caught.value.args == ("weight", 7)
     assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in notes_of(caught.value)
     assert 'raise KeyError("weight", 7)  # the user\'s line' in notes_of(caught.value)
-    assert "parawrap/launch" not in notes_of(caught.value)
     assert world(all_sum) == (2.0, 2.0)
-    assert world(has_same_group) == (how not in ("all_reduce", "recv"),) * 2
-
-
-def test_three_ranks_in_three_places():
-    """One rank raises, one waits in a collective, and one sleeps; and groups are those of the platform."""
-
-    def fail_in_turn():
-        if my_rank() == 1:
-            raise LookupError("first")
-        block("all_reduce" if my_rank() == 0 else "sleep")
-
-    def sum_in_group():
-        group, total = current_rank().group, torch.ones(1)
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        return total.item()
-
-    with ranks(3, ipc_groups=[[0, 1]]).open() as opened:
-        before = opened(os.getpid)
-        for _ in range(2):
-            with pytest.raises(LookupError, match="first") as caught:
-                opened(fail_in_turn)
-            assert "raised in rank 1 of 3" in notes_of(caught.value)
-            assert opened(sum_in_group) == (2.0, 2.0, 1.0)
-        assert opened(os.getpid) == before
-
-
-def test_ranks_without_groups_may_fail():
-    def fails():
-        raise LookupError("here")
-
-    with ranks(ipc_groups=None).open() as opened:
-        with pytest.raises(LookupError, match="here"):
-            opened(fails)
-        assert opened(dist.is_initialized) == (False, False)
+    assert world(lambda: STATE["group"] is dist.group.WORLD) == (how not in ("all_reduce", "recv"),) * 2
 
 
 def resources(pids):
     gc.collect()
     found = [psutil.Process(pid) for pid in pids]
-    return [(each.num_fds(), each.num_threads()) for each in found], [each.memory_info().rss for each in found]
+    counts = [count for each in found for count in (each.num_fds(), each.num_threads())]
+    return counts, [each.memory_info().rss for each in found]
 
 
 def use(value):
@@ -140,7 +91,7 @@ def use(value):
 
 
 @pytest.mark.stress
-def test_many_calls_leave_nothing_behind(world):
+def test_calls_leave_nothing_behind(world):
     """Hundreds of calls and some failures leave descriptors, threads, and memory of all processes as they were."""
     pids = [os.getpid(), *world(os.getpid)]
     tensor = torch.ones(1 << 16)
@@ -155,11 +106,19 @@ def test_many_calls_leave_nothing_behind(world):
                     world(fail_beside, number % 2, "all_reduce")
                 world.submit(use, tensor).results()
 
-    calls(76)
-    before_counts, before_memory = resources(pids)
+    measured = []
+    for _ in range(3):
+        calls(26)
+        measured.append(resources(pids))
+    before_counts = [max(each) for each in zip(*(counts for counts, _ in measured), strict=True)]
+    before_memory = measured[-1][1]
     calls(201)
-    counts, memory = resources(pids)
-    assert counts == before_counts
+
+    def has_not_grown():  # a thread may end a moment after its call
+        return all(now <= before for now, before in zip(resources(pids)[0], before_counts, strict=True))
+
+    eventually(has_not_grown, f"counts up to {before_counts}")
+    memory = resources(pids)[1]
     grown = [after - before for before, after in zip(before_memory, memory, strict=True)]
     assert max(grown) < 10 << 20, grown
 
@@ -176,7 +135,7 @@ def train():
     return model.module.weight.grad.tolist()
 
 
-def test_a_model_survives_or_says_why_not(world):
+def test_a_model_after_a_failed_call(world):
     """A model stays usable if no rank was blocked. One of old process groups raises, and a note says to make it again."""
 
     def fail_everywhere():
@@ -205,13 +164,15 @@ def test_a_model_survives_or_says_why_not(world):
     assert world(train) == before == ([[3.0] * 4],) * 2
 
 
+def test_a_deadlock_in_backward(world, monkeypatch):
+    """Backward of DistributedDataParallel waits in C++ code."""
+    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.5)
+    world(prepare)
+    with pytest.raises(LaunchError, match="is deadlocked"):
+        world(lambda: train() if my_rank() == 1 else None)
+
+
 # -- no operation of a failed call meets one of a later call
-
-
-def begin_and_fail():
-    if my_rank() == 0:
-        STATE["work"] = dist.all_reduce(torch.ones(3), async_op=True)
-    raise LookupError
 
 
 def swap(value, fails=False):
@@ -225,32 +186,14 @@ def swap(value, fails=False):
     return received.item()
 
 
-def make_group_in_rank_0():
-    if my_rank() == 0:
-        dist.new_group([0])
-        raise LookupError
+def test_a_message_of_a_failed_call(world):
+    """A message of a failed call does not arrive in the next one."""
+    with pytest.raises(LookupError):
+        world(swap, 6.0, fails=True)
+    assert world(swap, 5.0) == (5.0, 5.0)
 
 
-def sum_in_new_group(value):
-    total = torch.tensor(value)
-    dist.all_reduce(total, group=dist.new_group([0, 1]))
-    return total.item() / 2
-
-
-@pytest.mark.parametrize(
-    ("failing", "works"),
-    [(begin_and_fail, all_sum), (functools.partial(swap, 6.0, fails=True), swap), (make_group_in_rank_0, sum_in_new_group)],
-    ids=["collective", "message", "group"],
-)
-def test_a_failed_call_leaves_no_operation(failing, works):
-    """A collective, message, or group of one rank in a failed call is not mixed up with those of the next call."""
-    with ranks(2).open() as world:
-        with pytest.raises(LookupError):
-            world(failing)
-        assert world(works, 5.0) == ((10.0, 10.0) if works is all_sum else (5.0, 5.0))
-
-
-def test_a_busy_rank_may_finish_its_call(world, tmp_path):
+def test_a_busy_rank_may_finish(world, tmp_path):
     """After a failure, another rank that is about to end finishes on its own; one that is not is interrupted."""
 
     def fail_while_busy(forever):
@@ -268,13 +211,12 @@ def test_a_busy_rank_may_finish_its_call(world, tmp_path):
     assert (tmp_path / "finished").exists()
 
 
-@pytest.mark.parametrize("how", ["hold_gil", "ignore"])
-def test_a_rank_that_does_not_stop_ends_all(how):
-    """The first error has a note, and later calls say why the ranks have ended."""
+def test_a_rank_that_does_not_stop():
+    """All ranks end. The first error has a note, and later calls say why the ranks have ended."""
     with ranks(grace_s=0.5).open() as opened:
         pids = opened(os.getpid)
         with pytest.raises(KeyError) as caught:
-            opened(fail_beside, 0, how)
+            opened(fail_beside, 0, "ignore")
         assert "the ranks were ended: rank(s) 1 did not stop within grace_s=0.5" in notes_of(caught.value)
         assert_gone(pids)
         with pytest.raises(LaunchError, match=r"cannot call all_sum.*rank\(s\) 1 did not stop"):
@@ -282,8 +224,6 @@ def test_a_rank_that_does_not_stop_ends_all(how):
 
 
 def test_a_cancelled_collective_ends(world):
-    """`cancel` of a call whose ranks wait for each other ends it, and the ranks stay."""
-
     def waits():
         print("waits", flush=True)
         block("recv")

@@ -1,108 +1,70 @@
 """In a torchrun world, a rank unpickles only values that a rank of the same user signed for the same use.
 
-The store of such a world listens on every interface, and any local user can write into it. This file is also the script
-that runs the scenarios. It forks the ranks of each world to save an import of torch per rank.
+The store of such a world listens on every interface, and any local user can write into it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import pickle
-import re
-import signal
-import socket
 import stat
 import struct
-import sys
 import tempfile
-import time
-import traceback
-from pathlib import Path
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from parawrap import Platform, current_rank, wrapper
-from tests.helpers import worlds
-from tests.helpers.waiting import PATIENCE_S, eventually
+from parawrap import LaunchError, LaunchTimeoutError, Platform
+from parawrap.launch._world import World
+from parawrap.launch.rank._exchange_outcomes import Exchange, agree_on_session
+from parawrap.launch.rank._signed_values import SignedStore, Signer
+from tests.helpers.waiting import PATIENCE_S
 
-HERE = Path(__file__).resolve()
-SECRET = "PARAWRAP_SECRET"
-SCENARIOS = {}
-
-
-def scenario(function):
-    """Register a scenario. It takes a folder and checks itself."""
-    SCENARIOS[function.__name__] = function
-    return function
+WORLDS = [World("srun", rank, rank, 0, 4, 4, 1, "127.0.0.1", 1234, rank == 0) for rank in range(4)]
+PAIR = [World("srun", rank, rank, 0, 2, 2, 1, "127.0.0.1", 1234, rank == 0) for rank in range(2)]
+SIGNER = Signer(b"secret")
 
 
-# -- worlds
+# -- sessions
 
 
-def run_world(count, function, home, *, exits_at_once=False, **variables):
-    """Run a function in each of `count` forked ranks and return its result, or the types and text of its error.
-
-    A rank exits only after all ranks have finished, unless `exits_at_once` is True.
-    """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HOME": home}
-    gate, opener = os.pipe()
-    started = []
-    for rank in range(count):
-        reader, writer = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.close(opener)
-            with contextlib.suppress(BaseException):
-                signal.alarm(int(PATIENCE_S))
-                own = shared | {"RANK": rank, "LOCAL_RANK": rank} | variables
-                os.environ.update({name: str(value) for name, value in own.items()})
-                tempfile.tempdir = None
-                os.write(writer, json.dumps(ending_of(function)).encode())
-                os.close(writer)
-                if not exits_at_once:
-                    os.read(gate, 1)
-            os._exit(0)
-        os.close(writer)
-        started.append((pid, reader))
-    endings = [json.loads(Path(f"/proc/self/fd/{reader}").read_bytes() or b'"killed"') for _, reader in started]
-    for file in (gate, opener, *(reader for _, reader in started)):
-        os.close(file)
-    for pid, _ in started:
-        os.waitpid(pid, 0)
-    return endings
+def test_each_world_has_its_own_session():
+    """All ranks of a world agree on its session, the next world has another one, and the store is left empty."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        first, second = (
+            set(pool.map(lambda world: agree_on_session(store, world, SIGNER, PATIENCE_S), WORLDS)) for _ in range(2)
+        )
+    assert len(first | second) == 2
+    assert store.num_keys() == 0
 
 
-def ending_of(call):
-    try:
-        return call()
-    except BaseException as error:
-        return {"bases": [each.__name__ for each in type(error).__mro__], "text": str(error)}
+def test_the_list_of_an_earlier_world():
+    """A rank that does not find its own number in the signed list raises LaunchError."""
+    store, numbers = dist.HashStore(), {rank: bytes(16) for rank in range(4)}
+    SignedStore(store, "parawrap/1/session", SIGNER).set("all", pickle.dumps(numbers))
+    with pytest.raises(LaunchError, match=r"the value of rank 3 .* is not signed"):
+        agree_on_session(store, WORLDS[3], SIGNER, PATIENCE_S)
 
 
-def launched(function):
-    """Launch a function as one rank of the surrounding world and return its results."""
-    return list(wrapper(Platform(device="cpu", ipc_groups=None, timeout_min=1, verbose=False))(function)())
+def test_ranks_with_different_secrets():
+    store = dist.HashStore()
+
+    def agree(world):
+        with pytest.raises(LaunchError, match="set PARAWRAP_SECRET to the same secret in all ranks"):
+            agree_on_session(store, world, Signer(b"secret of rank %d" % world.global_rank), PATIENCE_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(agree, PAIR))
 
 
-def number():
-    return 10 * current_rank().global_rank
+def test_a_rank_that_does_not_arrive():
+    with pytest.raises(LaunchTimeoutError, match="rank 1 of 4 did not begin the call"):
+        agree_on_session(dist.HashStore(), WORLDS[0], SIGNER, 0.05)
 
 
-def launch_numbers():
-    return launched(number)
-
-
-def assert_refused(ending, text="signed"):
-    assert "LaunchError" in ending["bases"], ending
-    assert text in ending["text"]
-
-
-# -- an attacker who can reach the store but has no key
+# -- outcomes
 
 
 class Malice:
@@ -115,200 +77,123 @@ class Malice:
         return open, (self.marker, "w")
 
 
-class Attack:
-    """Waits for rank 1's outcome of a call in the store. Anyone may list the keys of a store."""
-
-    def __init__(self, call=0):
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-        pattern = re.compile(rf"(parawrap/[0-9a-f]{{64}}/{call})/joined")
-
-        def find():
-            return next(filter(None, map(pattern.fullmatch, self.store.list_keys())), None)
-
-        self.prefix = eventually(find, "the call")[1]
-        self.store.wait([f"{self.prefix}/1"])
-
-    def read(self):
-        return {name: self.store.get(f"{self.prefix}/{name}") for name in ("1/0", "1")}
-
-    def write(self, values):
-        for name, value in values.items():
-            self.store.set(f"{self.prefix}/{name}", value)
-
-
 def forgeries(marker):
-    """Return values that create a file when they are unpickled, by the keys that they replace."""
+    """Return values that create a file when they are unpickled, by the keys of rank 1 that they replace."""
     pickled = pickle.dumps(Malice(marker))
     piece = struct.pack("<QQ", len(pickled), 0) + pickled
     returned = pickle.dumps(("returned", {"at": 0.0}, 1))
     raised = pickle.dumps(("raised", {"at": 0.0, "summary": "", "traceback": "", "is_echo": False}, 1))
-    place = {"1/place": b"here"}
-    return [
-        place | {"1": pickled},
-        place | {"1/0": piece, "1": returned},
-        place | {"1/0": piece, "1": raised, "failed": b"1"},
-        {"1/0": piece},
-    ]
+    return [{"1": pickled}, {"1/0": piece, "1": returned}, {"1/0": piece, "1": raised, "failed": b"1"}, {"1/0": piece}]
 
 
-@scenario
-def forged_values(folder):
-    """Results, pieces of results, and failures: the error names the rank, and the attacker's code does not run."""
-    for secret in {}, {SECRET: "known to this user alone"}:
-        for forgery in forgeries(folder / "executed"):
-
-            def play(forgery=forgery):
-                if current_rank().global_rank == 0:
-                    Attack().write(forgery)
-                return list(range(100))
-
-            ending = run_world(2, lambda play=play: launched(play), folder / "home", **secret)[0]
-            assert_refused(ending)
-            assert re.search(r"rank 1|the rank that failed first", ending["text"])
-            assert not (folder / "executed").exists()
+def exchanges(store, call):
+    """Return the part of each of two ranks in a call, after both have reported a result."""
+    made = [Exchange(SignedStore(store, call, SIGNER), world, Platform(device="cpu")) for world in PAIR]
+    for each in made:
+        each.report_joined()
+        each.report_result(list(range(100)))
+    return made
 
 
-@scenario
-def values_of_an_earlier_call(folder):
-    """A signature is valid for one call of one world."""
+def test_forged_values_are_refused(tmp_path):
+    """Results, pieces of results, and failures: the error names the rank."""
+    for forgery in forgeries(tmp_path / "executed"):
+        store = dist.HashStore()
+        first, _ = exchanges(store, "call")
+        for key, value in forgery.items():
+            store.set(f"call/{key}", value)
+        with pytest.raises(LaunchError, match=r"(rank 1|the rank that failed first) in the world's store is not signed"):
+            first.results(lambda: None)
+        assert not (tmp_path / "executed").exists()
 
-    def attack(call, stolen):
-        def function():
-            if current_rank().global_rank == 0:
-                attacked = Attack(call)
-                attacked.write(stolen) if stolen else stolen.update(attacked.read())
-            return call
 
-        return function
+def test_values_of_an_earlier_call():
+    """A signature is valid for one key of one call."""
+    store = dist.HashStore()
+    exchanges(store, "session/0")
+    first, _ = exchanges(store, "session/1")
+    for key in ("1/0", "1"):
+        store.set(f"session/1/{key}", store.get(f"session/0/{key}"))
+    with pytest.raises(LaunchError, match=r"rank 1 .* is not signed"):
+        first.results(lambda: None)
 
-    def play(stolen=None):
-        stolen = {} if stolen is None else stolen
-        first = ending_of(lambda: launched(attack(0, stolen)))
-        if os.environ["RANK"] == "0":
-            Path(folder, "stolen").write_bytes(pickle.dumps(stolen))
-        return first, ending_of(lambda: launched(attack(1, stolen)))
 
-    first, second = run_world(2, play, folder / "home")[0]
-    assert first == [0, 0]
-    assert_refused(second)
-    of_earlier_world = pickle.loads((folder / "stolen").read_bytes())
-    assert_refused(run_world(2, lambda: play(of_earlier_world), folder / "home")[0][0])
+def test_the_host_of_a_store_waits():
+    """The other ranks may still read their results."""
+    host, other = exchanges(dist.HashStore(), "call")
+    order = []
+
+    def leave():
+        host.forget(failed=False)
+        order.append("host")
+
+    host.results(lambda: None)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert list(other.results(lambda: None)) == [list(range(100))] * 2
+    order.append("other")
+    other.forget(failed=False)
+    leaving.join(PATIENCE_S)
+    assert order == ["other", "host"]
 
 
 # -- keys
 
 
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PARAWRAP_SECRET", raising=False)
+    return tmp_path
+
+
 def files_below(folder):
     """Return the mode of each file and folder below a folder, by path."""
-    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in sorted(folder.rglob("*"))}
+    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
 
 
-@scenario
-def secrets(folder):
-    """With PARAWRAP_SECRET, no key file is written. Different secrets raise an error in every rank."""
-    (folder / "home").mkdir()
-    assert run_world(2, launch_numbers, folder / "home", **{SECRET: "the same"}) == [[0, 10]] * 2
-    assert files_below(folder) == {"home": stat.S_IMODE((folder / "home").stat().st_mode)}
-
-    def play():
-        os.environ[SECRET] = f"secret of rank {os.environ['RANK']}"
-        return launch_numbers()
-
-    for ending in run_world(2, play, folder / "home"):
-        assert_refused(ending, SECRET)
+def test_ranks_make_the_key_at_once(home):
+    """They make one private key. With PARAWRAP_SECRET, no key file is written."""
+    with ThreadPoolExecutor(4) as pool:
+        signed = {signer.signed("place", b"value") for signer in pool.map(lambda _: Signer(), range(4))}
+    assert len(signed) == 1
+    assert files_below(home) == {".parawrap": 0o700, ".parawrap/key": 0o600}
 
 
-@scenario
-def the_rank_with_the_store_exits_first(folder):
-    """The other rank, which has a slow connection to the store, still gets its results."""
-
-    def play():
-        if os.environ["RANK"] == "1":
-            for name in ("add", "check", "delete_key", "get"):
-                setattr(dist.TCPStore, name, slow(getattr(dist.TCPStore, name)))
-        return launch_numbers()
-
-    assert run_world(2, play, folder / "home", exits_at_once=True) == [[0, 10]] * 2
+def test_a_secret_needs_no_key(home, monkeypatch):
+    monkeypatch.setenv("PARAWRAP_SECRET", "secret")
+    assert Signer().signed("place", b"value") == SIGNER.signed("place", b"value")
+    assert not files_below(home)
 
 
-def slow(method):
-    def delayed(*args):
-        time.sleep(0.02)
-        return method(*args)
-
-    return delayed
-
-
-@scenario
-def ranks_that_make_the_key_at_once(folder):
-    """Four ranks without a key create one private key in ~/.parawrap and read each other's results."""
-    for home in (folder / name for name in "abc"):
-        home.mkdir()
-        assert run_world(4, launch_numbers, home) == [[0, 10, 20, 30]] * 4
-        assert files_below(home) == {".parawrap": 0o700, ".parawrap/key": 0o600}
-
-
-@scenario
-def an_unwritable_home(folder):
+def test_an_unwritable_home(tmp_path, home, monkeypatch):
     """The key is in a private folder in the temporary folder."""
-    assert run_world(2, launch_numbers, "/proc/no-home", TMPDIR=folder) == [[0, 10]] * 2
-    assert sorted(files_below(folder).values()) == [0o600, 0o700]
+    monkeypatch.setenv("HOME", "/proc/no-home")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Signer().signed("place", b"value") == Signer().signed("place", b"value")
+    assert sorted(files_below(tmp_path).values()) == [0o600, 0o700]
 
 
-@scenario
-def a_folder_that_others_may_write(folder):
-    """As with umask 002: the folder loses the access of others, and the launch works."""
-    for has_key in (False, True):
-        home = folder / str(has_key)
-        (home / ".parawrap").mkdir(parents=True)
-        if has_key:
-            run_world(2, launch_numbers, home)
-        (home / ".parawrap").chmod(0o775)
-        assert run_world(2, launch_numbers, home) == [[0, 10]] * 2
-        assert files_below(home) == {".parawrap": 0o700, ".parawrap/key": 0o600}
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_folder_that_others_may_write(has_key, home):
+    """As with umask 002: the folder loses the access of others."""
+    (home / ".parawrap").mkdir()
+    if has_key:
+        Signer()
+    (home / ".parawrap").chmod(0o775)
+    Signer()
+    assert files_below(home) == {".parawrap": 0o700, ".parawrap/key": 0o600}
 
 
-@scenario
-def a_key_that_others_know(folder):
-    """A key that others may read or write is refused; the error names the file and the cure."""
+def test_a_key_that_others_know(home):
+    """LaunchError names the file and the cure, also for a damaged key."""
+    Signer()
+    key = home / ".parawrap" / "key"
     for mode in 0o644, 0o622:
-        home = folder / f"{mode:o}"
-        run_world(2, launch_numbers, home)
-        key = home / ".parawrap" / "key"
         key.chmod(mode)
-        for ending in run_world(2, launch_numbers, home):
-            assert_refused(ending, str(key))
-            assert "600" in ending["text"]
-
-
-# -- tests
-
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    """The traceback of each scenario that failed, by name."""
-    folder = tmp_path_factory.mktemp("worlds")
-    assert worlds.run_with_variables([{}], folder, script=HERE) == [0]
-    return json.loads((folder / "failures.json").read_text())
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_values_in_a_store(name, failures):
-    assert failures.get(name) is None, failures[name]
-
-
-def main(folder):
-    os.environ.pop(SECRET, None)
-    failures = {}
-    for name, function in SCENARIOS.items():
-        (folder / name).mkdir()
-        try:
-            function(folder / name)
-        except BaseException:
-            failures[name] = traceback.format_exc()
-    (folder / "failures.json").write_text(json.dumps(failures))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        with pytest.raises(LaunchError, match=rf"other users have access to {key} .*with mode 600"):
+            Signer()
+    key.chmod(0o600)
+    key.write_bytes(b"k" * 31)
+    with pytest.raises(LaunchError, match="has 31 bytes instead of 32: delete it"):
+        Signer()

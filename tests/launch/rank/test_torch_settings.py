@@ -81,7 +81,7 @@ def drawn():
     return random.random(), torch.rand(1).item(), np.random.rand()
 
 
-@pytest.mark.parametrize(("method", "seed"), [("forkserver", 3), ("fork", -3), ("forkserver", 2**63 + 5)])
+@pytest.mark.parametrize(("method", "seed"), [("forkserver", 2**63 + 5), ("fork", -3)])
 def test_ranks_have_seed_of_the_script(method, seed, restored_torch):
     """Every launch starts from the script's last seed, in all ranks and all generators; so does `inline`."""
     torch.manual_seed(seed)

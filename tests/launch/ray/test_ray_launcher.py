@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_end_of_the_driver_ends_launches(ray, folders):
+def test_a_killed_driver_ends_ranks(ray, folders):
     """SIGKILL of the launching process ends ranks, and processes that left their groups."""
     killed = folders("killed")
     with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, killed], cwd=ROOT) as driver:
@@ -122,40 +121,6 @@ def test_cancel_releases_the_resources(ray, folders):
         with pytest.raises(LaunchCancelledError):
             results_of(each)
     assert_gone(pids)
-
-
-@contextmanager
-def python_interrupts():
-    """Let SIGINT raise KeyboardInterrupt. A shell lets background processes ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def main_thread_waits():
-    """True if the main thread waits for a launch."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    return frame.f_code.co_filename.endswith("_interruptible_event.py")
-
-
-def test_an_interrupt_releases_the_resources(ray, monkeypatch):
-    """A Ctrl-C while Ray makes the placement group removes the group."""
-    groups = []
-    make_group = ray.util.placement_group
-
-    def interrupt(*args, **options):
-        groups.append(make_group(*args, **options))
-        eventually(main_thread_waits, "the wait for the launch")  # a signal in a finalizer would be lost
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return groups[0]
-
-    monkeypatch.setattr(ray.util, "placement_group", interrupt)
-    with python_interrupts(), pytest.raises(KeyboardInterrupt):
-        on_ray(os.getpid)()
-    state = lambda: ray.util.placement_group_table(groups[0])["state"]  # noqa: E731
-    eventually(lambda: state() == "REMOVED", "the removal of the placement group")
 
 
 # -- requests that the cluster cannot satisfy
@@ -192,7 +157,7 @@ def write_lines(count, folder):
             scenarios.report(folder, f"written-{number // 1024}")
 
 
-def test_unread_output_stays_in_the_rank(ray, tmp_path, monkeypatch):
+def test_unread_output_blocks_a_rank(ray, tmp_path, monkeypatch):
     """While the launching process handles no output, a rank that writes is blocked. Then, all 60 MiB arrive."""
     may_write, counts = threading.Event(), []
     write = Transcript.write

@@ -56,7 +56,7 @@ def test_the_script_has_the_resources(folder):
 
 
 @pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
-def test_contradicting_parameters_are_refused(name, folder):
+def test_contradicting_parameters(name, folder):
     with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
         _batch_job.script(platform(slurm_additional_parameters={name: 1}), folder)
 
@@ -71,7 +71,7 @@ def run_loop(folder, restarts, codes):
     return done.returncode, done.stdout.split()
 
 
-def test_the_script_runs_the_tasks_again(folder):
+def test_the_script_restarts_tasks(folder):
     """The loop ends at a success, after max_restarts, or once the launch is over."""
     assert run_loop(folder, 0, [1]) == (1, ["0"])
     assert run_loop(folder, 2, [1, 0, 1]) == (0, ["0", "1"])
@@ -80,7 +80,7 @@ def test_the_script_runs_the_tasks_again(folder):
     assert run_loop(folder, 2, [5, 0, 0]) == (5, ["0"])
 
 
-def test_sbatch_does_not_see_a_surrounding_job(folder, command, tmp_path, monkeypatch):
+def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
     """It would read the variables of the job as options. This process keeps them."""
     command("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 7")
     for name in ("srun", "scontrol", "scancel"):
@@ -141,7 +141,7 @@ def test_a_forgotten_job_is_over(answer, name, command):
     assert not accounts.exists()
 
 
-def test_an_element_of_an_array_is_requeued_alone(command, monkeypatch):
+def test_an_element_is_requeued_alone(command, monkeypatch):
     """The SLURM_JOB_ID of one element is the number of the whole array."""
     arguments = command("scontrol", "")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -153,10 +153,5 @@ def test_an_element_of_an_array_is_requeued_alone(command, monkeypatch):
     assert arguments.read_text() == "requeue 7_9\n"
     command("scontrol", "echo Requested operation is presently disabled; exit 1")
     assert requeue_job("7") == "Requested operation is presently disabled"
-
-
-@pytest.mark.parametrize("sign", ["TERM", "KILL"])
-def test_a_requeue_may_end_its_own_command(sign, command):
-    """Slurm ends all processes of the job, and the command that requeues the job is one of them."""
-    command("scontrol", f"kill -{sign} $$")
+    command("scontrol", "kill -TERM $$")  # Slurm ends all processes of the job, and this command is one of them
     assert requeue_job("7") is None

@@ -1,30 +1,42 @@
-"""The folder of a Slurm launch: private, and read only while other users cannot write into it."""
+"""The private folder of a Slurm launch, and what its job and its submitter exchange."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import pickle
 import stat
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import Parcel
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm import _coordinate_job
 from parawrap.launch.slurm._batch_job import log_ends
+from parawrap.launch.slurm._coordinate_job import JobCoordinator
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
+from parawrap.launch.slurm._store_messages import StoreQueue
 from parawrap.launch.slurm._task import TaskResult
+from tests.helpers.waiting import eventually
 
 ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321, 2, StoreAddress("10.0.0.1", 1234))
 
 
-def plan():
-    return Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0)
+def plan(lease_s=1.0, **fields):
+    platform = Platform(device="cpu", ipc_groups=None, **fields)
+    return Plan("f", platform, Surroundings.here().without_environ(), b"t", lease_s)
 
 
 @pytest.fixture
@@ -34,7 +46,7 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def test_each_launch_has_a_private_folder(tmp_path, monkeypatch):
+def test_the_folder_is_private(tmp_path, monkeypatch):
     """Also the parents that a launch makes are closed to other users, whatever the umask. `remove` removes the folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)
@@ -51,7 +63,7 @@ def test_each_launch_has_a_private_folder(tmp_path, monkeypatch):
     assert list(folder.root.iterdir()) == [other.path.parent]
 
 
-def test_the_last_launch_removes_the_logs_of_an_array(folder):
+def test_the_last_launch_removes_logs(folder):
     """Each launch of an array has its own folder; the task logs stay until the last launch is removed."""
     first, second = Folder.new("array", 2)
     assert first.submitit == second.submitit
@@ -64,7 +76,7 @@ def test_the_last_launch_removes_the_logs_of_an_array(folder):
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
-def test_an_unwritable_place_raises(folder, tmp_path, monkeypatch):
+def test_a_full_disk_is_named(folder, monkeypatch):
     """LaunchError names the variable that selects another folder, and no folder of an array stays."""
     mkdir = Path.mkdir
 
@@ -80,35 +92,6 @@ def test_an_unwritable_place_raises(folder, tmp_path, monkeypatch):
         ):
             Folder.new("array", 5)
     assert list(folder.root.iterdir()) == [folder.path.parent]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
-    with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
-        Folder.new("job", 1)
-
-
-def test_contents_are_read_as_written(folder):
-    given = plan()
-    folder.write_plan(given)
-    assert folder.read_plan() == given
-    assert (folder.requests(), folder.sign_of_life()) == (set(), None)
-    folder.request("preempt-0")
-    folder.request("cancel")
-    folder.write_sign_of_life(7)
-    assert (folder.requests(), folder.sign_of_life()) == ({"cancel", "preempt-0"}, b"7")
-    assert (folder.address("0-0"), folder.troubles(0), folder.attempts(), folder.has_begun(0)) == (None, [], 0, False)
-    folder.write_address("0-0", ADDRESS)
-    folder.write_trouble(0, 1, "node 1 is blind")
-    assert (folder.address("0-0"), folder.troubles(0)) == (ADDRESS, ["node 1 is blind"])
-    assert (folder.address("1-0"), folder.troubles(1)) == (None, [])
-    assert (folder.attempts(), folder.has_begun(0), folder.has_begun(1)) == (1, True, False)
-    folder.mark_preempted(0)
-    assert (folder.was_preempted(0), folder.was_preempted(1), folder.preemptions()) == (True, False, 1)
-    assert folder.earlier() == ([], [])
-    folder.note_earlier((["attempt 0 failed"], []))
-    assert folder.earlier() == (["attempt 0 failed"], [])
-    assert folder.answer_to("stacks-0") is None
-    folder.answer("stacks-0", {3: "a stack"})
-    assert folder.answer_to("stacks-0") == {3: "a stack"}
 
 
 def reads_of(folder):
@@ -121,8 +104,8 @@ def reads_of(folder):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702], ids="{:o}".format)
-def test_nothing_is_unpickled_from_an_open_folder(folder, mode):
-    """Other users could have written a pickle."""
+def test_pickles_of_an_open_folder(folder, mode):
+    """They are refused, because other users could have written them."""
     for read in reads_of(folder):
         folder.path.chmod(mode)
         with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
@@ -137,16 +120,85 @@ def test_nothing_is_unpickled_from_an_open_folder(folder, mode):
     assert follower.new_result() == TaskResult("0-0")
 
 
-def test_nothing_is_unpickled_from_a_replaced_folder(folder, monkeypatch, tmp_path):
-    """Another user's folder or a link may have replaced the launch folder."""
-    for read in reads_of(folder):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "geteuid", lambda: 12345)
-            with pytest.raises(LaunchError, match=r"my-job-.* belongs to user \d+, not to user 12345: \w+"):
-                read()
-    reads = reads_of(folder)
-    folder.path.rename(tmp_path / "moved")
-    folder.path.symlink_to(tmp_path / "moved")
-    for read in reads:
-        with pytest.raises(NotADirectoryError):
-            read()
+# -- what the job and the submitter exchange
+
+
+@pytest.fixture
+def coordinator(folder, monkeypatch):
+    """A coordinator of two ranks that have not arrived; its threads end with the test."""
+    monkeypatch.setattr(_coordinate_job, "_LOOK_S", 0.01)
+    with contextlib.ExitStack() as cleanup:
+        made = JobCoordinator(folder, plan(lease_s=0.3, n_cpus=2), 0, "0-0", cleanup)
+        made.begin()
+        yield made
+        made._cancel()
+        own = "parawrap-"
+        eventually(lambda: not any(each.name.startswith(own) for each in threading.enumerate()), "the coordinator's end")
+
+
+def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
+    """While the folder cannot be read, the coordinator goes on; later it sees the request."""
+    failures = []
+
+    def broken():
+        failures.append(1)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "requests", broken)
+        patch.setattr(folder, "sign_of_life", lambda: b"%d" % len(failures))
+        eventually(lambda: len(failures) > 20, "several reads")
+        assert not coordinator.is_forgotten
+    folder.request("cancel")
+    eventually(coordinator._cancelled.is_set, "the cancel")
+
+
+def test_a_start_after_a_lost_node(folder):
+    """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
+
+    def restart_of(number):
+        with contextlib.ExitStack() as cleanup:
+            return JobCoordinator(folder, plan(max_restarts=1), number, f"{number}-0", cleanup).address.restart
+
+    assert [restart_of(0), restart_of(1)] == [0, 1]
+    with pytest.raises(LaunchError, match="attempt 2 follows a lost node"):
+        restart_of(2)
+    folder.mark_preempted(1)
+    assert restart_of(2) == 2
+
+
+def test_the_submitter_gets_log_records(folder, caplog):
+    with _coordinate_job._LogIntoFile(folder.log):
+        logging.getLogger("parawrap.launch").warning("late: %s", "0")
+    assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]
+    caplog.clear()
+    JobFollower("7", "f", Platform(device="cpu"), folder).take_output()
+    assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
+
+
+def test_output_is_taken_while_it_grows(folder):
+    """Each byte of both files of a task goes into its rank's transcript once."""
+    transcripts = [Transcript(rank, printer=None) for rank in range(2)]
+    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
+    follower.write_output_to(transcripts)
+    files = folder.task_files("7", 1)
+    for text in ("one\n", "two\n"):
+        for path in (files.stdout, files.stderr):
+            with path.open("a") as file:
+                file.write(f"{path.suffix} {text}")
+        follower.take_output()
+        follower.take_output()
+    assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
+
+
+def test_messages_of_another_attempt():
+    """They are refused, although the secret is the same."""
+    store, signer = dist.HashStore(), Signer(b"secret")
+    old, new = (StoreQueue(store, f"{attempt}/reports", signer) for attempt in ("0-0", "0-1"))
+    for word in "first", "second":
+        old.send(word, {"at": 1.0})
+    assert [old.receive(), old.receive()] == [("first", {"at": 1.0}), ("second", {"at": 1.0})]
+    old.send("third")
+    store.set("0-1/reports/1", store.get("0-0/reports/3"))
+    with pytest.raises(LaunchError, match="is not signed with this process's key"):
+        new.receive()

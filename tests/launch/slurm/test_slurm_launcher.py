@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch import Job
-from parawrap.launch.coordinator import _launch
 from parawrap.launch.slurm._slurm_launcher import launcher
 from tests.contract import scenarios
 from tests.contract.table import check_cell
@@ -30,7 +29,6 @@ from tests.helpers.waiting import eventually
 pytestmark = pytest.mark.slurm
 
 SECRET = "a-secret-from-the-environment"
-ENDINGS = {"returns": None, "raises": KeyError, "exits": RankDiedError}
 
 KILLED_SUBMITTER = """
 import os, pathlib, signal, sys, time
@@ -50,17 +48,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 # -- functions of ranks
 
 
-def leave_a_process_behind(folder, ending):
-    """Leave a process in a session of its own, which holds a lock, and end."""
-    rank = current_rank().global_rank
+def leave_a_process_behind(folder):
+    """Leave a process in a session of its own, which holds a lock, and fail."""
     lock = scenarios.hold_lock(folder)
     command = ["bash", "-c", "setsid sleep 600 & disown"]
     subprocess.run(command, pass_fds=[lock.fileno()], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     dist.barrier()  # a failure ends the other rank
-    if ending == "raises":
-        raise KeyError(rank)
-    if ending == "exits":
-        os._exit(7)
+    raise KeyError
 
 
 def clean_up_slowly(folder):
@@ -200,11 +194,9 @@ def started(slurm, launch_folder, tmp_path_factory):
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
     made.add("sigterm", lambda: submit(report_and_sleep, made.folder("sigterm"), grace_s=1.0, **alone))
-    made.add("interrupted", lambda: submit(lambda: os.environ["GLOO_SOCKET_IFNAME"]))
     made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
     made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
-    for ending in ENDINGS:
-        made.add(ending, lambda ending=ending: submit(leave_a_process_behind, made.folder(ending), ending))
+    made.add("left", lambda: submit(leave_a_process_behind, made.folder("left")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
     with ThreadPoolExecutor() as pool:
         made.mapped = pool.submit(lambda: list(mapped([1, 3, 2])))
@@ -253,7 +245,7 @@ def test_elements_of_an_array_are_apart(started):
     [("no partition", {"partition": "nowhere"}, "partition"), ("too many nodes", {"n_nodes": 9}, "9 node(s)")],
     ids=["partition", "nodes"],
 )
-def test_a_refused_job_has_words_of_slurm(situation, fields, text, launch_folder):
+def test_a_refused_job(situation, fields, text, launch_folder):
     """LaunchError has the message of Slurm, also for an array, and no files remain."""
     before = list(launch_folder.iterdir())
     with pytest.raises(LaunchError) as raised:
@@ -282,7 +274,7 @@ def test_scancel_raises_cancelled_error(started, launch_folder):
     assert_no_survivors(started.folder("cancelled"), 2)
 
 
-def test_a_node_without_parawrap_is_named(started):
+def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
@@ -297,21 +289,6 @@ def test_sigterm_ends_ranks(started):
         started.results("sigterm")
 
 
-def test_an_interrupt_keeps_the_results(started, monkeypatch):
-    """After a Ctrl-C while results are read, `results` returns them; here, the interface between the nodes."""
-    launch = started.launches["interrupted"]
-    eventually(launch.done, "the end")
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_launch, "results_or_error", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            launch.results()
-    assert list(launch.results()) == ["eth0", "eth0"]
-
-
 def test_the_death_of_a_guard(started):
     """RankDiedError names the rank of the killed task and Slurm's reason, after a restart by the batch script."""
     with pytest.raises(RankDiedError, match="rank 1 of 2 was lost with its task in Slurm job") as raised:
@@ -321,22 +298,18 @@ def test_the_death_of_a_guard(started):
     wait_for_reports(started.folder("guard"), "start1", 2)
 
 
-def test_other_ranks_have_time_to_clean_up(started):
+def test_ranks_have_time_to_clean_up(started):
     """After a failure, the `finally` blocks of the other ranks have ``grace_s``, although Slurm would give them less."""
     with pytest.raises(KeyError):
         started.results("cleanup")
     wait_for_reports(started.folder("cleanup"), "cleaned", 1)
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_no_process_is_left(ending, started):
-    """A process in another session ends with its rank, however the rank ends."""
-    if ending == "returns":
-        started.results(ending)
-    else:
-        with pytest.raises(ENDINGS[ending]):
-            started.results(ending)
-    assert_no_survivors(started.folder(ending), 2)
+def test_no_process_is_left(started):
+    """A process in another session ends with its rank."""
+    with pytest.raises(KeyError):
+        started.results("left")
+    assert_no_survivors(started.folder("left"), 2)
 
 
 def test_a_job_ends_with_its_submitter(started, launch_folder):
@@ -349,7 +322,7 @@ def test_a_job_ends_with_its_submitter(started, launch_folder):
 # -- nodes that other jobs or nobody can use
 
 
-def test_an_urgent_job_preempts_a_launch(started, tmp_path):
+def test_an_urgent_job_preempts(started, tmp_path):
     """Slurm's signal makes all ranks save at the same step; the job is requeued, and continues from that step."""
     launch = submit(count_until_preempted, tmp_path, grace_s=20, slurm_additional_parameters={"exclusive": True})
     wait_for_reports(tmp_path, "begun", 2)
