@@ -16,10 +16,7 @@ from tests.helpers.shards import CPU
 
 rules = st.sampled_from([balanced, uneven, equal])
 Pair = namedtuple("Pair", "first second")
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
-    *(torch.int64, torch.uint8, torch.bool),
-]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
 
 @dataclasses.dataclass(frozen=True)

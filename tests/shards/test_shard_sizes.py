@@ -30,23 +30,13 @@ def test_sizes_add_up(rule):
         assert len(sizes) <= parts
 
 
-@given(st.integers(0, 10_000), st.integers(1, 64))
-def test_balanced_sizes_differ_by_at_most_one(rows, parts):
+@given(st.integers(0, 10_000), st.integers(1, 64), st.integers(1, 16))
+def test_balanced_equal_and_unit_sizes(rows, parts, unit):
+    """Balanced sizes differ by at most one; equal sizes and sizes in units may have a smaller last one."""
     sizes = balanced(rows, parts)
     assert sizes[0] - sizes[-1] <= 1
     assert len(sizes) == max(1, min(rows, parts))
-
-
-def test_equal_sizes_have_one_rest():
-    """All sizes but the last, which may be smaller, are equal."""
-    for rows, parts in EVERY:
-        *full, _ = equal(rows, parts)
-        assert set(full) <= {-(-rows // parts)}
-
-
-@given(st.integers(0, 10_000), st.integers(1, 64), st.integers(1, 16))
-def test_sizes_in_units_are_multiples(rows, parts, unit):
-    """All but the last are; the units are balanced."""
+    assert set(equal(rows, parts)[:-1]) <= {-(-rows // parts)}
     *full, last = in_units(rows, parts, unit)
     assert all(size % unit == 0 for size in full)
     assert [size // unit for size in full] + [-(-last // unit)] == [*balanced(-(-rows // unit), parts)]
@@ -75,12 +65,7 @@ def test_uneven_calls_that_stay_whole():
     for rows, parts in EVERY:
         used = min(rows, parts)
         assert (len(uneven(rows, parts)) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
-
-
-def test_uneven_sizes_make_no_shard_of_one_row():
-    """Batch norm refuses one row in train mode."""
-    for rows, parts in EVERY:
-        if rows > 1 and min(balanced(rows, parts)) > 1:
+        if rows > 1 and min(balanced(rows, parts)) > 1:  # batch norm refuses one row in train mode
             assert min(uneven(rows, parts)) > 1, (rows, parts)
 
 
@@ -107,25 +92,23 @@ def test_sizes_do_not_depend_on_earlier_calls(rule):
     assert plan_of(Cutter(), 8).sizes == (4, 4)
 
 
-@pytest.mark.parametrize("unit", [2, 3, 8])
-def test_a_unit_stays_in_one_shard(unit):
-    used = Cutter(sizes=uneven, unit=unit)
+def test_a_unit_stays_in_one_shard():
+    used = Cutter(sizes=uneven, unit=3)
     for units, parts in product(range(40), range(1, 6)):
-        assert plan_of(used, units * unit, parts).sizes == tuple(unit * size for size in uneven(units, parts))
+        assert plan_of(used, units * 3, parts).sizes == tuple(3 * size for size in uneven(units, parts))
 
 
-@pytest.mark.parametrize(
-    ("rows", "lanes", "unit", "does", "largest"),
-    [
-        (8, 2, 1, "a call of 8 rows on 2 lanes has a shard of 5 rows", 4),
-        (4, 2, 1, "a call of 4 rows on 2 lanes runs whole", 2),
-        (32, 2, 4, "a call of 32 rows on 2 lanes has a shard of 20 rows", 16),
-    ],
-)
-def test_a_large_shard_has_a_hint(rows, lanes, unit, does, largest):
-    hint = plan_of(Cutter(sizes=uneven, unit=unit), rows, lanes).hint
-    why = "because the sizes of shards must differ to show which outputs follow the rows"
-    assert hint == f"{does}, {why}. With out_dims=0, the largest shard has {largest} of them"
+def test_a_large_shard_has_a_hint():
+    why = (
+        "because the sizes of shards must differ to show which outputs follow the rows. With out_dims=0, the largest shard"
+    )
+    for rows, unit, does, largest in (
+        (8, 1, "has a shard of 5 rows", 4),
+        (4, 1, "runs whole", 2),
+        (32, 4, "has a shard of 20 rows", 16),
+    ):
+        hint = plan_of(Cutter(sizes=uneven, unit=unit), rows).hint
+        assert hint == f"a call of {rows} rows on 2 lanes {does}, {why} has {largest} of them"
 
 
 def test_the_hint_begins_beyond_an_eighth():
