@@ -42,14 +42,12 @@ def test_copies_keep_order_shape_and_values(sent):
     assert (bytes_of(torch.ones(2, 3)), bytes_of(torch.eye(3).to_sparse())) == (24, 0)
 
 
-def test_large_tensors_are_not_packed(sent, monkeypatch):
-    """Packs have a limit of bytes, too; a tensor as large as the limit of small ones is packed."""
-    monkeypatch.setattr(_batched_copies, "_SMALL", 64)
-    monkeypatch.setattr(_batched_copies, "_MOST", 100)
-    given = [torch.full((number,), float(number)) for number in (16, 17, 1, 8, 8, 9)]
+def test_large_tensors_are_not_packed(sent):
+    """Also next to small ones. They keep their place."""
+    given = [torch.full((number,), float(number)) for number in (3, 1 << 19, 1, 8)]
     arrived = copies_at(CPU, given)
-    assert [each.unique().item() for each in arrived] == [16, 17, 1, 8, 8, 9]
-    assert sorted(each.numel() for each in sent) == [17, 17, 25]
+    assert [each.unique().item() for each in arrived] == [3, 1 << 19, 1, 8]
+    assert sorted(each.numel() for each in sent) == [12, 1 << 19]
 
 
 def test_lasting_tensors_outlive_the_callers_mode():

@@ -12,17 +12,11 @@ from torch.testing import assert_close
 
 from parawrap import parallel
 from parawrap.replicas import ReplicaSet
-from parawrap.replicas._gradients import Mirror, link_view, send
+from parawrap.replicas._gradients import Mirror, send
 
 CPU, TWO = torch.device("cpu"), ["cpu"] * 2
 SGD = partial(torch.optim.SGD, lr=0.1)
-WRITERS = {
-    "loop": partial(SGD, foreach=False),
-    "foreach": partial(SGD, foreach=True),
-    "fused": partial(SGD, fused=True),
-    "momentum": partial(SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-}
+WRITERS = {"loop": partial(SGD, foreach=False), "foreach": partial(SGD, foreach=True), "fused": partial(SGD, fused=True)}
 
 
 class TwoTables(nn.Module):
@@ -36,11 +30,10 @@ class TwoTables(nn.Module):
         return self.sparse(x) * self.dense(x) + self.sparse(x[:, :1])
 
 
-@pytest.mark.parametrize("make", [TwoTables, lambda: nn.EmbeddingBag(9, 4, sparse=True)], ids=["tables", "bag"])
 @pytest.mark.parametrize("zeroes", [True, False])
-def test_sparse_gradients_stay_sparse(make, zeroes):
+def test_sparse_gradients_stay_sparse(zeroes):
     """Gradients and weights equal the plain ones after every step, and without zero_grad, gradients add up."""
-    model = make()
+    model = TwoTables()
     plain = copy.deepcopy(model)
     optimizers = [SGD(each.parameters()) for each in (model, plain)]
     with parallel(model, ["cpu"] * 3):
@@ -64,21 +57,20 @@ def test_views_keep_their_node(optimizer):
     model = nn.Linear(4, 4)
     made = ReplicaSet(model, [CPU] * 2)
     made.refresh()
-    parameters = [parameter for replica in made.current for parameter in replica.module.parameters()]
-    nodes = [parameter.grad_fn for parameter in parameters]
+
+    def parameters():
+        return [parameter for replica in made.current for parameter in replica.module.parameters()]
+
+    first, nodes = parameters(), [parameter.grad_fn for parameter in parameters()]
     assert None not in nodes
     steps = optimizer(list(model.parameters()))
     for _ in range(2):
-        before = model.weight.detach().clone()
         model(torch.randn(9, 4)).square().sum().backward()
         steps.step()
         made.refresh()
-        assert not torch.equal(model.weight, before)
-        now = [parameter for replica in made.current for parameter in replica.module.parameters()]
-        assert all(mine is first for mine, first in zip(now, parameters, strict=True))
-        assert all(mine.grad_fn is node for mine, node in zip(now, nodes, strict=True))
-        for replica in made.current:
-            assert_close(dict(replica.module.named_parameters()), dict(model.named_parameters()))
+        assert list(map(id, parameters())) == list(map(id, first))
+        assert all(mine.grad_fn is node for mine, node in zip(parameters(), nodes, strict=True))
+        assert_close(parameters(), [*model.parameters()] * 2)
 
 
 def test_a_weight_written_before_backward():
@@ -140,15 +132,3 @@ def test_a_mirror_copies_other_forms_again(change):
     assert mirror.take([weight]) == []
     copied = mirror.linked(weight)
     assert (copied.dtype, copied.shape, copied.requires_grad) == (weight.dtype, weight.shape, weight.requires_grad)
-
-
-def test_link_view_keeps_memory_and_version():
-    weight = nn.Parameter(torch.ones(2))
-    view = link_view(weight, nn.Parameter)
-    assert (type(view), view.data_ptr()) == (nn.Parameter, weight.data_ptr())
-    (view * 2).sum().backward()
-    assert weight.grad.tolist() == [2, 2]
-    with torch.no_grad():
-        weight.add_(1)
-    assert view._version == weight._version == 1
-    assert not link_view(weight.requires_grad_(False), nn.Parameter).requires_grad
