@@ -18,7 +18,7 @@ from parawrap import parallel
 from tests.helpers.odd_models import BEHIND, CASES, MODELS, check, quiet
 
 TWO = ["cpu", "cpu"]
-X = torch.randn(9, 4)
+X, NOTHING = torch.randn(9, 4), object()
 LANES = ((2, 17, {}), (3, 5, {}), (4, 2, {"out_dims": 0}))
 
 
@@ -63,7 +63,6 @@ class Sentinel:
     """A named singleton, and a class that holds one of its instances."""
 
 
-MISSING, NOTHING = Sentinel(), object()
 Sentinel.first = Sentinel()
 
 
@@ -71,7 +70,7 @@ class Mode(enum.Enum):
     FAST = 1
 
 
-@pytest.mark.parametrize("held", [MISSING, NOTHING, Sentinel.first, Mode.FAST, ...], ids=range(5))
+@pytest.mark.parametrize("held", [NOTHING, Sentinel.first, Mode.FAST, ...], ids=range(4))
 def test_singletons_stay_the_same_object(held):
     class Compares(nn.Linear):
         def forward(self, x):
@@ -79,9 +78,8 @@ def test_singletons_stay_the_same_object(held):
 
     model = Compares(4, 4)
     model.held = held
-    expected = model(X)
     with torch.no_grad(), parallel(model, TWO):
-        assert_close(model(X), expected)
+        assert_close(model(X), nn.Linear.forward(model, X))
 
 
 class AttrDict(dict):
