@@ -16,8 +16,7 @@ from torch.testing import assert_close
 
 from parawrap import parallel
 from parawrap.engine import Entry, Session
-from parawrap.errors import GatherError, SessionError, ShardError
-from parawrap.lanes import here
+from parawrap.errors import GatherError, ShardError
 from parawrap.shards import Cutter, JoinRules, Parameters, balanced, uneven
 from tests.helpers.waiting import PATIENCE_S
 
@@ -68,106 +67,43 @@ def outcome(session, args, kwargs):
 
 
 CALLS = {
-    "rows": lambda x, n=None, flag=False, items=None: x * 2,
     "twice": lambda x, n=None, flag=False, items=None: torch.cat([x, x]),
-    "total": lambda x, n=None, flag=False, items=None: x.sum(0),
     "fixed": lambda x, n=None, flag=False, items=None: torch.ones(5),
     "number": lambda x, n=None, flag=False, items=None: x.mean() if flag else x,
     "list": lambda x, n=None, flag=False, items=None: list(map(str, x.tolist())) if flag else ["a"] * 5,
     "fails": lambda x, n=None, flag=False, items=None: 1 / 0 if flag else x,
-    "other": lambda x, n=None, flag=False, items=None: (x, "a") if flag else x[0],
 }
 
 
 @uneven_sizes
-@pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_decided_from_the_call_alone(opened, name, lanes):
+def test_a_call_is_decided_alone(opened, name):
     """A call after many others of every size and kind does what it does in a session of its own."""
     calls = [
         ((torch.arange(float(rows)),), options)
         for rows in (0, 1, 2, 3, 4, 5, 8, 9, 16)
         for options in ({}, {"n": 3}, {"n": 4}, {"flag": True}, {"items": ["a"] * 5}, {"items": iter("abc")})
     ]
-    session = opened(CALLS[name], lanes)
-    alone = [outcome(opened(CALLS[name], lanes), *each) for each in calls]
+    session = opened(CALLS[name], 3)
+    alone = [outcome(opened(CALLS[name], 3), *each) for each in calls]
     order = list(range(len(calls))) * 2
     random.Random(0).shuffle(order)
     for index in order:
         assert repr(outcome(session, *calls[index])) == repr(alone[index])
 
 
-@uneven_sizes
-def test_calls_that_cannot_be_cut_run_plainly(opened):
-    """Once, in the caller, outside any lane, and unchecked: with at most one row, without tensors, and after `close`."""
-    seen = []
-    session = opened(lambda x: (seen.append(here.lane), x if isinstance(x, int) else torch.cat([x, x]))[1])
-    for rows in (0, 1, 2, 4):
-        assert call(session, torch.zeros(rows)).shape == (2 * rows,)
-    assert call(session, 2) == 2
-    assert (seen, session.stats().plain) == ([None] * 5, 5)
-    session.close()
-    session.close()
-    assert call(session, torch.zeros(9)).shape == (18,)
-    with pytest.raises(SessionError, match="the lanes are closed"):
-        session.submit(Entry(session.target), (torch.zeros(9),), {})
-
-
-def test_a_call_inside_a_lane_runs_plainly(opened):
-    def run(x):
-        assert here.lane is not None
-        return call(session, x[:, 0]) if x.ndim > 1 else x * 2
-
-    session, x = opened(run), torch.randn(16, 3)
-    assert_close(call(session, x), x[:, 0] * 2)
-
-
-TABLE = torch.zeros(3)
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (lambda x: torch.cat([x, x]), "out_dims"),
-        (lambda x: x.sum(), "reduce"),
-        (lambda x: (x * 2, TABLE), r"output\[1\] cannot be joined.*None for one value"),
-        (lambda x: (x, (x >= 0)[:1].sum(0, keepdim=True)), r"output\[1\] cannot be joined.*None for one value"),
-    ],
-    ids=["twice", "number", "filled", "counts"],
-)
-def test_outputs_are_refused_in_every_call(opened, function, says):
-    """No call returns an output that sizes show to be wrong, also if a tensor or a count is equal by luck."""
-    session = opened(function)
-    for rows in (5, 9, 16) * 2:
-        with pytest.raises(GatherError, match=says):
-            call(session, torch.arange(float(rows)))
-    assert session.stats().calls == 0
-
-
-@uneven_sizes
-def test_reductions_are_the_same_in_every_call(opened):
-    """A stack has one value per shard, also of a plain call; means and sums are the plain ones."""
-    for reduce in ("stack", lambda vector: vector):
-        session = opened(lambda x: x.sum(), reduce=reduce)
-        assert [call(session, torch.ones(rows)).shape for rows in (1, 4, 5, 16)] == [(1,), (1,), (2,), (2,)]
-    for reduce in ("mean", "sum"):
-        session = opened(lambda x, reduce=reduce: getattr(x, reduce)(), reduce=reduce)
-        for rows in (1, 4, 5, 16):
-            assert_close(call(session, torch.arange(float(rows))), getattr(torch.arange(float(rows)), reduce)())
-
-
-@pytest.mark.parametrize("wrote", [True, False])
-def test_writes_into_whole_tensors_are_refused(opened, wrote):
+def test_writes_into_whole_tensors_are_refused(opened):
     """Each lane would have written once."""
 
-    def run(x, total):
-        total.add_(1) if wrote else total.add(1)
+    def run(x, total, *, writes=True):
+        total.add_(1) if writes else total.add(1)
         return x
 
     cutter = Cutter(in_dims={"total": None}, parameters=Parameters(run), sizes=uneven)
     session = opened(run, cutter=cutter)
-    with pytest.raises(ShardError, match="into a tensor that every lane gets whole") if wrote else contextlib.nullcontext():
+    with pytest.raises(ShardError, match="into a tensor that every lane gets whole"):
         call(session, torch.ones(9), torch.zeros(3))
+    call(session, torch.ones(9), torch.zeros(3), writes=False)
     with torch.inference_mode():
         call(session, torch.ones(9), torch.zeros(3))  # tensors without versions
 

@@ -11,12 +11,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from parawrap.replicas import ReplicaSet
 from parawrap.replicas._gradients import Mirror, send
 
 CPU, TWO = torch.device("cpu"), ["cpu"] * 2
 SGD = partial(torch.optim.SGD, lr=0.1)
-WRITERS = {"loop": partial(SGD, foreach=False), "foreach": partial(SGD, foreach=True), "fused": partial(SGD, fused=True)}
 
 
 class TwoTables(nn.Module):
@@ -49,28 +47,6 @@ def test_sparse_gradients_stay_sparse(zeroes):
                 if not zeroes:
                     assert mine.grad.is_sparse == theirs.grad.is_sparse
                     assert_close(mine.grad.to_dense(), theirs.grad.to_dense())
-
-
-@pytest.mark.parametrize("optimizer", WRITERS.values(), ids=WRITERS)
-def test_views_keep_their_node(optimizer):
-    """After a step, a lane's parameter has the same object, the same autograd node, and the new values."""
-    model = nn.Linear(4, 4)
-    made = ReplicaSet(model, [CPU] * 2)
-    made.refresh()
-
-    def parameters():
-        return [parameter for replica in made.current for parameter in replica.module.parameters()]
-
-    first, nodes = parameters(), [parameter.grad_fn for parameter in parameters()]
-    assert None not in nodes
-    steps = optimizer(list(model.parameters()))
-    for _ in range(2):
-        model(torch.randn(9, 4)).square().sum().backward()
-        steps.step()
-        made.refresh()
-        assert list(map(id, parameters())) == list(map(id, first))
-        assert all(mine.grad_fn is node for mine, node in zip(parameters(), nodes, strict=True))
-        assert_close(parameters(), [*model.parameters()] * 2)
 
 
 def test_a_weight_written_before_backward():
@@ -118,17 +94,3 @@ def test_a_mirror_has_linked_copies():
     assert copied._version == version + 1
     mirror.unlink()
     assert mirror.linked(weight) is not copied
-
-
-@pytest.mark.parametrize("change", [torch.Tensor.double, lambda data: data[:1], None], ids=["dtype", "shape", "frozen"])
-def test_a_mirror_copies_other_forms_again(change):
-    weight, mirror = nn.Parameter(torch.ones(2)), Mirror(CPU)
-    mirror.take([weight])
-    mirror.linked(weight)
-    if change is None:
-        weight.requires_grad_(False)
-    else:
-        weight.data = change(weight.data)
-    assert mirror.take([weight]) == []
-    copied = mirror.linked(weight)
-    assert (copied.dtype, copied.shape, copied.requires_grad) == (weight.dtype, weight.shape, weight.requires_grad)

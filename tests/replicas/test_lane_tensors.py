@@ -100,24 +100,6 @@ def test_one_row_may_write():
     assert model.calls == 3
 
 
-def binarizes(model):
-    """Swap the memory of the weight, and put it back."""
-    kept = model.weight.data
-    model.weight.data = kept.sign()
-    model.used = nn.functional.linear(X, model.weight).sum().item()
-    model.weight.data = kept
-    del model.used
-
-
-def test_memory_that_is_put_back_is_unwritten():
-    model = Changing(binarizes)
-    want = model(X)
-    with parallel(model, TWO):
-        assert_close(model(X), want)
-        model(X).sum().backward()
-    assert model.weight.grad is not None
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_calls_after_a_refused_one_are_right(fails):
     """Also after a call that moved a parameter and then failed."""

@@ -40,15 +40,6 @@ def test_versions_show_writes_in_place():
     assert ledger.written()[0] is weight
 
 
-def test_inference_tensors_count_as_written():
-    """They have no versions."""
-    with torch.inference_mode():
-        weight = torch.zeros(2)
-    ledger = Ledger([weight], [weight])
-    assert not ledger.unwritten()
-    assert ledger.written()[0] is weight
-
-
 def test_steps_of_optimizers_are_seen():
     """Fused ones write parameters and leave their versions alone."""
     model = nn.Linear(2, 2)

@@ -33,18 +33,6 @@ def test_odd_models_equal_a_plain_copy(index, event, grad):
     )
 
 
-@quiet
-def test_zero_grad_in_forward_keeps_gradients():
-    """Lanes warn as torch's replicas do, and the caller's gradients accumulate."""
-    model, x = MODELS["zero_grad"](), torch.randn(9, 4, dtype=torch.float64)
-    with parallel(model, ["cpu"] * 4):
-        with pytest.warns(UserWarning, match=r"nn\.DataParallel"):
-            model(x).sum().backward()
-        for _ in range(4):
-            model(x).sum().backward()
-    assert_close(model.a.bias.grad, torch.full((4,), 45.0, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("behind", BEHIND)
 def test_a_model_behind_a_callable_is_replicated(behind):
     model = MODELS["extractor"]()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import types
-from collections import deque
 
 import pytest
 import torch
@@ -119,19 +117,6 @@ def test_statistics_of_norms_are_followed(first_rows):
             assert_close(model(X), copy.deepcopy(model)(X))
 
 
-def test_norms_learn_from_lane_0():
-    """As torch's replicas do; a failed call leaves nothing for the next one."""
-    model = nn.BatchNorm1d(4)
-    plain = copy.deepcopy(model)
-    with parallel(model, THREE):
-        with pytest.raises(ValueError, match="more than 1 value"):
-            model(torch.randn(5, 4) + 50)  # shards of 2, 2, and 1 row
-        model.load_state_dict(plain.state_dict())
-        model(X)
-    plain(X[:4])
-    assert_close(model.running_mean, plain.running_mean)
-
-
 def test_whole_calls_write_back_lane_0():
     """After `map`. A buffer that the caller sets then is not overwritten by an older value."""
     model = nn.Sequential(nn.BatchNorm1d(4), Kept(in_place))
@@ -156,26 +141,6 @@ def test_outputs_are_the_models_own_tensors():
         for output in (p(X), p(X), p.submit(X).result(), *p.map([(X,)])):
             assert output[1] is model.given
             assert output[2] is model.kept
-
-
-def test_unwritten_buffers_keep_their_version():
-    """A call in lanes does not invalidate the graph of an earlier plain call that saved the buffer."""
-    model, x = Kept(), torch.randn(11, 4, requires_grad=True)
-    model.forward = types.MethodType(lambda self, x: x * self.kept, model)
-    with parallel(model, TWO):
-        (model(x[:1]).sum() + model(x).sum()).backward()
-    assert_close(x.grad[1:], torch.zeros(10, 4))
-
-
-@pytest.mark.parametrize("held", [lambda tensor: (tensor, 1), lambda tensor: deque([tensor]), lambda tensor: [tensor]])
-def test_tensors_in_containers_are_followed(held):
-    model = Kept()
-    model.held = held(torch.ones(4))
-    model.forward = types.MethodType(lambda self, x: x * self.held[0], model)
-    with torch.no_grad(), parallel(model, TWO):
-        for _ in range(3):
-            assert_close(model(X), X * model.held[0])
-            model.held[0].add_(1)
 
 
 # Writes that lanes do not share
@@ -218,16 +183,6 @@ def test_tensors_of_other_values_are_refused(mode, write):
         model.write = lambda model, x: model.rows.fill_(3)
         model(X)
     assert model.rows.eq(3).all()
-
-
-def test_the_error_of_a_lane_comes_first():
-    def fails(model, x):
-        model.kept = x.mean(0)
-        if len(x) == 3:
-            raise KeyError("mine")
-
-    with torch.no_grad(), parallel(Kept(fails).eval(), THREE) as p, pytest.raises(KeyError, match="mine"):
-        p(X[:8])
 
 
 class Waiting(nn.Linear):

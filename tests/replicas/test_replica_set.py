@@ -35,20 +35,6 @@ def replicas(module, lanes=3, **options):
     return made, [replica.module for replica in made.current]
 
 
-@pytest.mark.parametrize("lane", [0, 1])
-def test_replicas_have_their_own_state(lane):
-    """An attribute or buffer that one lane writes, also lane 0, changes neither in the module nor in other lanes."""
-    model = Holds()
-    _, made = replicas(model)
-    writer = made.pop(lane)
-    writer.flag = 1
-    writer.count += 5
-    writer.config.scale = 7
-    for other in (model, *made):
-        assert not hasattr(other, "flag")
-        assert (other.count.item(), other.config.scale) == (0, 1.0)
-
-
 def test_replicas_have_the_structure_of_the_module():
     """Parameters share memory, are not leaves, and lead to the originals; shared children and bound methods stay so."""
     model = Holds()
@@ -117,16 +103,6 @@ def test_modes_make_replicas_stale():
     assert made.stale()
     made.refresh()
     assert made.current[0].module is not modules[0]
-
-
-def test_refreshes_are_counted():
-    model = Holds().eval()
-    made, _ = replicas(model)
-    for count in (1, 2):
-        model.count.fill_(count)
-        made.refresh()
-        made.refresh()
-        assert (made.freshness.refreshes, made.freshness.copied_bytes) == (count, 3 * 4 * count)
 
 
 def test_a_set_notes_what_learns():

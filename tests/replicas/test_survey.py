@@ -113,11 +113,3 @@ def test_replicas_are_freed_without_a_collector(model, hold):
         assert [reference() for reference in found] == [None, None]
     finally:
         gc.enable()
-
-
-def test_paths_read_like_python():
-    model = nn.Sequential(nn.Linear(1, 1))
-    model.held = {"k": [model, torch.zeros(1)], 3: (torch.zeros(1),)}
-    model.function = lambda x: model(x)
-    paths = {node.path for node in Survey(model).nodes.values()}
-    assert {"", "0", "0.weight", "held['k'][1]", "held[3][0]", "function"} <= paths

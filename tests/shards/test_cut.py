@@ -119,12 +119,6 @@ def test_in_dims_name_the_rest():
     assert cut(cutter(in_dims={"y": None}), torch.zeros(4), y=whole)[1].kwargs["y"] is whole
 
 
-def test_a_sequence_can_be_the_batch():
-    first, second = cut(cutter(in_dims={"texts": 0}), 1, texts=TEXTS)
-    assert (first.kwargs["texts"], second.kwargs["texts"]) == (["a", "b"], ["c"])
-    assert (first.rows, second.rows) == (2, 1)
-
-
 # Values that go whole to every lane
 
 
@@ -182,20 +176,6 @@ def test_attributes_of_containers_are_parts():
 # Plans
 
 
-def test_a_plan_depends_on_structure_rows_and_lanes():
-    used = cutter()
-
-    def plan(*args, lanes=2, **kwargs):
-        return planned(used, *args, lanes=lanes, **kwargs)[0]
-
-    first = plan(torch.zeros(4, 3), 5)
-    assert plan(torch.ones(4, 9), 6) is first
-    assert plan(torch.ones(5, 3), 6) is not first
-    assert plan(torch.ones(4, 3), 6, lanes=3) is not first
-    assert plan(torch.ones(4, 3), y=6) is not first
-    assert plan(torch.empty(4, device="meta"), mask=torch.empty(1, device="meta")).sizes == (2, 2)  # never on values
-
-
 def test_plans_of_other_kinds_are_not_mixed():
     """A number or a 0-d tensor, and a tensor without the dim, have plans of their own at the same place."""
     used = cutter(in_dims={"y": 1})
@@ -232,17 +212,6 @@ def test_origins_of_registered_values():
     for shard in cut(cutter(), torch.zeros(2), packed):
         assert shard.origins[id(shard.args[1])] is packed
         assert id(shard.args[0]) not in shard.origins
-
-
-def test_written_shows_writes_into_whole_tensors():
-    total = torch.zeros(3)
-    plan, flat = planned(cutter(in_dims={"y": None}), torch.zeros(4), total)
-    before = plan.written(flat)
-    assert plan.written(flat) == before
-    total.add_(1)
-    assert plan.written(flat) != before
-    assert plan.whole(flat) == [total]
-    assert planned(cutter(), torch.zeros(4))[0].whole(flat) == []
 
 
 def test_a_shard_describes_itself():

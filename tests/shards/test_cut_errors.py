@@ -145,15 +145,6 @@ def test_objects_with_state_are_refused(make, place):
         assert got == value if type(value) is deque else got is value
 
 
-@pytest.mark.parametrize("make", SEQUENCES.values(), ids=SEQUENCES)
-def test_any_sequence_can_be_cut_by_item(make):
-    value = make()
-    assert 'in_dims={"texts": "items"}' in uncut(cutter(), ROWS, texts=value)
-    parts = [shard.kwargs["texts"] for shard in cut(cutter(in_dims={"texts": "items"}), ROWS, texts=value)]
-    assert ([*map(len, parts)], [*parts[0], *parts[1]]) == ([2, 1], list(value))
-    assert type(parts[0]) is type(value)
-
-
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 def test_objects_pass_if_nothing_is_cut(make):
     """With one lane, with one row, and with torch's rules, which refuse iterators in cut calls."""
@@ -223,21 +214,6 @@ def test_strided_nested_tensors_are_refused():
         assert f"args[{len(args) - 1}] is a nested tensor" in uncut(cutter(dim=dim), *args)
         for shard in cut(cutter(in_dims={name: None}, dim=dim), *args):
             assert shard.args[-1] is nested
-
-
-class Tagged(list):
-    """A container with attributes."""
-
-
-@pytest.mark.parametrize("state", [Settable(), ["a"] * 3], ids=["object", "list"])
-def test_attributes_are_refused_too(state):
-    value = Tagged([torch.zeros(3)])
-    value.state = state
-    message = uncut(cutter(), ROWS, value)
-    assert "args[1].state" in message
-    assert 'in_dims={"y": {"state": None}}' in message
-    for shard in cut(cutter(in_dims={"y": {"state": None}}), ROWS, value):
-        assert shard.args[1].state == state
 
 
 # The hint for calls without tensors

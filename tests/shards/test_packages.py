@@ -1,7 +1,4 @@
-"""Built-in rules for transformers caches, TensorDict, and PyTorch Geometric batches.
-
-`tests/api/test_transformers.py` and `tests/api/test_packages.py` call models with such values.
-"""
+"""Built-in rules for transformers caches, TensorDict, and PyTorch Geometric batches."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from parawrap import parallel
 from parawrap.errors import GatherError, ShardError
 from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._tensordicts import tensordict_rules
@@ -123,17 +121,6 @@ def test_decoding_with_parts_of_a_cache(window, kind):
         keys = cache.layers[0].keys
 
 
-def test_caches_initialised_early():
-    model = tiny()
-    static, dynamic = new_cache("static", model), new_cache("config", model)
-    for cache in (static, dynamic):
-        cache.early_initialization(4, 1, 8, torch.float32, CPU)
-    assert rule_for(type(static)).rows(static) == 4
-    assert_same_cache(join(cut(static, [1, 3])), static)
-    assert rule_for(type(dynamic)).rows(dynamic) == 0  # it stores only the dtype and the device
-    assert all(part.layers[0].is_initialized for part in cut(dynamic, [1, 3]))
-
-
 def test_caches_of_caches():
     """Both caches of an encoder-decoder model are cut, with gradients, and the caller's caches stay the same objects."""
     import transformers as t
@@ -153,33 +140,32 @@ def test_caches_of_caches():
     torch.testing.assert_close(keys.grad, torch.ones_like(keys))
 
 
-def test_moved_static_layers():
-    """A static layer stores the device of the tensors that it creates, and `to` updates it."""
-    model = tiny()
-    cache = filled(model, new_cache("static", model))
-    moved = rule_for(type(cache)).to(cache, META)
-    assert {tensor.device for tensor in tensors_of(moved).values()} == {META}
-    assert (moved.layers[0].device, cache.layers[0].device) == (META, CPU)
+def test_calls_with_a_cache():
+    """The caller's cache is returned. An error names a cache that the lanes filled differently, or returned."""
+    import transformers as t
 
+    def keys(x, *, differ):
+        return torch.zeros(len(x), 1, len(x) if differ else 2, 4)
 
-def test_subclasses_keep_attributes():
-    import transformers
+    def fills(x, cache, *, differ):
+        cache.update(keys(x, differ=differ), keys(x, differ=differ), 0)
+        return x, cache
 
-    class Mine(transformers.DynamicCache):
-        def __init__(self, label):
-            super().__init__()
-            self.label = label
-            self.counts = {"calls": [0]}
+    def makes(x):
+        return {"past": t.DynamicCache([(keys(x, differ=True), keys(x, differ=True))])}
 
-    cache = filled(tiny(), Mine("a"))
-    parts = cut(cache, [2, 3])
-    parts[0].counts["calls"].append(1)
-    assert cache.counts == {"calls": [0]}
-    with pytest.raises(GatherError, match="Mine"):
-        join(parts)
-    joined = join(cut(cache, [2, 3]))
-    assert type(joined) is Mine
-    assert (joined.label, joined.counts) == ("a", {"calls": [0]})
+    x, cache = torch.zeros(7, 2), t.DynamicCache()
+    with parallel(fills, ["cpu"] * 2) as p:
+        for length in (2, 4):
+            assert p(x, cache, differ=False)[1] is cache
+            assert cache.layers[0].keys.shape == (7, 1, length, 4)
+        with pytest.raises(GatherError, match=r"args\[1\] was changed differently"):
+            p(x, cache, differ=True)
+    with (
+        parallel(makes, ["cpu"] * 2) as p,
+        pytest.raises(GatherError, match=r'output\["past"\].*shapes of keys.*join="list"'),
+    ):
+        p(x)
 
 
 def test_unknown_caches_are_refused():
@@ -191,18 +177,15 @@ def test_unknown_caches_are_refused():
         def reorder_cache(self, beam_idx):
             self.keys = self.keys[:, beam_idx]
 
-    model = tiny()
-    noted = filled(model, new_cache("dynamic", model))
-    noted.notes = torch.zeros(5, 3)
-    streamed = filled(model, new_cache("dynamic", model))
-    streamed.lock = object()
-    ragged = new_cache("config", model)
-    for index, rows in enumerate((4, 3)):
-        ragged.update(torch.randn(rows, 1, 3, 8), torch.randn(rows, 1, 3, 8), index)
+    def dynamic(*rows):
+        return transformers.DynamicCache([(torch.randn(each, 1, 3, 8),) * 2 for each in rows])
+
+    noted, streamed = dynamic(5), dynamic(5)
+    noted.notes, streamed.lock = torch.zeros(5, 3), object()
     for cache, words in (
         (noted, "DynamicCache cannot be cut: the rows of its notes"),
         (streamed, "its lock is of type object"),
-        (ragged, r"different row counts: \[3, 4\]"),
+        (dynamic(4, 3), r"different row counts: \[3, 4\]"),
         (transformers.Cache(layers=[Sideways()]), "Sideways cannot be cut"),
         (transformers.Cache(layers=[Fp8QuantizedLayer()]), "Fp8QuantizedLayer cannot be cut"),
     ):
@@ -210,13 +193,28 @@ def test_unknown_caches_are_refused():
             rule_for(type(cache)).rows(cache)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "config", "static"])
+@pytest.mark.parametrize("kind", ["config", "static"])
 def test_parts_that_differ_are_refused(kind):
     model = tiny(4)
     parts = cut(filled(model, new_cache(kind, model)), [2, 3])
     filled(model, parts[0], 2, 1)
     with pytest.raises(GatherError, match="cannot be joined"):
         join(parts)
+
+
+def test_moved_values():
+    """A static layer stores the device of the tensors that it creates. A TensorDict may have no device."""
+    import tensordict as td
+
+    model = tiny()
+    cache = filled(model, new_cache("static", model))
+    moved = rule_for(type(cache)).to(cache, META)
+    assert {tensor.device for tensor in tensors_of(moved).values()} == {META}
+    assert (moved.layers[0].device, cache.layers[0].device) == (META, CPU)
+    for device, moved_to in ((None, None), (CPU, META)):
+        whole = td.TensorDict({"a": torch.zeros(2)}, batch_size=[2], device=device)
+        moved = rule_for(type(whole)).to(whole, META)
+        assert (moved.device, moved["a"].device, whole["a"].device) == (moved_to, META, CPU)
 
 
 # --- TensorDict ---
@@ -247,28 +245,6 @@ def test_tensordicts_are_cut_and_joined():
     assert (joined.stack_dim, joined.batch_size) == (1, columns.batch_size)
     for one, other in zip(joined.tensordicts, columns.tensordicts, strict=True):
         torch.testing.assert_close(one["w"], other["w"])
-
-
-def test_tensorclasses_keep_their_class():
-    import tensordict as td
-
-    class Pair(td.TensorClass):
-        a: torch.Tensor
-        label: str
-
-    whole = Pair(a=torch.arange(5.0), label="x", batch_size=[5])
-    joined = join(cut(whole, [4, 1]))
-    assert (type(joined), joined.batch_size, joined.label) == (Pair, whole.batch_size, "x")
-    torch.testing.assert_close(joined.a, whole.a)
-
-
-def test_moved_tensordicts_without_device():
-    import tensordict as td
-
-    for device, moved_to in ((None, None), (CPU, META)):
-        whole = td.TensorDict({"a": torch.zeros(2)}, batch_size=[2], device=device)
-        moved = rule_for(type(whole)).to(whole, META)
-        assert (moved.device, moved["a"].device, whole["a"].device) == (moved_to, META, CPU)
 
 
 def test_tensordicts_that_are_refused():

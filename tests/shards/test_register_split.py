@@ -8,7 +8,6 @@ from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, register_split
-from parawrap.shards._register_split import splitter_of
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 
@@ -140,13 +139,3 @@ def test_packed_sequences_follow_the_options():
 
 
 # Plain sequences
-
-
-@given(st.text(max_size=8), st.integers(0, 8), st.sampled_from([list, tuple, str]))
-def test_sequences_are_cut_by_slices(text, place, kind):
-    value, rules = kind(text), splitter_of(text)
-    sizes = (min(place, len(text)), len(text) - min(place, len(text)))
-    parts = rules.split(value, sizes)
-    assert (tuple(map(len, parts)), rules.rows(value)) == (sizes, len(text))
-    assert rules.join(parts) == value
-    assert rules.to([torch.zeros(1), "a"], META)[0].device == META

@@ -85,19 +85,6 @@ def plan_of(used, rows, lanes=2):
     return planned(used, torch.empty(rows, 2), lanes=lanes)[0]
 
 
-@pytest.mark.parametrize("rule", [balanced, uneven, equal])
-def test_sizes_do_not_depend_on_earlier_calls(rule):
-    used, order = Cutter(sizes=rule), [64, 20, 5, 61, 64, 7, 20]
-    assert [plan_of(used, rows, 4).sizes for rows in order] == [rule(rows, 4) for rows in order]
-    assert plan_of(Cutter(), 8).sizes == (4, 4)
-
-
-def test_a_unit_stays_in_one_shard():
-    used = Cutter(sizes=uneven, unit=3)
-    for units, parts in product(range(40), range(1, 6)):
-        assert plan_of(used, units * 3, parts).sizes == tuple(3 * size for size in uneven(units, parts))
-
-
 def test_a_large_shard_has_a_hint():
     why = (
         "because the sizes of shards must differ to show which outputs follow the rows. With out_dims=0, the largest shard"
