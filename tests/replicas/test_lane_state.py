@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -72,12 +70,3 @@ def test_containers_that_forward_returns():
     for output in outputs:
         assert_close(output["y"], nn.Linear.forward(model, X))
     assert not model.outputs
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_hooks_of_torch_write_unwarned(norm):
-    """Weight norm and spectral norm set an attribute in each call."""
-    model = norm(nn.Linear(4, 4)).eval()
-    with torch.no_grad(), parallel(model, TWO) as p:
-        assert_close(p(X), copy.deepcopy(model)(X))

@@ -105,11 +105,3 @@ def test_another_order_is_a_change(kind):
     assert (change.key, change.before, change.now) == (None, ["0", "1"], ["1", "0"])
     seen.restore()
     assert [*net._modules] == ["0", "1"]
-
-
-def test_parts_before_are_of_the_snapshot():
-    net = Net()
-    seen = watch(net)
-    net.steps.clear()
-    net.table.clear()
-    assert [seen.parts_before(each) for each in (net.steps, net.table, {})] == [[net[0], "word"], [{"scale": 2.0}], []]

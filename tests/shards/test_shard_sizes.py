@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -15,17 +15,13 @@ EVERY = list(product(range(201), range(1, 17)))
 """Rows and lanes."""
 
 
-def are_descending(sizes):
-    return all(one >= other for one, other in pairwise(sizes))
-
-
 @pytest.mark.parametrize("rule", [balanced, uneven, equal, lambda rows, parts: in_units(rows, parts, 3)])
 def test_sizes_add_up(rule):
     """The larger sizes are first, none is zero unless `rows` is, and there are at most as many as lanes."""
     for rows, parts in EVERY:
         sizes = rule(rows, parts)
         assert sum(sizes) == rows
-        assert are_descending(sizes) or rule not in (balanced, uneven, equal)
+        assert [*sizes] == sorted(sizes, reverse=True) or rule not in (balanced, uneven, equal)
         assert min(sizes) > 0 or sizes == (0,)
         assert len(sizes) <= parts
 
@@ -51,31 +47,21 @@ def test_uneven_sizes_by_example():
     assert {each: uneven(*each) for each in examples} == examples
 
 
-def test_uneven_sizes_are_never_all_equal():
-    """A size that does not come from the rows cannot match all of them. Sizes that differ already stay balanced."""
+def test_uneven_sizes_show_the_rows():
+    """A size that does not come from the rows cannot match all of them. Sizes that differ already stay balanced.
+
+    One lane, one row, and two lanes with two or four rows stay whole: a second size would leave one row next to more. No
+    shard has one row, which batch norm refuses. The largest shard has one row more at most, with at most one idle lane.
+    """
     for rows, parts in EVERY:
-        sizes, usual = uneven(rows, parts), balanced(rows, parts)
+        sizes, usual, used = uneven(rows, parts), balanced(rows, parts), min(rows, parts)
+        assert (len(sizes) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
         assert len(sizes) == 1 or sizes[0] > sizes[-1], (rows, parts, sizes)
-        if usual[0] != usual[-1]:
-            assert sizes == usual
-
-
-def test_uneven_calls_that_stay_whole():
-    """One lane, one row, and two lanes with two or four rows: a second size would leave one row next to more."""
-    for rows, parts in EVERY:
-        used = min(rows, parts)
-        assert (len(uneven(rows, parts)) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
-        if rows > 1 and min(balanced(rows, parts)) > 1:  # batch norm refuses one row in train mode
-            assert min(uneven(rows, parts)) > 1, (rows, parts)
-
-
-def test_uneven_sizes_cost_little():
-    """The largest shard has one row more at most, and at most one lane is idle, with few rows per lane."""
-    for rows, parts in EVERY:
-        sizes, usual = uneven(rows, parts), balanced(rows, parts)
+        assert sizes == usual or usual[0] == usual[-1]
+        assert min(sizes) > 1 or rows <= 1 or min(usual) <= 1
         more, idle = sizes[0] - usual[0], len(usual) - len(sizes)
         assert more == 2 if (rows, parts) in ((4, 2), (6, 3)) else more in (0, 1)
-        assert idle == 0 or (idle == 1 and rows in (min(rows, parts), 2 * parts))
+        assert idle == 0 or (idle == 1 and rows in (used, 2 * parts))
 
 
 # The sizes of a cutter
