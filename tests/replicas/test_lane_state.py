@@ -1,4 +1,4 @@
-"""Layers that forward makes are refused, and its outputs and hooks may write. `test_writes.py` has other writes."""
+"""Layers that forward makes are refused, and it may return its containers. `tests/api/parallel` has other writes."""
 
 from __future__ import annotations
 

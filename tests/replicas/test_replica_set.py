@@ -90,8 +90,8 @@ def test_replicas_follow_changes(name):
     assert torch.equal(model.count, modules[1].count + 3)
 
 
-def test_modes_make_replicas_stale():
-    """A module in train mode may write its buffers unseen."""
+def test_replicas_are_renewed():
+    """A module in train mode may write its buffers unseen, so its replicas are stale."""
     model = Holds()
     made, modules = replicas(model)
     assert made.stale()

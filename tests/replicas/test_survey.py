@@ -15,6 +15,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet, Survey
+from tests.helpers.odd_models import Slotted
 
 CPU = torch.device("cpu")
 
@@ -68,16 +69,15 @@ def test_objects_without_the_model_are_shared():
 
 def test_deep_models_need_no_recursion():
     """The deepest of 1,500 modules is copied first. A chain of lists is refused with a cure."""
-    model = inner = nn.Module()
+    model = nn.Module()
+    model.chain, inner = [], model
     for _ in range(1500):
-        inner.child = nn.Module()
-        inner = inner.child
+        inner.child = inner = nn.Module()
     inner, count = replica_of(model), 0
     while inner is not None:
         inner, count = getattr(inner, "child", None), count + 1
     assert count == 1501
-    model = nn.Linear(4, 4)
-    model.chain = chain = []
+    chain = model.chain
     for _ in range(5000):
         chain.append([])
         chain = chain[0]
@@ -85,20 +85,11 @@ def test_deep_models_need_no_recursion():
         replica_of(model)
 
 
-class Slotted:
-    """An object with a slot and without a `__dict__`."""
-
-    __slots__ = ("owner",)
-
-
 @pytest.mark.parametrize("hold", [lambda model: [model], lambda model: None, Slotted], ids=["list", "none", "slot"])
-@pytest.mark.parametrize("model", [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))], ids=["norm"])
-def test_replicas_are_freed_without_a_collector(model, hold):
+def test_replicas_are_freed_at_once(hold):
     """At the end of the block, and when the model changes, also if objects refer to each other."""
-    model = model()
-    model.held = hold(model) if hold is not Slotted else Slotted()
-    if hold is Slotted:
-        model.held.owner = model
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.held = hold(model)
     assert Survey(model).has_cycle == (model.held is not None)
     gc.collect()
     gc.disable()
