@@ -27,22 +27,17 @@ META = torch.device("meta")
 # Tensors
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_one_row_is_broadcast(rows):
     """A tensor with one row next to more rows, or none, goes whole to every lane, as in torch's broadcasting."""
-    one = torch.ones(1, 3)
+    one, scale, columns = torch.ones(1, 3), torch.tensor(2.0), torch.zeros(3, rows)
     shards = cut(cutter(), torch.zeros(rows, 3), one)
     assert all(shard.args[1] is one for shard in shards)
     assert sum(shard.rows for shard in shards) == rows
     assert len(shards) == (1 if rows < 2 else 2)
-
-
-def test_tensors_without_the_dim_are_broadcast():
-    scale, bias = torch.tensor(2.0), torch.zeros(7)
-    first, second = cut(Cutter(dim=1), torch.zeros(3, 4), scale, bias)
-    assert (first.args[0].shape, second.args[0].shape) == ((3, 2), (3, 2))
-    assert second.args[1] is scale
-    assert second.args[2] is bias
+    for shard in cut(Cutter(dim=1), columns, scale, one[0]):  # tensors without the dim
+        assert shard.args[1] is scale
+        assert shard.args[2].shape == (3,)
 
 
 @given(st.integers(0, 20), st.sampled_from([0, 1, -1]), st.integers(1, 5), st.booleans())
@@ -87,8 +82,7 @@ LISTED = [torch.zeros(n) for n in (1, 2, 3)]
 IN_DIMS = {
     "None": (None, X[:2], X[:2], X[:2]),
     "dim": (1, X.T, X[:2].T, X[2:].T),
-    "negative": (-1, {"a": [X.T]}, {"a": [X[:2].T]}, {"a": [X[2:].T]}),
-    "dim of a list": (1, [X.T, X.T], [X[:2].T] * 2, [X[2:].T] * 2),
+    "negative": (-1, {"a": [X.T, X.T]}, {"a": [X[:2].T] * 2}, {"a": [X[2:].T] * 2}),
     "texts": (0, TEXTS, TEXTS[:2], TEXTS[2:]),
     "numbers": (0, (1, 2, 3), (1, 2), (3,)),
     "texts in a dict": (0, {"t": TEXTS, "n": (4, 5)}, {"t": TEXTS[:2], "n": (4, 5)}, {"t": TEXTS[2:], "n": (4, 5)}),
@@ -96,7 +90,6 @@ IN_DIMS = {
     "items of tensors": ("items", LISTED, LISTED[:2], LISTED[2:]),
     "items of equal tensors": ("items", [X, X, X], [X, X], [X]),
     "items in a dict": ("items", {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
-    "tree": ({"x": 1, "t": None}, {"x": X.T, "t": TEXTS}, {"x": X[:2].T, "t": TEXTS}, {"x": X[2:].T, "t": TEXTS}),
     "part of a tree": ({"t": "items"}, {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
     "list": ([None, "items"], [5, TEXTS], [5, TEXTS[:2]], [5, TEXTS[2:]]),
     "dataclass": (Batch(0, "items"), Batch(X, TEXTS), Batch(X[:2], TEXTS[:2]), Batch(X[2:], TEXTS[2:])),
@@ -116,7 +109,6 @@ def test_in_dims_declare_each_argument(entry, argument, first, second):
 def test_in_dims_name_the_rest():
     whole = torch.zeros(7)
     assert cut(cutter(in_dims={"rest": None}), torch.zeros(4), None, None, whole)[1].args[3] is whole
-    assert cut(cutter(in_dims={"y": None}), torch.zeros(4), y=whole)[1].kwargs["y"] is whole
 
 
 # Values that go whole to every lane
@@ -147,16 +139,14 @@ def test_lists_are_shared_with_torchs_rules():
 
 
 def test_each_lane_has_its_own_containers():
-    first, second = cut(cutter(), torch.zeros(4), {"k": 1})
-    first.args[1]["k"] = 2
-    assert second.args[1] == {"k": 1}
-
-
-def test_one_object_at_two_places_stays_one():
+    """And one object at two places stays one."""
     x, scale = torch.zeros(4), torch.ones(1)
-    for shard in cut(cutter(), x, [x, scale, scale]):
+    first, second = cut(cutter(), x, [x, scale, scale])
+    for shard in (first, second):
         assert shard.args[0] is shard.args[1][0]
         assert shard.args[1][1] is shard.args[1][2] is scale
+    first.args[1].clear()
+    assert len(second.args[1]) == 3
 
 
 class Tagged(list):
@@ -195,23 +185,16 @@ def test_whole_calls_may_have_unequal_rows():
 
 
 def test_shards_on_another_device(monkeypatch):
-    """Rows and broadcast tensors are copied, one object once; `origins` leads from a copy to the caller's tensor."""
+    """Rows and whole values are copied, one object once; `origins` leads from a copy to the caller's value."""
     monkeypatch.setattr("parawrap.shards._cut.bring", torch.Tensor.to)  # the meta device has no backend
-    x, scale = torch.zeros(4), torch.ones(1)
-    plan, flat = planned(cutter(), x, [scale, scale])
+    x, scale, packed = torch.zeros(2), torch.ones(1), rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    plan, flat = planned(cutter(), x, [scale] * 3, packed)
     for shard in plan.scatter(flat, [META, META]):
         assert shard.args[0].device == shard.args[1][0].device == META
         assert shard.args[1][0] is shard.args[1][1]
-        assert shard.origins == {id(shard.args[1][0]): scale}
+        assert shard.origins == {id(shard.args[1][0]): scale, id(shard.args[2]): packed}
     with pytest.raises(ValueError):
         plan.scatter(flat, [META])
-
-
-def test_origins_of_registered_values():
-    packed = rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    for shard in cut(cutter(), torch.zeros(2), packed):
-        assert shard.origins[id(shard.args[1])] is packed
-        assert id(shard.args[0]) not in shard.origins
 
 
 def test_a_shard_describes_itself():
@@ -234,21 +217,16 @@ class Scripted(torch.nn.Module):
         return x * factor
 
 
-TARGETS = [
-    (forward, ["x", "y", "rest", "rest"], {"mask": True, "other": False}, "x, y, *rest"),
-    (lambda x, **options: x, ["x", None], {"x": True, "any": True, "options": False}, "x"),
-    (lambda: None, [None], {"x": False}, "none"),
-    (torch.neg, [None], {"any": True}, "none"),
-    (torch.jit.script(Scripted()).forward, ["x", "factor", None], {"factor": True, "self": False}, "x, factor"),
-]
-
-
-@pytest.mark.parametrize(
-    ("target", "names", "takes", "text"), TARGETS, ids=["rest", "kwargs", "empty", "builtin", "script"]
-)
-def test_parameters_of_a_target(target, names, takes, text):
-    parameters = Parameters(target)
-    assert [parameters.at(place) for place in range(len(names))] == names
-    assert {name: parameters.takes(name) for name in takes} == takes
-    assert str(parameters) == text
-    assert parameters.names(names[0] or "x") == (names[0] is not None)
+def test_parameters_of_a_target():
+    for target, names, takes, text in (
+        (forward, ["x", "y", "rest", "rest"], {"mask": True, "other": False}, "x, y, *rest"),
+        (lambda x, **options: x, ["x", None], {"x": True, "any": True, "options": False}, "x"),
+        (lambda: None, [None], {"x": False}, "none"),
+        (torch.neg, [None], {"any": True}, "none"),
+        (torch.jit.script(Scripted()).forward, ["x", "factor", None], {"factor": True, "self": False}, "x, factor"),
+    ):
+        parameters = Parameters(target)
+        assert [parameters.at(place) for place in range(len(names))] == names
+        assert {name: parameters.takes(name) for name in takes} == takes
+        assert str(parameters) == text
+        assert parameters.names(names[0] or "x") == (names[0] is not None)
