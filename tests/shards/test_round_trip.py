@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,27 +74,18 @@ def cut(call, sizes):
     return flat, plan, plan.scatter(flat, [CPU] * len(plan.sizes))
 
 
-class Mark:
-    """A leaf that holds the dim of another leaf."""
-
-    def __init__(self, dim):
-        self.dim = dim
-
-
 def declared(plan, value):
     """Return the tree of `out_dims` for the call itself: the dim of each cut leaf, and None for the other leaves."""
     leaves, spec = flatten(value)
-    return as_tree(unflatten(spec, list(map(Mark, plan.dims[: len(leaves)]))))
+    return as_tree(unflatten(spec, [SimpleNamespace(dim=dim) for dim in plan.dims[: len(leaves)]]))
 
 
 def as_tree(value):
-    if isinstance(value, Mark):
+    if isinstance(value, SimpleNamespace):
         return value.dim
     if isinstance(value, Mapping):
         return {key: as_tree(below) for key, below in value.items()}
-    if isinstance(value, Record):
-        return {"value": as_tree(value.value), "label": as_tree(value.label)}
-    return tuple(map(as_tree, value))
+    return as_tree(vars(value)) if isinstance(value, Record) else tuple(map(as_tree, value))
 
 
 def same(one, other):
