@@ -24,11 +24,11 @@ class ReadsAList(nn.Linear):
         return LISTED[1](x)
 
 
-class HasAClassAttribute(nn.Linear):
+class HasAnAttribute(nn.Linear):
     norm = NORM
 
 
-class ReadsInAProperty(nn.Linear):
+class HasAProperty(nn.Linear):
     @property
     def norm(self):
         return [name for name in NAMED]  # noqa: C416
@@ -44,11 +44,10 @@ def capturing(norm):
 
 
 TARGETS = {
-    "function": (lambda: uses_a_global, r"uses_a_global uses the global 'NORM', which holds a BatchNorm1d"),
-    "called": (lambda: lambda x: uses_a_global(x), "uses_a_global uses the global 'NORM'"),
+    "function": (lambda: lambda x: uses_a_global(x), "uses_a_global uses the global 'NORM', which holds a BatchNorm1d"),
     "list": (lambda: ReadsAList(4, 4), r"ReadsAList\.forward uses the global 'LISTED', which holds a BatchNorm1d"),
-    "class": (lambda: HasAClassAttribute(4, 4), r"the class attribute HasAClassAttribute\.norm is a BatchNorm1d"),
-    "property": (lambda: ReadsInAProperty(4, 4), r"ReadsInAProperty\.norm uses the global 'NAMED'"),
+    "class": (lambda: HasAnAttribute(4, 4), r"the class attribute HasAnAttribute\.norm is a BatchNorm1d"),
+    "property": (lambda: HasAProperty(4, 4), r"HasAProperty\.norm uses the global 'NAMED'"),
     "closure": (lambda: capturing(NORM)(4, 4), r"Captures\.help captures 'norm', which holds a BatchNorm1d"),
 }
 

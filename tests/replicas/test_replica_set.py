@@ -105,17 +105,6 @@ def test_replicas_are_renewed():
     assert made.current[0].module is not modules[0]
 
 
-def test_a_set_notes_what_learns():
-    model = Holds()
-    made, _ = replicas(model)
-    for learns in (True, False, True):
-        model.requires_grad_(learns)
-        made.refresh()
-        assert made.learns == learns
-    _, modules = replicas(model, detach=True)
-    assert not any(parameter.requires_grad for parameter in modules[0].parameters())
-
-
 def test_home_of_a_module():
     """None without tensors. A model on two devices, and a model without data, have no replicas."""
     assert home_of(nn.Linear(2, 2)) == CPU
