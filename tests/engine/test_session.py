@@ -135,16 +135,6 @@ def test_submitted_calls_run_whole(opened):
 # Memory
 
 
-@contextlib.contextmanager
-def no_garbage_collection():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 WAYS = {
     "call": lambda p, x: p(x),
     "submit": lambda p, x: p.submit(x).result(PATIENCE_S),
@@ -166,7 +156,9 @@ def test_calls_free_their_tensors(way, grad, fails):
         return y
 
     held = []
-    with no_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
         with parallel(run, ["cpu"] * 2) as p:
             for _ in range(50):
                 x = torch.randn(9, 4, requires_grad=grad)
@@ -175,6 +167,8 @@ def test_calls_free_their_tensors(way, grad, fails):
                     way(p, x)
                 del x
         assert [index for index, each in enumerate(held) if each() is not None] == []
+    finally:
+        gc.enable()
 
 
 def rss():
@@ -187,27 +181,19 @@ def rss():
 def test_memory_and_threads_stay_flat():
     """Over 100,000 calls and submits with changing rows, and over 200 blocks."""
     model, norm = nn.Linear(4, 2), nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    xs = [torch.randn(rows, 4) for rows in (2, 3, 5, 8)]
-
-    def calls(p, count):
-        for index in range(count):
-            p(xs[index % 4])
-            if index % 100 == 0:
-                p.submit(xs[0]).result(PATIENCE_S)
-
-    def blocks(count):
-        for _ in range(count):
-            with parallel(norm, ["cpu"] * 3) as p:
-                p(torch.randn(8, 64)).sum().backward()
-                p.submit(torch.randn(8, 64)).result(PATIENCE_S)
-
     with torch.no_grad(), parallel(model, ["cpu"] * 2, out_dims=0) as p:
-        calls(p, 2_000)
-        before = rss()
-        calls(p, 98_000)
+        for index in range(100_000):
+            if index == 2_000:
+                before = rss()
+            p(torch.randn(2 + index % 4, 4))
+            if index % 100 == 0:
+                p.submit(torch.randn(2, 4)).result(PATIENCE_S)
         assert rss() - before < 8 * 2**20
-    blocks(40)
-    threads, before = threading.active_count(), rss()
-    blocks(200)
+    for index in range(240):
+        if index == 40:
+            threads, before = threading.active_count(), rss()
+        with parallel(norm, ["cpu"] * 3) as p:
+            p(torch.randn(8, 64)).sum().backward()
+            p.submit(torch.randn(8, 64)).result(PATIENCE_S)
     assert threading.active_count() == threads
     assert rss() - before < 12 * 2**20

@@ -160,19 +160,3 @@ def test_weak_references_lead_to_the_replica(refer):
     model = Parent(refer)
     with torch.no_grad(), parallel(model, TWO):
         assert_close(model(X), model.child(X) * X.sum(1, keepdim=True))
-
-
-def test_handles_and_attributes_of_hooks_are_followed():
-    """A model that keeps the handle of a hook that captures it, and a changed attribute of a hook function."""
-
-    def hook(module, args, output):
-        return output * hook.scale * model.scale
-
-    model = nn.Sequential(nn.Linear(4, 4))
-    model.scale = hook.scale = 1
-    plain = model(X)
-    model.handle = model[0].register_forward_hook(hook)
-    with torch.no_grad(), parallel(model, TWO):
-        for scale in (1, 2):
-            hook.scale, model.scale = scale, 3
-            assert_close(model(X), plain * scale * 3)

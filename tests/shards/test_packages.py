@@ -297,12 +297,6 @@ def bipartite(nodes):
     return Bipartite(**ends, edge_index=edges, num_nodes=2 * nodes + 2, parts=parts)
 
 
-def hypergraph(nodes):
-    from torch_geometric.data.hypergraph_data import HyperGraphData
-
-    return HyperGraphData(x=torch.zeros(nodes, 1), edge_index=torch.tensor([[0, 0, nodes - 1], [0, 1, 2]]))
-
-
 def assert_same_batch(one, other):
     assert type(one) is type(other)
     assert one.num_graphs == other.num_graphs
@@ -315,7 +309,7 @@ def assert_same_batch(one, other):
                 assert value == right[key]
 
 
-@pytest.mark.parametrize("make", [graph, hetero, bipartite, hypergraph])
+@pytest.mark.parametrize("make", [graph, hetero, bipartite])
 def test_graphs_are_cut_and_joined(make):
     """Graphs may have different sizes, no edges, graph attributes, and follow_batch; a class of batches is kept."""
     from torch_geometric.data import Batch
@@ -331,17 +325,6 @@ def test_graphs_are_cut_and_joined(make):
     for part, expected in zip(parts, (graphs[:2], graphs[2:]), strict=True):
         assert_same_batch(part, Own.from_data_list(expected, follow_batch=["x"]))
     assert_same_batch(join(parts), whole)
-
-
-def test_assignments_follow_the_device():
-    """Parts have `batch` and `ptr` on the batch's device, although torch_geometric may create them on the CPU."""
-    from torch_geometric.data import Batch
-
-    whole = Batch.from_data_list([graph(n) for n in (3, 1)])
-    whole.batch, whole.ptr = whole.batch.to("meta"), whole.ptr.to("meta")
-    del whole.edge_index
-    part = cut(whole, [1, 1])[0]
-    assert (part.batch.device.type, part.ptr.device.type, part.x.device.type) == ("meta", "meta", "cpu")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
