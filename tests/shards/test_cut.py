@@ -50,7 +50,7 @@ def test_all_ways_to_pass_tensors_agree(rows, dim, lanes, has_scalar):
     assert Cutter(dim).rows(tuple(tensors)) == rows
 
 
-def test_rows_are_views_of_the_callers_tensor():
+def test_rows_are_views():
     """Each lane may write into its rows, also a value with a graph."""
     x = torch.arange(6.0)
     first, second = cut(Cutter(), x)
@@ -59,9 +59,6 @@ def test_rows_are_views_of_the_callers_tensor():
     assert x[3] == 9
     for shard in (first, second):
         shard.args[0].add_(torch.nn.Parameter(torch.ones(())))
-
-
-def test_layouts_that_torch_cannot_split_are_refused():
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
     assert "args[1] of shape (4, 4) and layout torch.sparse_coo cannot be split" in message
     assert "in_dims has None" in message
@@ -106,9 +103,11 @@ def test_in_dims_declare_each_argument(entry, argument, first, second):
         assert_same(found, [first, second])
 
 
-def test_in_dims_name_the_rest():
+def test_the_rest_and_shared_lists():
     whole = torch.zeros(7)
     assert cut(cutter(in_dims={"rest": None}), torch.zeros(4), None, None, whole)[1].args[3] is whole
+    for shard in cut(cutter(lists_are_shared=True), torch.zeros(3), texts=TEXTS):
+        assert shard.kwargs["texts"] == TEXTS
 
 
 # Values that go whole to every lane
@@ -133,11 +132,6 @@ def test_values_without_state_go_whole(value):
         assert shard.kwargs["texts"] == wrapped
 
 
-def test_lists_are_shared_with_torchs_rules():
-    for shard in cut(cutter(lists_are_shared=True), torch.zeros(3), texts=TEXTS):
-        assert shard.kwargs["texts"] == TEXTS
-
-
 def test_each_lane_has_its_own_containers():
     """And one object at two places stays one."""
     x, scale = torch.zeros(4), torch.ones(1)
@@ -147,14 +141,6 @@ def test_each_lane_has_its_own_containers():
         assert shard.args[1][1] is shard.args[1][2] is scale
     first.args[1].clear()
     assert len(second.args[1]) == 3
-
-
-class Tagged(list):
-    """A container with attributes."""
-
-
-def test_attributes_of_containers_are_parts():
-    """Each lane gets its rows of a tensor in an attribute; calls that share a plan keep their own attributes."""
     used, value = cutter(), Tagged([torch.zeros(4)])
     value.mask = torch.arange(4)
     for value.name in ("a", "b"):
@@ -163,20 +149,20 @@ def test_attributes_of_containers_are_parts():
         assert (type(first.args[0]), first.args[0].name, second.args[0].name) == (Tagged, value.name, value.name)
 
 
+class Tagged(list):
+    """A container with attributes."""
+
+
 # Plans
 
 
-def test_plans_of_other_kinds_are_not_mixed():
+def test_plans_are_not_mixed():
     """A number or a 0-d tensor, and a tensor without the dim, have plans of their own at the same place."""
     used = cutter(in_dims={"y": 1})
     for _ in range(2):
         assert len(cut(used, torch.zeros(4), 3.0)) == len(cut(used, torch.zeros(4), torch.tensor(3.0))) == 2
         with pytest.raises(ShardError, match="dim 1"):
             cut(used, torch.zeros(4), torch.zeros(4))
-
-
-def test_whole_calls_may_have_unequal_rows():
-    """The first tensor with rows counts."""
     plan, flat = cutter().whole((torch.tensor(1.0), torch.zeros(4), torch.zeros(3)), {})
     (shard,) = plan.scatter(flat, [CPU])
     assert (shard.rows, len(shard.args)) == (4, 3)

@@ -38,17 +38,20 @@ def test_unequal_row_counts_are_refused(args, kwargs, parts):
         assert part in message
 
 
-def test_sequences_must_have_the_rows():
+def test_rows_of_declared_arguments():
     for entry, texts in ((0, ["a", "b"]), ("items", ["a", "b"]), ("items", ("a", "b", "c", "d"))):
         message = uncut(cutter(in_dims={"texts": entry}), ROWS, texts=texts)
         assert f'kwargs["texts"] has {len(texts)} on dim 0, args[0] has 3' in message
-
-
-def test_a_dim_that_no_tensor_has():
     for dim in (2, -3):
         message = uncut(Cutter(dim=dim), torch.zeros(4, 3))
         assert f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions" in message
     assert "dim 1 is out of range for args[1]" in uncut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
+    for entry, argument, text in (
+        ({"k": 0}, {"j": ROWS}, "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there"),
+        ({"k": {"i": 0}}, {"k": ROWS}, 'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there'),
+        ({"k": (0,)}, {"k": (ROWS, ROWS)}, 'in_dims["y"]["k"] declares 1 items, and \'y\' has 2 there'),
+    ):
+        assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
 
 
 @pytest.mark.parametrize(("rows", "counts"), [(12, "8 or 16"), (7, "8"), (17, "16 or 24")])
@@ -56,15 +59,6 @@ def test_a_batch_must_be_a_multiple_of_unit(rows, counts):
     message = uncut(Cutter(sizes=uneven, unit=8), torch.zeros(rows))
     for part in (f"args[0] has {rows} rows", "not a multiple of unit=8", f"a batch of {counts} rows"):
         assert part in message
-
-
-def test_in_dims_must_fit_the_argument():
-    for entry, argument, text in (
-        ({"k": 0}, {"j": ROWS}, "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there"),
-        ({"k": {"i": 0}}, {"k": ROWS}, 'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there'),
-        ({"k": (0,)}, {"k": (ROWS, ROWS)}, 'in_dims["y"]["k"] declares 1 items, and \'y\' has 2 there'),
-    ):
-        assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
 
 
 # Lists that may have one item per row
@@ -87,13 +81,19 @@ def test_a_list_as_long_as_the_batch(texts):
     assert (first.kwargs["texts"], second.kwargs["texts"]) == (texts[:2], texts[2:])
 
 
-def test_arrays_are_refused_at_any_length():
-    """All lanes would share the array, or it has one item per row."""
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_arrays_and_nested_tensors():
+    """All lanes would share an array, or it has one item per row. Torch cannot split a strided nested tensor."""
     for rows in (0, 3, 4):
         message = uncut(cutter(), ROWS, numpy.arange(float(rows)))
         cures = ('in_dims={"y": "items"}', 'in_dims={"y": None}', "torch.from_numpy")
         for part in (f"args[1] is an array with {rows} rows, and the batch has 3", *cures):
             assert part in message
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for args, dim, name in (((nested,), 0, "x"), ((ROWS, nested), 0, "y"), ((nested,), 1, "x")):
+        assert f"args[{len(args) - 1}] is a nested tensor" in uncut(cutter(dim=dim), *args)
+        for shard in cut(cutter(in_dims={name: None}, dim=dim), *args):
+            assert shard.args[-1] is nested
 
 
 # Objects
@@ -193,16 +193,6 @@ def test_cycles_of_unknown_objects():
     assert "a state that each lane would change" in uncut(cutter(), ROWS, one)
     other.tensor = torch.zeros(1)
     assert "register_split" in uncut(cutter(), ROWS, one)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_strided_nested_tensors_are_refused():
-    """Torch cannot split them. With None in `in_dims`, every lane gets the same one."""
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    for args, dim, name in (((nested,), 0, "x"), ((ROWS, nested), 0, "y"), ((nested,), 1, "x")):
-        assert f"args[{len(args) - 1}] is a nested tensor" in uncut(cutter(dim=dim), *args)
-        for shard in cut(cutter(in_dims={name: None}, dim=dim), *args):
-            assert shard.args[-1] is nested
 
 
 # The hint for calls without tensors

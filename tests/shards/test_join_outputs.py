@@ -69,10 +69,6 @@ def test_equal_values_are_not_one_value():
         assert "the lanes had 3, 1 rows and returned shapes" in message
         assert "Equal values do not make it one value: two lanes that count 3 are 6" in message
         assert all(part in message for part in OPTIONS)
-
-
-def test_no_rows_in_any_lane():
-    """Such as the boxes of images without objects."""
     for empty in (torch.zeros(0, 4), numpy.zeros((0, 2)), []):
         assert_same(joined(copy.copy(empty), empty), empty)
 
@@ -80,11 +76,21 @@ def test_no_rows_in_any_lane():
 # One value of all lanes
 
 
-def test_the_same_object_is_returned():
-    """A parameter or an uncut argument, without `originals`."""
+def test_the_same_object_is_one_value():
+    """A parameter or an uncut argument, without `originals`. Values that cannot be compared need `register_split`."""
     for shared in (torch.zeros(7), torch.tensor(1.0), numpy.zeros(2)):
         assert joined({"w": shared}, {"w": shared})["w"] is shared
         assert joined(shared, shared) is shared
+
+    class Moody:
+        __hash__ = None
+
+        def __eq__(self, other):
+            raise TypeError
+
+    assert "register_split(Moody, split=..., join=..., rows=...) says how to join them" in refusal(Moody(), Moody())
+    same = Moody()
+    assert joined(same, same) is same
 
 
 def test_copies_become_the_original():
@@ -125,20 +131,6 @@ def test_unequal_values_are_refused(values):
     assert all(part in message for part in OPTIONS)
 
 
-def test_values_that_cannot_be_compared():
-    """The error names `register_split`. The same object in all lanes is returned."""
-
-    class Moody:
-        __hash__ = None
-
-        def __eq__(self, other):
-            raise TypeError
-
-    assert "register_split(Moody, split=..., join=..., rows=...) says how to join them" in refusal(Moody(), Moody())
-    same = Moody()
-    assert joined(same, same) is same
-
-
 # Lists
 
 
@@ -150,7 +142,7 @@ def test_one_item_per_row_is_concatenated(kind):
         assert type(found) is kind
 
 
-def test_lists_of_one_length():
+def test_lists_are_joined_by_item():
     """They are joined by item."""
     first, second = rows(3, 1)
     found = joined([first, "name", [first]], [second, "name", [second]])
@@ -159,9 +151,6 @@ def test_lists_of_one_length():
     assert joined([1, 2], [3, 4], reduce="sum") == [4, 6]
     assert "output[0]" in refusal([1, 2], [3, 4])
     assert 'output[1]["k"]' in refusal([first, {"k": 1}], [second, {"k": 2}])
-
-
-def test_lists_of_other_lengths_are_refused():
     message = refusal({"boxes": ["a", "b"]}, {"boxes": ["c"]})
     assert "the lanes had 3, 1 rows and returned 2, 1 items" in message
     assert all(part in message for part in OPTIONS)

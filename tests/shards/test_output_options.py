@@ -58,15 +58,12 @@ def test_a_tree_declares_keys_and_fields(make, declare):
         assert f"{option} declares the key 'los', and the output has ['logits', 'loss'] here" in message
 
 
-def test_a_key_left_out_is_joined_by_sizes():
+def test_sizes_are_checked():
     outputs = [{"a": torch.zeros(2, n), "b": torch.ones(n)} for n in (3, 1)]
     found = joined(*outputs, out_dims={"a": 1})
     assert (found["a"].shape, found["b"].shape) == ((2, 4), (4,))
     outputs = [{"a": torch.zeros(2, n), "b": torch.ones(2)} for n in (3, 1)]
     assert 'output["b"] cannot be joined' in refusal(*outputs, out_dims={"a": 1})
-
-
-def test_a_declared_dim_is_checked():
     message = refusal(torch.zeros(2, 3), torch.zeros(2, 3), sizes=(2, 2), out_dims=1)
     assert "the lanes had 2, 2 rows and returned shapes (2, 3), (2, 3), without the rows on dim 1" in message
     for make in (torch.zeros, numpy.zeros):
@@ -92,7 +89,7 @@ def test_none_declares_one_value():
         assert "nan" in str(joined(make(float("nan")), make(float("nan")), out_dims=None))
 
 
-def test_items_declares_one_item_per_row():
+def test_items_and_ragged():
     """Lists of equal shards are concatenated too, and their length is checked. A dim means the same for texts."""
     for items in (["a", "b", "c", "d"], [torch.zeros(n) for n in range(4)]):
         assert joined(items[:2], items[2:], sizes=(2, 2), out_dims="items") == items
@@ -101,9 +98,6 @@ def test_items_declares_one_item_per_row():
     assert joined([], [], sizes=(2, 2), out_dims="items") == []
     assert joined(["a", "b"], ["c", "d"], sizes=(2, 2), out_dims=0) == ["a", "b", "c", "d"]
     assert [each.shape for each in joined([*rows(2)], [*rows(2)], sizes=(2, 2), out_dims=0)] == [(4, 2)]
-
-
-def test_ragged_joins_any_number_of_rows():
     first = {"t": torch.zeros(6, 2), "l": ["a"], "a": numpy.zeros(3)}
     found = joined(first, {"t": torch.ones(1, 2), "l": [], "a": numpy.ones(0)}, sizes=(2, 2), out_dims="ragged")
     assert (found["t"].shape, found["l"], found["a"].shape) == ((7, 2), ["a"], (3,))
@@ -167,9 +161,6 @@ def test_what_the_options_imply():
     assert [each.needs_proof for each in rules] == [True] * 5 + [False] * 4
     assert [each.keep_single for each in rules] == [True] * 4 + [False] + [True] * 3 + [False]
     assert not JoinRules(reduce=torch.max).keep_single
-
-
-def test_options_are_trees():
     assert as_tree({"a": [1, Output(2, (3,))]}) == {"a": (1, {"logits": 2, "loss": (3,)})}
     assert as_tree(Output) is Output
     assert entries_of({"a": (1, {"b": None}), "c": 2}) == [1, None, 2]

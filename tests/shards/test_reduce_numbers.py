@@ -55,9 +55,6 @@ def test_counts_and_flags_have_no_mean():
     for make in (bool, lambda value: scalar(value, torch.bool)):
         assert "torch.any" in refusal(make(1), make(0), reduce="sum")
         assert joined(make(1), make(0), reduce=torch.any).item() is True
-
-
-def test_scalars_of_numpy_are_numbers():
     assert "float64" in refusal(numpy.float64(1), numpy.float64(2))
     assert joined(numpy.float64(2), numpy.float64(10), reduce="mean") == pytest.approx(4)
     assert joined(numpy.int64(2), numpy.int64(10), reduce="sum") == 12
@@ -88,15 +85,12 @@ def test_named_tables_are_summed(make):
     assert 'output["t"]' in refusal(*outputs)
 
 
-def test_whole_outputs_are_reduced_if_they_have_no_rows():
+def test_reduced_tensors_and_arrays():
     """With `reduce` for a whole output, a tensor with the rows is joined, and any other is reduced."""
     assert joined(torch.ones(2), torch.ones(2), reduce="sum").tolist() == [2, 2]
     assert joined(torch.ones(2), torch.ones(2), reduce="stack").shape == (2, 2)
     assert joined(torch.ones(3), torch.ones(1), reduce="sum").shape == (4,)
     assert "which reduce cannot put together" in refusal(torch.ones(2), torch.ones(3), reduce="sum")
-
-
-def test_arrays_can_only_be_summed():
     tables = [{"t": numpy.ones(2)}, {"t": numpy.ones(2)}, {"t": numpy.ones(3)}]
     assert 'an array can only be reduced by "sum"' in refusal(*tables[:2], reduce={"t": "mean"})
     assert "which reduce cannot put together" in refusal(*tables[1:], reduce={"t": "sum"})

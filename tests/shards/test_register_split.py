@@ -63,13 +63,17 @@ def test_a_class_can_be_registered_late():
         assert cut(used, torch.zeros(2), value)[1].args[1].items == [held[1]]
 
 
-def test_rows_can_replace_len():
+def test_rows_and_split_of_a_class():
     class Table:
         height = 5
 
     register_split(Table, split=lambda _, sizes: list(sizes), join=sum, rows=lambda table: table.height)
     shards = cut(Cutter(), Table())
     assert [shard.args[0] for shard in shards] == [3, 2]
+    words, _, join = new_class()
+    register_split(words, split=lambda value, sizes: [value] * 3, join=join)
+    with pytest.raises(ShardError, match="the split of Words returned 3 parts for 2 sizes"):
+        cut(Cutter(), torch.zeros(4), words("abcd"))
 
 
 def test_registered_rows_must_agree():
@@ -82,17 +86,6 @@ def test_registered_rows_must_agree():
     assert joined(*outputs, as_torch=True).items == ["a", "b", "c"]
     assert joined(*outputs, out_dims=None) is outputs[0]
     assert joined(words(""), words("")).items == []
-
-
-def test_split_must_return_one_part_per_size():
-    words, _, join = new_class()
-    register_split(words, split=lambda value, sizes: [value] * 3, join=join)
-    with pytest.raises(ShardError, match="the split of Words returned 3 parts for 2 sizes"):
-        cut(Cutter(), torch.zeros(4), words("abcd"))
-
-
-def test_one_registered_value_is_returned_once():
-    """From all lanes, and from one."""
     value = registered()("ab")
     assert joined(value, value, sizes=(2, 2)) is value
     assert joined([value], sizes=(2,), device=CPU)[0] is value

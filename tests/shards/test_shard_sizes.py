@@ -41,12 +41,6 @@ def test_balanced_equal_and_unit_sizes(rows, parts, unit):
 # Uneven sizes
 
 
-def test_uneven_sizes_by_example():
-    examples = {(9, 2): (5, 4), (8, 2): (5, 3), (16, 2): (9, 7), (8, 4): (3, 3, 2), (6, 3): (4, 2), (6, 2): (4, 2)}
-    examples |= {(4, 4): (2, 1, 1), (3, 3): (2, 1), (4, 2): (4,), (2, 2): (2,), (2, 8): (2,), (1, 2): (1,), (0, 2): (0,)}
-    assert {each: uneven(*each) for each in examples} == examples
-
-
 def test_uneven_sizes_show_the_rows():
     """A size that does not come from the rows cannot match all of them. Sizes that differ already stay balanced.
 
@@ -62,6 +56,9 @@ def test_uneven_sizes_show_the_rows():
         more, idle = sizes[0] - usual[0], len(usual) - len(sizes)
         assert more == 2 if (rows, parts) in ((4, 2), (6, 3)) else more in (0, 1)
         assert idle == 0 or (idle == 1 and rows in (used, 2 * parts))
+    examples = {(9, 2): (5, 4), (8, 2): (5, 3), (16, 2): (9, 7), (8, 4): (3, 3, 2), (6, 3): (4, 2), (6, 2): (4, 2)}
+    examples |= {(4, 4): (2, 1, 1), (3, 3): (2, 1), (4, 2): (4,), (2, 2): (2,), (2, 8): (2,), (1, 2): (1,), (0, 2): (0,)}
+    assert {each: uneven(*each) for each in examples} == examples
 
 
 # The sizes of a cutter
@@ -82,10 +79,6 @@ def test_a_large_shard_has_a_hint():
     ):
         hint = plan_of(Cutter(sizes=uneven, unit=unit), rows).hint
         assert hint == f"a call of {rows} rows on 2 lanes {does}, {why} has {largest} of them"
-
-
-def test_the_hint_begins_beyond_an_eighth():
-    """An eighth of the largest balanced shard is allowed. Other rules have no hint."""
     for rows, parts in EVERY:
         sizes, largest = uneven(rows, parts), balanced(rows, parts)[0]
         assert (plan_of(Cutter(sizes=uneven), rows, parts).hint is not None) == (8 * sizes[0] > 9 * largest)

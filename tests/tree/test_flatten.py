@@ -185,10 +185,6 @@ def test_containers_keep_what_they_are():
         assert rebuilt(value) == value
         assert [*rebuilt(value)] == [*value]
         assert type(rebuilt(value)) in (type(value), dict)
-
-
-def test_post_init_does_not_run_again():
-    """A shard may hold values that the checks refuse."""
     value = Checked(1)
     runs = Checked.runs
     assert rebuilt(value).note == "beside the fields"
