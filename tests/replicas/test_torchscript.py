@@ -21,14 +21,11 @@ class Holds(nn.Module):
         super().__init__()
         self.items = torch.jit.Attribute([torch.ones(size), torch.full((size,), 2.0)], list[torch.Tensor])
         self.table = torch.jit.Attribute({"shift": torch.full((size,), 10.0)}, dict[str, torch.Tensor])
-        self.pair = (torch.full((size,), 100.0), 1)
-        self.words = ["one", "two"]
-        self.limit = limit
-        self.inner = nn.Linear(size, size)
+        self.pair, self.words, self.limit = (torch.ones(size), 1), ["one", "two"], limit
 
     def forward(self, x):
         shift = self.table["shift"] + self.pair[0] * self.pair[1] + len(self.words) * 1000.0
-        output = self.inner(x) * self.items[0] + self.items[-1] + shift
+        output = x * self.items[0] + self.items[-1] + shift
         return output if math.isnan(self.limit) else output.clamp(max=self.limit)
 
 

@@ -7,7 +7,6 @@ import enum
 import threading
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from parawrap.tree import Opaque, addresses, flatten, flatten_call, keep_whole, mismatch, named_children, unflatten
 from parawrap.tree import with_children as rebuilt_with
 from tests.helpers.properties import given, st
+from tests.helpers.same import assert_same
 
 
 class Point(NamedTuple):
@@ -93,23 +93,6 @@ def rebuilt(value):
     return unflatten(spec, leaves)
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Return True if two nested values and all their types are equal."""
-    if type(one) is not type(other):
-        return False
-    if dataclasses.is_dataclass(one) and not isinstance(one, Mapping):
-        names = [field.name for field in dataclasses.fields(one)]
-        return all(
-            hasattr(one, name) == hasattr(other, name) and alike(getattr(one, name, None), getattr(other, name, None))
-            for name in names
-        )
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple, deque)):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return one is other or one == other
-
-
 def containers(values):
     few = st.lists(values, max_size=3)
     items = st.dictionaries(st.text("abc", min_size=1, max_size=3), values, max_size=3)
@@ -127,7 +110,7 @@ trees = st.recursive(scalars, containers, max_leaves=12)
 def test_rebuilt_values_and_addresses(tree, other):
     """A rebuilt value has equal types at every level; evaluating the address of a leaf returns that leaf."""
     leaves, spec = flatten(tree)
-    assert alike(unflatten(spec, leaves), tree)
+    assert_same(unflatten(spec, leaves), tree)
     marks = [object() for _ in leaves]
     output = unflatten(spec, marks)
     found = addresses(spec, ("output",))
@@ -136,7 +119,7 @@ def test_rebuilt_values_and_addresses(tree, other):
         assert eval(address, {"output": output}) is mark
     parts = named_children(tree)
     assert [*parts] == [*spec.entries()]
-    assert not parts or alike(rebuilt_with(tree, parts), tree)
+    assert_same(rebuilt_with(tree, parts) if parts else tree, tree)
     assert mismatch([spec, flatten(tree)[1]], "output") is None
     assert (mismatch([spec, flatten(other)[1]], "output") is None) == (spec == flatten(other)[1])
 
