@@ -119,9 +119,6 @@ def test_unused_names_of_in_dims_warn_at_the_end():
         session.close()
 
 
-# Whole calls
-
-
 def test_submitted_calls_run_whole(opened):
     """Keywords and containers are passed on; rows are counted before the call, which may empty its batch."""
     session = opened(lambda batch, scale: batch.pop("x") * scale)
@@ -130,9 +127,6 @@ def test_submitted_calls_run_whole(opened):
     prepared = session.submit(entry, ({"x": torch.ones(4)},), {}, lambda batch: (batch, 3))
     assert prepared.result(PATIENCE_S).tolist() == [3] * 4
     assert (session.stats().calls, sum(lane.rows for lane in session.stats().lanes)) == (2, 7)
-
-
-# Memory
 
 
 WAYS = {

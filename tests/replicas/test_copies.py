@@ -75,43 +75,18 @@ def test_modules_of_torch_fx_are_copied():
     assert_close(model.scale.grad, X.sum(0))
 
 
-class Cached(nn.Linear):
-    """A layer with a cache of its class, and one of its own."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-        self.own = functools.lru_cache(maxsize=2)(lambda number: self.weight.detach().sum() * number)
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019
-    def factor(self, number):
-        return self.weight.detach().sum() * number
-
-    def forward(self, x):
-        return super().forward(x) * self.factor(2) * self.own(3)
-
-
-def test_a_cache_keeps_no_replica_alive():
-    """`functools.lru_cache` holds the replicas that the method was called on until the block ends."""
-    model = Cached()
-    with torch.no_grad(), parallel(model, TWO) as p:
-        assert_close(model(X), nn.Linear.forward(model, X) * model.weight.sum() ** 2 * 6)
-        found = [weakref.ref(replica.module) for replica in p._session.pool.refresh()]
-    del p
-    gc.collect()
-    assert [reference() for reference in found] == [None, None]
-
-
 class Referring(nn.Module):
-    """Reaches its layers through weak dictionaries, a method of a list, defaults, and a wrapped function."""
+    """Reaches its parts by weak references, a method of a list, defaults, and a cached and a wrapped function."""
 
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
         self.by_name = weakref.WeakValueDictionary(a=self.a)
         self.scales = weakref.WeakKeyDictionary({self.b: 2.0})
-        self.seen = []
+        self.a.parent, self.a.method = weakref.proxy(self), weakref.WeakMethod(self.total)
+        self.cached = functools.lru_cache(lambda number: self.b.bias.detach() * number)
+        self.seen, inner = [], self.c.__call__
         self.note = self.seen.append
-        inner = self.c.__call__
 
         @functools.wraps(inner)
         def wrapped(x, *, layer=self.b):
@@ -119,44 +94,32 @@ class Referring(nn.Module):
 
         self.wrapped = functools.partial(wrapped)
 
+    def total(self):
+        return self.x.sum(1, keepdim=True)
+
     def forward(self, x):
         self.note(len(self.seen))
+        self.x = x
         (scale,) = [scale for layer, scale in self.scales.items() if layer is self.b]
-        return self.wrapped(self.by_name["a"](x)) * scale + len(self.seen)
+        y = self.wrapped(self.by_name["a"](x)) * scale + len(self.seen)
+        return y * self.a.parent.total() + self.a.method()() + self.cached(3)
 
 
-@pytest.mark.filterwarnings("ignore:the model wrote 'seen'")
+@pytest.mark.filterwarnings("ignore:the model wrote")
 def test_references_lead_to_the_replica():
-    """Every lane runs its own modules, however the model refers to them."""
+    """Every lane runs its own modules, however the model refers to them. A cache keeps no replica alive."""
     model, modules = Referring(), set()
     for layer in (model.a, model.b, model.c):
         layer.register_forward_hook(lambda module, *_: modules.add(module))
-    want = model.c(model.b(model.a(X))) * 2 + 1
+    total = X.sum(1, keepdim=True)
+    want = (model.c(model.b(model.a(X))) * 2 + 1) * total + total + model.b.bias * 3
     modules.clear()
-    with torch.no_grad(), parallel(model, TWO):
+    with torch.no_grad(), parallel(model, TWO) as p:
         assert_close(model(X), want)
+        found = [weakref.ref(replica.module) for replica in p._session.pool.refresh()]
     assert len(modules - {model.a, model.b, model.c}) == 6
     assert model.seen == []
-
-
-class Parent(nn.Module):
-    def __init__(self, refer):
-        super().__init__()
-        self.child, self.now = nn.Linear(4, 4), None
-        self.child.parent = refer(self)
-
-    def scaled(self):
-        return self.now
-
-    def forward(self, x):
-        self.now = x.sum(1, keepdim=True)
-        parent = self.child.parent
-        return self.child(x) * (parent.now if isinstance(parent, weakref.ProxyTypes) else parent()())
-
-
-@pytest.mark.filterwarnings("ignore:the model wrote 'now'")
-@pytest.mark.parametrize("refer", [weakref.proxy, lambda parent: weakref.WeakMethod(parent.scaled)])
-def test_weak_references_lead_to_the_replica(refer):
-    model = Parent(refer)
-    with torch.no_grad(), parallel(model, TWO):
-        assert_close(model(X), model.child(X) * X.sum(1, keepdim=True))
+    del p
+    modules.clear()
+    gc.collect()
+    assert [reference() for reference in found] == [None, None]

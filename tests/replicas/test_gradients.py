@@ -68,9 +68,6 @@ def test_a_weight_written_before_backward():
         model(x).sum().backward()  # the next call works
 
 
-# Copies on other devices. These mirrors lie on the CPU, too.
-
-
 def test_a_mirror_has_linked_copies():
     """Gradients of a copy reach the parameter; stale copies are kept until they are written again."""
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)

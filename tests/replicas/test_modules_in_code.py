@@ -11,7 +11,6 @@ from parawrap.replicas import ReplicaSet, names_of_globals
 
 NORM = nn.BatchNorm1d(4)
 LISTED = [nn.ReLU(), NORM]
-NAMED = {"norm": NORM}
 WITHOUT_TENSORS = nn.ReLU()
 
 
@@ -28,12 +27,6 @@ class HasAnAttribute(nn.Linear):
     norm = NORM
 
 
-class HasAProperty(nn.Linear):
-    @property
-    def norm(self):
-        return [name for name in NAMED]  # noqa: C416
-
-
 def capturing(norm):
     class Captures(nn.Linear):
         @staticmethod
@@ -47,7 +40,6 @@ TARGETS = {
     "function": (lambda: lambda x: uses_a_global(x), "uses_a_global uses the global 'NORM', which holds a BatchNorm1d"),
     "list": (lambda: ReadsAList(4, 4), r"ReadsAList\.forward uses the global 'LISTED', which holds a BatchNorm1d"),
     "class": (lambda: HasAnAttribute(4, 4), r"the class attribute HasAnAttribute\.norm is a BatchNorm1d"),
-    "property": (lambda: HasAProperty(4, 4), r"HasAProperty\.norm uses the global 'NAMED'"),
     "closure": (lambda: capturing(NORM)(4, 4), r"Captures\.help captures 'norm', which holds a BatchNorm1d"),
 }
 

@@ -125,9 +125,6 @@ def test_outputs_are_the_models_own_tensors():
             assert output[2] is model.kept
 
 
-# Writes that lanes do not share
-
-
 KEEPS_ROWS = [lambda model, x: setattr(model, "kept", x.mean(0)), lambda model, x: model.kept.copy_(x[0])]
 
 

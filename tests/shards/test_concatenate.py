@@ -56,9 +56,6 @@ def test_quantized_parts_need_one_scale():
     assert not have_one_scale([quantized(3), torch.zeros(1)])
 
 
-# join="pad"
-
-
 def test_pad_fills_to_the_longest_lane():
     """Every dim except the dim of the rows is padded at its end, with gradients."""
     one, other = torch.ones(3, 5, 1, requires_grad=True), torch.ones(1, 4, 2, requires_grad=True)
@@ -77,9 +74,6 @@ def test_pad_fills_to_the_longest_lane():
     assert "have no dim 0 in common" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
-
-
-# The output device
 
 
 MADE = [torch.ones(3, 2), torch.ones(2, 3).T, torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, device="meta")]

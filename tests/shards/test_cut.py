@@ -24,8 +24,6 @@ from tests.helpers.shards import CPU, cut, cutter, forward, planned, uncut
 
 META = torch.device("meta")
 
-# Tensors
-
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_one_row_is_broadcast(rows):
@@ -62,9 +60,6 @@ def test_rows_are_views():
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
     assert "args[1] of shape (4, 4) and layout torch.sparse_coo cannot be split" in message
     assert "in_dims has None" in message
-
-
-# in_dims
 
 
 @dataclasses.dataclass
@@ -110,9 +105,6 @@ def test_the_rest_and_shared_lists():
         assert shard.kwargs["texts"] == TEXTS
 
 
-# Values that go whole to every lane
-
-
 class Mode(enum.Enum):
     FAST = 1
 
@@ -153,9 +145,6 @@ class Tagged(list):
     """A container with attributes."""
 
 
-# Plans
-
-
 def test_plans_are_not_mixed():
     """A number or a 0-d tensor, and a tensor without the dim, have plans of their own at the same place."""
     used = cutter(in_dims={"y": 1})
@@ -193,9 +182,6 @@ def test_a_shard_describes_itself():
     ):
         plan, _ = planned(cutter(), *args, **kwargs)
         assert (plan.describe(0), plan.describe(1)) == (text, text.replace("3", "2", 1))
-
-
-# Parameters
 
 
 class Scripted(torch.nn.Module):

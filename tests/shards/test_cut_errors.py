@@ -19,9 +19,6 @@ numpy = pytest.importorskip("numpy")
 
 ROWS = torch.zeros(3, 2)
 
-# Row counts
-
-
 UNEQUAL = {
     "keyword": ((ROWS,), {"mask": ROWS[:2]}, ['kwargs["mask"] has 2 on dim 0', "args[0] has 3", 'in_dims={"mask": None}']),
     "nested": ((ROWS, {"k": torch.zeros(4)}), {}, ['args[1]["k"] has 4', "args[0] has 3", 'in_dims={"y": {"k": None}}']),
@@ -61,9 +58,6 @@ def test_a_batch_must_be_a_multiple_of_unit(rows, counts):
         assert part in message
 
 
-# Lists that may have one item per row
-
-
 AMBIGUOUS = [["a", "b", "c"], (224, 224, 3), [[1, 2], {"k": 1}, None], [torch.tensor(1.0)] * 3, [torch.zeros(1)] * 3]
 
 
@@ -94,9 +88,6 @@ def test_arrays_and_nested_tensors():
         assert f"args[{len(args) - 1}] is a nested tensor" in uncut(cutter(dim=dim), *args)
         for shard in cut(cutter(in_dims={name: None}, dim=dim), *args):
             assert shard.args[-1] is nested
-
-
-# Objects
 
 
 class Settable:
@@ -193,9 +184,6 @@ def test_cycles_of_unknown_objects():
     assert "a state that each lane would change" in uncut(cutter(), ROWS, one)
     other.tensor = torch.zeros(1)
     assert "register_split" in uncut(cutter(), ROWS, one)
-
-
-# The hint for calls without tensors
 
 
 def test_texts_alone_have_a_hint():

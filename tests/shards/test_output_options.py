@@ -32,9 +32,6 @@ def rows(*sizes):
     return torch.arange(float(sum(sizes) * 2)).view(-1, 2).split(sizes)
 
 
-# out_dims
-
-
 def test_one_dim_or_one_per_item():
     """Also with equal shards. For an LSTM, the output has its rows on dim 0 and the states have them on dim 1."""
     found = joined(*({"a": part, "b": [part, (part,)]} for part in rows(2, 2)), sizes=(2, 2), out_dims=0)
@@ -105,9 +102,6 @@ def test_items_and_ragged():
     assert "differ beyond dim 0" in refusal(torch.zeros(3, 2), torch.zeros(1, 4), out_dims="ragged")
 
 
-# reduce
-
-
 def test_a_tree_of_reductions():
     """A dict names keys and fields; a tuple names items. Rows are joined by their sizes."""
     parts = rows(3, 1)
@@ -122,9 +116,6 @@ def test_a_tree_of_reductions():
     assert 'output["count"] cannot be joined' in refusal(*outputs, reduce={"loss": "mean"})
 
 
-# Trees that do not fit the output
-
-
 def test_trees_must_fit_the_output():
     for outputs, options, text in (
         (({"a": {"b": 1, "c": 2}},) * 2, {"reduce": {"a": {"b": "sum", "d": "sum"}}}, "reduce declares the key 'd'"),
@@ -135,9 +126,6 @@ def test_trees_must_fit_the_output():
         (rows(3, 1), {"out_dims": (0, 0)}, "out_dims declares a tuple here, and the lanes returned a Tensor"),
     ):
         assert text in refusal(*outputs, **options)
-
-
-# Checks of the options
 
 
 def test_unknown_options_are_refused():

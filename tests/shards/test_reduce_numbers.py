@@ -73,9 +73,6 @@ def test_squeezed_rows_are_refused(reduce):
     assert joined(scalar(1.0), sizes=(1,), reduce=reduce) == 1
 
 
-# Tensors and arrays without rows
-
-
 @pytest.mark.parametrize("make", [torch.tensor, numpy.array])
 def test_named_tables_are_summed(make):
     """A confusion matrix, say. The rows of other outputs are joined as usual."""

@@ -92,9 +92,6 @@ def test_registered_rows_must_agree():
     assert joined([value], sizes=(2,), device=CPU, reduce="stack")[0] is value
 
 
-# Packed sequences
-
-
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 
 
@@ -126,6 +123,3 @@ def test_packed_sequences_follow_the_options():
     assert joined({"p": packed}, {"p": packed})["p"] is packed
     for outputs in ([packed], [packed, again]):
         assert joined(*outputs, sizes=(2,) * len(outputs), device=META).data.device == META
-
-
-# Plain sequences

@@ -38,9 +38,6 @@ def test_balanced_equal_and_unit_sizes(rows, parts, unit):
     assert [size // unit for size in full] + [-(-last // unit)] == [*balanced(-(-rows // unit), parts)]
 
 
-# Uneven sizes
-
-
 def test_uneven_sizes_show_the_rows():
     """A size that does not come from the rows cannot match all of them. Sizes that differ already stay balanced.
 
@@ -59,9 +56,6 @@ def test_uneven_sizes_show_the_rows():
     examples = {(9, 2): (5, 4), (8, 2): (5, 3), (16, 2): (9, 7), (8, 4): (3, 3, 2), (6, 3): (4, 2), (6, 2): (4, 2)}
     examples |= {(4, 4): (2, 1, 1), (3, 3): (2, 1), (4, 2): (4,), (2, 2): (2,), (2, 8): (2,), (1, 2): (1,), (0, 2): (0,)}
     assert {each: uneven(*each) for each in examples} == examples
-
-
-# The sizes of a cutter
 
 
 def plan_of(used, rows, lanes=2):
