@@ -81,9 +81,6 @@ def filled(model, cache, rows=5, length=6):
     return cache
 
 
-# --- transformers ---
-
-
 @pytest.mark.parametrize(("window", "kind"), [(None, "dynamic"), (4, "config"), (4, "static")])
 def test_decoding_with_parts_of_a_cache(window, kind):
     """From an empty cache on, parts have the logits of the whole cache, and `update` writes to the caller's objects."""
@@ -188,9 +185,8 @@ def test_unknown_caches_are_refused():
 
 @pytest.mark.parametrize("kind", ["config", "static"])
 def test_parts_that_differ_are_refused(kind):
-    model = tiny(4)
-    parts = cut(filled(model, new_cache(kind, model)), [2, 3])
-    filled(model, parts[0], 2, 1)
+    parts = cut(filled(tiny(4), new_cache(kind, tiny(4))), [2, 3])
+    filled(tiny(4), parts[0], 2, 1)
     with pytest.raises(GatherError, match="cannot be joined"):
         join(parts)
 
@@ -208,9 +204,6 @@ def test_moved_values():
         whole = td.TensorDict({"a": torch.zeros(2)}, batch_size=[2], device=device)
         moved = rule_for(type(whole)).to(whole, META)
         assert (moved.device, moved["a"].device, whole["a"].device) == (moved_to, META, CPU)
-
-
-# --- TensorDict ---
 
 
 def test_tensordicts_are_cut_and_joined():
@@ -256,14 +249,11 @@ def test_tensordicts_that_are_refused():
     assert rule_for(td.TensorDictParams) is None  # a module
 
 
-# --- torch_geometric ---
-
-
-def graph(nodes, **more):
+def graph(nodes):
     from torch_geometric.data import Data
 
     edges = torch.randint(0, nodes, (2, 2 * nodes))
-    return Data(x=torch.randn(nodes, 3), edge_index=edges, y=torch.tensor([nodes]), name=f"g{nodes}", weight=0.5, **more)
+    return Data(x=torch.randn(nodes, 3), edge_index=edges, y=torch.tensor([nodes]), name=f"g{nodes}", weight=0.5)
 
 
 def hetero(nodes):
