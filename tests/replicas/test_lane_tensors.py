@@ -82,13 +82,12 @@ def test_one_row_may_write():
     model = Changing(counts)
     with torch.no_grad(), parallel(model, TWO):
         model(X[:1])
-    assert model.calls == 1
+        assert model.calls == 1
     del model.calls
     model.register_buffer("calls", torch.zeros(()))
     with torch.no_grad(), parallel(model, TWO):
-        for _ in range(3):
-            model(X)
-    assert model.calls == 3
+        model(X), model(X)
+    assert model.calls == 2
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -76,13 +76,10 @@ def test_undone_and_taken_changes_are_none():
     for net[0].out_features in (7, features):
         pass
     assert seen.intact()
-    net[0].out_features = 7
-    seen.take(seen.changes())
-    assert seen.intact()
-    net[0].out_features = 8
-    assert not seen.intact()
-    seen.accept()
-    assert seen.intact()
+    for net[0].out_features, enter in ((7, lambda: seen.take(seen.changes())), (8, seen.accept)):
+        assert not seen.intact()
+        enter()
+        assert seen.intact()
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])

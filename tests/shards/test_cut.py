@@ -174,14 +174,10 @@ def test_shards_on_another_device(monkeypatch):
 
 def test_a_shard_describes_itself():
     """Errors of a lane name its rows, and the arguments that every lane got whole."""
-    five, also = torch.zeros(5), "3 of 5 rows. Every lane got args[1], args[2], args[3], "
-    for args, kwargs, text in (
-        ((five, [1, five]), {}, "3 of 5 rows"),
-        ((five, 1, 2, 3), {"mask": 0}, f'{also}kwargs["mask"] whole'),
-        ((five, 1, 2, 3, 4), {"mask": 0}, f"{also}args[4], ... whole"),
-    ):
-        plan, _ = planned(cutter(), *args, **kwargs)
-        assert (plan.describe(0), plan.describe(1)) == (text, text.replace("3", "2", 1))
+    five = torch.zeros(5)
+    assert planned(cutter(), five, [1, five])[0].describe(0) == "3 of 5 rows"
+    plan, _ = planned(cutter(), five, 1, 2, 3, 4, mask=0)
+    assert plan.describe(1) == "2 of 5 rows. Every lane got args[1], args[2], args[3], args[4], ... whole"
 
 
 class Scripted(torch.nn.Module):

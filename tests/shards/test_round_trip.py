@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -37,13 +38,11 @@ class Tagged(list):
 def tensors(rows: int, dim: int):
     """Strategy for tensors with `rows` rows on `dim` and different numbers in each row."""
 
-    def made(rest: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        shape = list(rest)
-        shape.insert(len(shape) if dim == -1 else dim, rows)
-        return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    def made(rest: list[int], dtype: torch.dtype) -> torch.Tensor:
+        shape = [*rest, rows] if dim == -1 else [*rest[:dim], rows, *rest[dim:]]
+        return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
 
-    rests = st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2).map(tuple)
-    return st.builds(made, rests, st.sampled_from(DTYPES))
+    return st.builds(made, st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2), st.sampled_from(DTYPES))
 
 
 def trees(leaves):
