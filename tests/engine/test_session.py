@@ -21,7 +21,6 @@ from parawrap.shards import Cutter, JoinRules, Parameters, balanced, uneven
 from tests.helpers.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
-uneven_sizes = pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ CALLS = {
 }
 
 
-@uneven_sizes
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_decided_alone(opened, name):
     """A call after many others of every size and kind does what it does in a session of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import operator
 
@@ -16,7 +15,7 @@ from parawrap import parallel
 from tests.helpers.odd_models import BEHIND, CASES, MODELS, check, quiet
 
 TWO = ["cpu", "cpu"]
-X, NOTHING = torch.randn(9, 4), object()
+X = torch.randn(9, 4)
 LANES = ((2, 17, {}), (3, 5, {}), (4, 2, {"out_dims": 0}))
 
 
@@ -43,29 +42,6 @@ def test_a_model_behind_a_callable_is_replicated(behind):
             expected["2"].sum().backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert_close(mine.grad, theirs.grad)
-
-
-class Sentinel:
-    """A named singleton, and a class that holds one of its instances."""
-
-
-Sentinel.first = Sentinel()
-
-
-class Mode(enum.Enum):
-    FAST = 1
-
-
-@pytest.mark.parametrize("held", [NOTHING, Sentinel.first, Mode.FAST, ...], ids=range(4))
-def test_singletons_stay_the_same_object(held):
-    class Compares(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if self.held is held else x * 0
-
-    model = Compares(4, 4)
-    model.held = held
-    with torch.no_grad(), parallel(model, TWO):
-        assert_close(model(X), nn.Linear.forward(model, X))
 
 
 class AttrDict(dict):

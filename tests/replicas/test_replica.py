@@ -34,15 +34,10 @@ def in_place(model, x):
     model.kept.add_(1)
 
 
-def through_data(model, x):
-    model.kept.data.add_(1)
+WRITES = [in_place, lambda model, _: model.kept.data.add_(1), lambda model, _: setattr(model, "kept", model.kept + 1)]
 
 
-def replaced(model, x):
-    model.kept = model.kept + 1
-
-
-@pytest.mark.parametrize("write", [in_place, through_data, replaced])
+@pytest.mark.parametrize("write", WRITES, ids=["in_place", "data", "replaced"])
 def test_each_call_starts_from_the_models_buffers(write):
     """The model gets lane 0's buffer, whichever way it is written, and a value that the caller sets in between counts."""
     model = Kept(write)

@@ -15,6 +15,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet, Survey
+from parawrap.replicas._parts import Kind
 from tests.helpers.odd_models import Slotted
 
 CPU = torch.device("cpu")
@@ -52,10 +53,18 @@ def test_parallel_modules_are_refused(monkeypatch):
             replica_of(model)
 
 
+class Sentinel:
+    """A class that holds one of its instances, which code compares by identity."""
+
+
+Sentinel.first = Sentinel()
+
+
 def test_objects_without_the_model_are_shared():
-    """Locks, loggers, getters, arrays, plain objects, and a container that only a closure holds."""
+    """Locks, loggers, getters, arrays, singletons, and a container that only a closure holds."""
     model, seen = nn.Sequential(nn.Linear(4, 4)), []
     model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object(), torch.ones(2).numpy()]
+    model.held += [Sentinel.first, Kind.LIST, ...]
     assert all(mine is theirs for mine, theirs in zip(replica_of(model).held, model.held, strict=True))
     model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
     with parallel(model, ["cpu"] * 2) as p:

@@ -49,14 +49,13 @@ def test_outputs_without_the_rows(shapes):
     assert "dim 1" in refusal(torch.zeros(3), torch.zeros(1), dim=1)
 
 
-@pytest.mark.parametrize("output", [torch.zeros(2, 3), ["a", "b"], [torch.tensor(1.0)] * 2, numpy.zeros(2)], ids=range(4))
-def test_equal_shards_prove_nothing(output):
+def test_equal_shards_prove_nothing():
     """An undeclared output is refused, also if its size is the row count; a declared one is joined."""
-    message = refusal(output, copy.copy(output), sizes=(2, 2))
-    assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
-    assert all(part in message for part in OPTIONS)
-    declared = "items" if type(output) is list else 0
-    assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims=declared)) == 4
+    for output, out_dims in ((torch.zeros(2, 3), 0), (["a", "b"], "items"), (numpy.zeros(2), 0)):
+        message = refusal(output, copy.copy(output), sizes=(2, 2))
+        assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
+        assert all(part in message for part in OPTIONS)
+        assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims=out_dims)) == 4
 
 
 def test_equal_values_are_not_one_value():
@@ -112,17 +111,14 @@ def test_single_outputs_hold_originals():
         with_originals({"layer": torch.nn.Linear(1, 1)}, of_lanes[0])
 
 
-@pytest.mark.parametrize("value", [None, "text", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")])
-def test_equal_values_are_returned_once(value):
-    found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
-    assert_same(found, value)
-
-
-@pytest.mark.parametrize("values", [("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1)), (Color.RED, CPU)])
-def test_unequal_values_are_refused(values):
-    message = refusal({"n": values[0]}, {"n": values[1]})
-    assert 'output["n"]' in message
-    assert all(part in message for part in OPTIONS)
+def test_values_without_rows():
+    """Equal values are returned once, and unequal ones are refused."""
+    for value in (None, "text", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")):
+        found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
+        assert_same(found, value)
+    for one, other in (("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1)), (Color.RED, CPU)):
+        message = refusal({"n": one}, {"n": other})
+        assert all(part in message for part in ('output["n"]', *OPTIONS))
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -134,7 +130,6 @@ def test_one_item_per_row_is_concatenated(kind):
 
 
 def test_lists_are_joined_by_item():
-    """They are joined by item."""
     first, second = rows(3, 1)
     found = joined([first, "name", [first]], [second, "name", [second]])
     assert (found[0].shape, found[1]) == ((4, 2), "name")
