@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -76,16 +78,13 @@ def test_pad_fills_to_the_longest_lane():
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
 
 
-MADE = [torch.ones(3, 2), torch.ones(2, 3).T, torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, device="meta")]
-
-
-@pytest.mark.parametrize("first", MADE, ids=["plain", "strided", "graph", "there"])
-def test_joined_tensors_lie_on_the_output_device(first):
-    for parts in ((first, torch.ones(1, 2)), (first, torch.ones(1, 2, device="meta"))):
-        found = joined(*parts, device=META)
+def test_joined_tensors_lie_on_the_output_device():
+    made = [torch.ones(3, 2), torch.ones(2, 3).T, torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, device="meta")]
+    for first, second in product(made, (torch.ones(1, 2), torch.ones(1, 2, device="meta"))):
+        found = joined(first, second, device=META)
         assert (found.device, tuple(found.shape), found.dtype) == (META, (4, 2), torch.float32)
         assert found.requires_grad == first.requires_grad
-        assert joined(*(part.T for part in parts), dim=1, device=META).shape == (2, 4)
+        assert joined(first.T, second.T, dim=1, device=META).shape == (2, 4)
 
 
 def test_every_value_is_moved():

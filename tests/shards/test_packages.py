@@ -12,6 +12,7 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
+from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -282,12 +283,7 @@ def assert_same_batch(one, other):
     assert type(one) is type(other)
     assert one.num_graphs == other.num_graphs
     for left, right in zip(one.stores, other.stores, strict=True):
-        assert set(left.keys()) == set(right.keys())
-        for key, value in left.items():
-            if isinstance(value, (torch.Tensor, dict)):
-                torch.testing.assert_close(value, right[key], rtol=0, atol=0)
-            else:
-                assert value == right[key]
+        assert_same(dict(sorted(left.items())), dict(sorted(right.items())))
 
 
 @pytest.mark.parametrize("make", [graph, hetero, bipartite])

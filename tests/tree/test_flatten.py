@@ -142,16 +142,13 @@ def test_addresses_read_like_python():
     assert flatten([None, 1, None])[0] == [None, 1, None]
 
 
-def tagged(value):
-    value.tag = "validation"
-    return value
-
-
 def test_containers_keep_what_they_are():
     """Bounds, factories, attributes, orders, fields that are not set, and the types of torch.return_types."""
     assert rebuilt(deque([1, 2], maxlen=2)).maxlen == 2
     assert rebuilt(defaultdict(list, a=1))["new"] == rebuilt(Bag(list, a=1))["new"] == []
-    assert rebuilt(tagged(Words([1]))).tag == rebuilt(tagged(Options(a=1))).tag == "validation"
+    for value in (Words([1]), Options(a=1)):
+        value.tag = "validation"
+        assert rebuilt(value).tag == "validation"
     output = rebuilt(Output(logits=1))
     assert (type(output), dict(output), output.logits, output.hidden) == (Output, {"logits": 1}, 1, None)
     found = rebuilt(torch.tensor([[1.0, 2.0]]).max(1))
