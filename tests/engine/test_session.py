@@ -25,8 +25,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def opened():
-    """Open sessions that are closed at the end of the test."""
-
     def open_session(target, lanes=2, *, cutter=None, **options):
         rules = JoinRules(**options)
         cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balanced)
@@ -56,7 +54,6 @@ def test_a_call_uses_every_lane(opened):
 
 
 def outcome(session, args, kwargs):
-    """Return what a call gives: the sizes of its shards and its output, or its error."""
     before = session.stats().plain
     try:
         output = call(session, *args, **kwargs)
@@ -91,7 +88,7 @@ def test_a_call_is_decided_alone(opened, name):
         assert repr(outcome(session, *calls[index])) == repr(alone[index])
 
 
-def test_writes_into_whole_tensors_are_refused(opened):
+def test_writes_into_whole_tensors(opened):
     """Each lane would have written once."""
 
     def run(x, total, *, writes=True):
@@ -107,7 +104,7 @@ def test_writes_into_whole_tensors_are_refused(opened):
         call(session, torch.ones(9), torch.zeros(3))  # tensors without versions
 
 
-def test_unused_names_of_in_dims_warn_at_the_end():
+def test_unused_names_of_in_dims_warn():
     def run(x, **options):
         return x
 

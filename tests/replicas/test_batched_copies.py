@@ -10,7 +10,7 @@ from parawrap.replicas._batched_copies import bytes_of, copies_at
 CPU = torch.device("cpu")
 
 
-def test_copies_keep_order_shape_and_values(monkeypatch):
+def test_copies_keep_order_and_values(monkeypatch):
     """Small tensors are packed by dtype; a large one, and a single one of its dtype, travel alone."""
     sent = []
     bring, bring_into = _batched_copies.bring, _batched_copies.bring_into

@@ -46,7 +46,7 @@ def test_sparse_gradients_stay_sparse():
                 assert_close([mine, mine.grad.to_dense()], [theirs, theirs.grad.to_dense()])
 
 
-def test_a_weight_written_before_backward():
+def test_writes_before_backward():
     """As in a plain call, it is refused if the graph saved the weight, and accepted if not."""
     model, x = nn.Linear(4, 4), torch.randn(9, 4, requires_grad=True)
     plain = copy.deepcopy(model)

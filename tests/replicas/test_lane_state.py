@@ -36,7 +36,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_layers_made_in_forward_are_refused(name, monkeypatch):
+def test_layers_made_in_forward(name, monkeypatch):
     """At every call, not only the first of its kind. The replica stays usable."""
     model = Growing(MAKERS[name])
     with torch.no_grad(), parallel(model, TWO) as p:
@@ -61,7 +61,7 @@ class Returning(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_containers_that_forward_returns():
+def test_containers_that_are_returned():
     """The model's dict is emptied again, and the output is the caller's."""
     model = Returning()
     with torch.no_grad(), parallel(model, TWO) as p:

@@ -43,7 +43,6 @@ def counts(model):
 
 
 def with_data(change):
-    """Return a change of the memory of the weight."""
     return lambda model: setattr(model.weight, "data", change(model.weight.detach()))
 
 
@@ -59,7 +58,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize(("change", "name"), WRITERS.values(), ids=WRITERS)
-def test_writes_of_parameters_are_refused(change, name):
+def test_writes_of_parameters(change, name):
     """At each call, of blocks and of `DataParallel`."""
     refused, net = f"the parameter '{name}' was written during a call", DataParallel(Changing(change), TWO)
     with torch.no_grad(), parallel(Changing(change), TWO) as p:
@@ -92,7 +91,7 @@ def test_one_row_may_write():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_calls_after_a_refused_one_are_right(fails):
+def test_calls_after_a_refused_one(fails):
     """Also after a call that moved a parameter and then failed."""
     moves = [True]
 

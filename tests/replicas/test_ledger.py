@@ -11,7 +11,6 @@ from parawrap.replicas import Ledger, buffers_written_unseen, may_be_written_uns
 
 @pytest.mark.parametrize("change", [torch.Tensor.half, torch.Tensor.clone, torch.Tensor.t, lambda data: data[:1]])
 def test_another_form_is_detected(change):
-    """Of the data, or a frozen parameter."""
     weight = nn.Parameter(torch.randn(3, 3))
     ledger = Ledger([weight], [])
     assert ledger.same_form()
@@ -41,7 +40,7 @@ def test_versions_show_writes_in_place():
     assert not Ledger([weight], [weight]).unwritten()
 
 
-def test_writes_without_versions_are_seen():
+def test_writes_without_versions():
     """Fused optimizers and norms write parameters and statistics, and leave their versions alone."""
     model = nn.Linear(2, 2)
     ledger, steps = Ledger([], []), torch.optim.SGD(model.parameters())

@@ -51,8 +51,7 @@ def test_blocks_nest_in_order():
     assert model(X) == "user"
 
 
-def test_a_plain_view_reads_like_the_dict():
-    """A copy of it is plain."""
+def test_a_plain_view_reads_like_a_dict():
     model, view = nn.Linear(4, 4), PlainView()
     plain = dict(vars(model))
     stood_in(model, view, "stood in")

@@ -31,7 +31,7 @@ def test_odd_models_equal_a_plain_copy(index, event, grad):
 
 
 @pytest.mark.parametrize("behind", BEHIND)
-def test_a_model_behind_a_callable_is_replicated(behind):
+def test_models_behind_a_callable(behind):
     model = MODELS["extractor"]()
     plain, x = copy.deepcopy(model), torch.randn(10, 4, dtype=torch.float64)
     with parallel(behind(model), ["cpu"] * 3) as p:

@@ -38,7 +38,7 @@ WRITES = [in_place, lambda model, _: model.kept.data.add_(1), lambda model, _: s
 
 
 @pytest.mark.parametrize("write", WRITES, ids=["in_place", "data", "replaced"])
-def test_each_call_starts_from_the_models_buffers(write):
+def test_calls_start_from_the_buffers(write):
     """The model gets lane 0's buffer, whichever way it is written, and a value that the caller sets in between counts."""
     model = Kept(write)
     with torch.no_grad(), parallel(model, THREE) as p:
@@ -77,7 +77,7 @@ def test_buffers_may_get_another_shape(mode):
 
 
 @pytest.mark.parametrize("first_rows", [1, 3, 13], ids=["whole", "idle lanes", "all lanes"])
-def test_statistics_of_norms_are_followed(first_rows):
+def test_statistics_of_norms(first_rows):
     """Through any write, whatever the first call was, and next to other buffers."""
     model = nn.Sequential(nn.BatchNorm1d(4).eval(), Kept())
     with torch.no_grad(), parallel(model, ["cpu"] * 4, out_dims=0):
@@ -107,7 +107,7 @@ KEEPS_ROWS = [lambda model, x: setattr(model, "kept", x.mean(0)), lambda model, 
 
 
 @pytest.mark.parametrize("write", KEEPS_ROWS, ids=["replaced", "in place"])
-def test_buffers_of_other_values_are_refused(write):
+def test_buffers_that_lanes_differ_in(write):
     """In evaluation mode. The model keeps its buffer, and in training mode it gets that of lane 0."""
     model = Kept(write).eval()
     with torch.no_grad(), parallel(model, TWO):
@@ -126,7 +126,7 @@ OTHER_VALUES = [lambda model, x: model.held[0].copy_(x[0]), lambda model, x: mod
 
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("write", OTHER_VALUES, ids=["item", "rows"])
-def test_tensors_of_other_values_are_refused(mode, write):
+def test_tensors_that_lanes_differ_in(mode, write):
     """A tensor that is not a buffer, in both modes and at every call; one with equal values goes to the model."""
     model = Kept(write).train(mode)
     model.held, model.rows = [torch.zeros(4)], torch.zeros(9, 4)

@@ -35,7 +35,7 @@ def replicas(module, lanes=3, **options):
     return made, [replica.module for replica in made.current]
 
 
-def test_replicas_have_the_structure_of_the_module():
+def test_replicas_have_the_structure():
     """Parameters share memory, are not leaves, and lead to the originals; shared children and bound methods stay so."""
     model = Holds()
     made, modules = replicas(model)

@@ -48,7 +48,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "place"), CHANGES, ids=range(len(CHANGES)))
-def test_a_change_is_detected_and_put_back(change, place):
+def test_changes_are_seen_and_put_back(change, place):
     """At every check, until it is put back or a new snapshot is taken."""
     net = Net()
     seen = watch(net)
@@ -69,7 +69,7 @@ def test_a_change_is_detected_and_put_back(change, place):
     assert seen.intact()
 
 
-def test_undone_and_taken_changes_are_none():
+def test_undone_and_taken_changes():
     net = Net()
     seen = watch(net)
     features = net[0].out_features

@@ -28,7 +28,6 @@ def replica_of(model):
 
 
 def test_opaque_objects_are_refused():
-    """An iterator, or a C object that refers to a module."""
     for hold, place in (
         (lambda layer: iter([layer]), r"held is an iterator \(list_iterator\).*Keep its items in a list"),
         (lambda layer: (each for each in [layer]), r"held is an iterator \(generator\)"),
@@ -60,7 +59,7 @@ class Sentinel:
 Sentinel.first = Sentinel()
 
 
-def test_objects_without_the_model_are_shared():
+def test_objects_that_lanes_share():
     """Locks, loggers, getters, arrays, singletons, and a container that only a closure holds."""
     model, seen = nn.Sequential(nn.Linear(4, 4)), []
     model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object(), torch.ones(2).numpy()]

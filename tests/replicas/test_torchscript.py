@@ -39,7 +39,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("size", [1, 4])  # larger tensors compare to a tensor without a truth value
-def test_replicas_follow_scripted_modules(size):
+def test_scripted_modules_are_followed(size):
     """From each change, also to equal tensors, until the next refresh; an attribute that is NaN does not count."""
     model = torch.jit.script(Holds(size, math.nan).eval())
     made = ReplicaSet(model, [CPU] * 2)
@@ -67,7 +67,7 @@ class Counting(nn.Module):
         return x + self.count
 
 
-def test_buffers_of_scripted_modules_come_back():
+def test_scripted_buffers_come_back():
     model = torch.jit.script(Counting())
     with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
         for calls in (1, 2, 3):

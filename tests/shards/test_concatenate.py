@@ -78,7 +78,7 @@ def test_pad_fills_to_the_longest_lane():
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
 
 
-def test_joined_tensors_lie_on_the_output_device():
+def test_tensors_on_the_output_device():
     made = [torch.ones(3, 2), torch.ones(2, 3).T, torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, device="meta")]
     for first, second in product(made, (torch.ones(1, 2), torch.ones(1, 2, device="meta"))):
         found = joined(first, second, device=META)

@@ -40,7 +40,6 @@ def test_one_row_is_broadcast(rows):
 
 @given(st.integers(0, 20), st.sampled_from([0, 1, -1]), st.integers(1, 5), st.booleans())
 def test_all_ways_to_pass_tensors_agree(rows, dim, lanes, has_scalar):
-    """Calls of positional tensors have a short way of their own."""
     tensors = [torch.zeros(rows, rows), torch.ones(rows, rows), *([torch.tensor(1.0)] if has_scalar else [])]
     short, _ = planned(Cutter(dim), *tensors, lanes=lanes)
     long, _ = planned(Cutter(dim), lanes=lanes, **dict(zip("abc", tensors, strict=False)))
@@ -124,7 +123,7 @@ def test_values_without_state_go_whole(value):
         assert shard.kwargs["texts"] == wrapped
 
 
-def test_each_lane_has_its_own_containers():
+def test_containers_of_each_lane():
     """And one object at two places stays one."""
     x, scale = torch.zeros(4), torch.ones(1)
     first, second = cut(cutter(), x, [x, scale, scale])

@@ -50,7 +50,7 @@ def test_rows_of_declared_arguments():
         assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
 
 
-def test_a_batch_must_be_a_multiple_of_unit():
+def test_a_batch_is_a_multiple_of_unit():
     for rows, counts in ((12, "8 or 16"), (7, "8"), (17, "16 or 24")):
         message = uncut(Cutter(sizes=uneven, unit=8), torch.zeros(rows))
         for part in (f"args[0] has {rows} rows", "not a multiple of unit=8", f"a batch of {counts} rows"):
@@ -144,7 +144,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("unknown", HOLDERS.values(), ids=HOLDERS)
-def test_unknown_holders_of_tensors_are_refused(unknown):
+def test_unknown_holders_of_tensors(unknown):
     """Also in calls that are not cut. With None in `in_dims`, every lane gets the object."""
     kind = type(unknown).__name__
     message = uncut(cutter(), ROWS[:1], {"cache": unknown})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
-from typing import Any
 
 import pytest
 import torch
@@ -13,28 +11,17 @@ import torch
 from parawrap.errors import GatherError
 from parawrap.shards import with_originals
 from tests.helpers.same import assert_same
-from tests.helpers.shards import CPU, OPTIONS, joined, refusal
+from tests.helpers.shards import CPU, OPTIONS, Output, joined, refusal, rows
 
 numpy = pytest.importorskip("numpy")
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Any
-    loss: Any = None
 
 
 class Color(enum.Enum):
     RED = 1
 
 
-def rows(*sizes):
-    """Return one tensor per size, with different numbers in each row."""
-    return torch.arange(float(sum(sizes) * 2)).view(-1, 2).split(sizes)
-
-
 @pytest.mark.parametrize("sizes", [(5, 3), (3, 3, 2), (2, 1, 1)])
-def test_a_fixed_size_never_passes_for_rows(sizes):
+def test_a_fixed_size_is_no_row_count(sizes):
     for fixed in (1, 2, 3, 5, 7):
         for make in (torch.zeros, lambda size: [torch.tensor(0.0)] * size, numpy.zeros):
             with pytest.raises(GatherError):
@@ -112,7 +99,6 @@ def test_single_outputs_hold_originals():
 
 
 def test_values_without_rows():
-    """Equal values are returned once, and unequal ones are refused."""
     for value in (None, "text", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")):
         found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
         assert_same(found, value)
@@ -122,7 +108,7 @@ def test_values_without_rows():
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_one_item_per_row_is_concatenated(kind):
+def test_lists_with_one_item_per_row(kind):
     for items in (["a", "b", "c", "d"], [None] * 4, [[1], [2], [], [3]], [torch.zeros(n) for n in range(4)]):
         found = joined({"labels": kind(items[:3])}, {"labels": kind(items[3:])})["labels"]
         assert list(map(id, found)) == list(map(id, items))

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import UserDict, namedtuple
-from typing import Any
 
 import pytest
 import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards import JoinRules, as_tree, entries_of
-from tests.helpers.shards import joined, refusal
+from tests.helpers.shards import Output, joined, refusal, rows
 
 numpy = pytest.importorskip("numpy")
 
 Pair = namedtuple("Pair", "first second")
 
 
-@dataclasses.dataclass
-class Output:
-    logits: Any = None
-    loss: Any = None
-
-
 class Fields(UserDict):
     """A Mapping that is not a dict."""
-
-
-def rows(*sizes):
-    return torch.arange(float(sum(sizes) * 2)).view(-1, 2).split(sizes)
 
 
 def test_one_dim_or_one_per_item():
@@ -44,7 +32,7 @@ def test_one_dim_or_one_per_item():
 
 
 @pytest.mark.parametrize(("make", "declare"), [(dict, Output), (Fields, dict), (Output, dict)])
-def test_a_tree_declares_keys_and_fields(make, declare):
+def test_trees_declare_keys_and_fields(make, declare):
     outputs = [make(logits=torch.zeros(3, n), loss=torch.tensor(2.0)) for n in (2, 2)]
     found = joined(*outputs, sizes=(2, 2), out_dims=declare(logits=1, loss=None))
     logits, loss = (found.logits, found.loss) if make is Output else (found["logits"], found["loss"])

@@ -24,7 +24,6 @@ def _packages():
 
 
 def rule_for(cls):
-    """Return the built-in rules of a class."""
     return cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
 
 
@@ -53,7 +52,6 @@ def assert_same_cache(one, other):
 
 
 def tiny(window=None):
-    """Return a small decoder."""
     import transformers as t
 
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ def test_sum_stack_and_a_function(make):
 
 
 @pytest.mark.parametrize("values", [(1.0, 2.0), (True, True), (scalar(1.0), scalar(1.0)), (scalar(1.0), 2.0)], ids=range(4))
-def test_numbers_without_a_reduction_are_refused(values):
+def test_numbers_without_a_reduction(values):
     """Even equal numbers. The error names every option."""
     message = refusal({"loss": values[0]}, {"loss": values[1]})
     for part in ('output["loss"]', 'reduce="mean"', '"sum"', '"stack"', "a function", "out_dims=None"):

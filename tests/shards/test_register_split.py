@@ -40,7 +40,7 @@ def registered(base=object):
 
 
 @pytest.mark.parametrize("base", [object, list])
-def test_a_registered_class_is_cut_and_joined(base):
+def test_registered_classes(base):
     """With the batch, as the batch, and in outputs, also if the class is a container."""
     words = registered(base)
     shards = cut(Cutter(), torch.zeros(3), {"w": [words("abc")]})
@@ -96,7 +96,7 @@ lengths = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 
 
 @given(lengths, st.integers(1, 4), st.booleans())
-def test_packed_sequences_keep_their_order(lengths, lanes, is_sorted):
+def test_packed_sequences_keep_order(lengths, lanes, is_sorted):
     """Parts are whole sequences in the caller's order; the joined data, order, and indices are those of the original."""
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     sequences = [torch.randn(length, 2, requires_grad=True) for length in lengths]
@@ -112,7 +112,7 @@ def test_packed_sequences_keep_their_order(lengths, lanes, is_sorted):
         assert one is other is None or torch.equal(one, other)
 
 
-def test_packed_sequences_follow_the_options():
+def test_options_of_packed_sequences():
     """`in_dims` and `out_dims` of None, a wrong row count, one object from all lanes, and another output device."""
     packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
     for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,6 @@ class Record:
     label: str = "a record"
 
 
-class Fields(UserDict):
-    """A Mapping that is not a dict."""
-
-
 class Tagged(list):
     """A list subclass, which is always a container and never a list with one item per row."""
 
@@ -50,7 +46,7 @@ def trees(leaves):
         few = st.lists(values, min_size=1, max_size=3)
         items = st.dictionaries(st.sampled_from("abcd"), values, min_size=1, max_size=3)
         pairs = st.builds(Pair, values, values) | st.builds(Record, values)
-        return few | few.map(tuple) | items | items.map(OrderedDict) | items.map(Fields) | pairs
+        return few | few.map(tuple) | items | items.map(OrderedDict) | pairs
 
     return st.recursive(leaves, grown, max_leaves=6)
 
