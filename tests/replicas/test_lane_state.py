@@ -14,17 +14,12 @@ X = torch.randn(7, 4)
 
 
 class Growing(nn.Linear):
-    """Makes a layer or a parameter in each call in which `grows` is set."""
-
-    grows = False
-
     def __init__(self, make):
         super().__init__(4, 4)
         self.layers, self.make = [], make
 
     def forward(self, x):
-        if Growing.grows:
-            self.make(self)
+        self.make(self)
         return super().forward(x)
 
 
@@ -36,20 +31,21 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_layers_made_in_forward(name, monkeypatch):
-    """At every call, not only the first of its kind. The replica stays usable."""
-    model = Growing(MAKERS[name])
+def test_layers_made_in_forward(name):
+    """They are refused at every call, not only the first of its kind. The replica stays usable."""
+    grows = []
+    model = Growing(lambda model: grows and MAKERS[name](model))
     with torch.no_grad(), parallel(model, TWO) as p:
         for call in (p, p, lambda x: p.submit(x).result(), lambda x: next(p.map([x]))):
-            monkeypatch.setattr(Growing, "grows", True)
+            grows.append(True)
             with pytest.raises(ReplicaError, match=rf"makes '{name}' in forward, and each lane made its own"):
                 call(X)
-            monkeypatch.setattr(Growing, "grows", False)
+            grows.clear()
             assert_close(call(X), nn.Linear.forward(model, X))
 
 
 class Returning(nn.Linear):
-    """Fills a dict of its own and returns it."""
+    """Fills a dict of its own and returns it, next to a parameter."""
 
     def __init__(self):
         super().__init__(4, 4)
@@ -57,15 +53,16 @@ class Returning(nn.Linear):
 
     def forward(self, x):
         self.outputs["y"] = super().forward(x)
-        return self.outputs
+        return self.outputs, self.weight
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_containers_that_are_returned():
-    """The model's dict is emptied again, and the output is the caller's."""
+def test_outputs_of_the_models_state():
+    """The model's dict is emptied again, and the output is the caller's. A parameter is the model's own."""
     model = Returning()
     with torch.no_grad(), parallel(model, TWO) as p:
         outputs = [p(X), p(X), p.submit(X).result(), *p.map([X])]
-    for output in outputs:
+    for output, weight in outputs:
         assert_close(output["y"], nn.Linear.forward(model, X))
+        assert weight is model.weight
     assert not model.outputs
