@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BEHIND", "CASES", "MODELS", "Slotted", "check", "quiet"]
+__all__ = ["BEHIND", "CASES", "MODELS", "check", "quiet"]
 
 WRITES = "the model wrote"  # start of the warning about attributes that lanes write and lose
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from parawrap.replicas import Snapshot, Survey
 from parawrap.replicas._snapshot import ABSENT
-from tests.helpers.odd_models import Slotted
+from tests.fuzz.models import SlottedBox
 
 
 class Net(nn.Sequential):
@@ -19,7 +19,7 @@ class Net(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.steps, self.recent, self.kinds = [self[0], "word"], deque([1, 2]), {"a"}
-        self.table, self.slotted, factor = {"inner": {"scale": 2.0}}, Slotted(1), 1.0
+        self.table, self.slotted, factor = {"inner": {"scale": 2.0}}, SlottedBox(1), 1.0
         self.scaled = lambda x: self[0](x) * factor
 
 
@@ -40,8 +40,8 @@ CHANGES = [
     (lambda net: net.table["inner"].update(scale=3.0), "table['inner']['scale']"),
     (lambda net: net.recent.append(3), "recent"),
     (lambda net: net.kinds.add("b"), "kinds"),
-    (lambda net: setattr(net.slotted, "held", 2), "slotted"),
-    (lambda net: delattr(net.slotted, "held"), "slotted"),
+    (lambda net: setattr(net.slotted, "items", 2), "slotted"),
+    (lambda net: delattr(net.slotted, "items"), "slotted"),
     (lambda net: setattr(net.scaled.__closure__[1], "cell_contents", nn.ReLU()), None),
 ]
 """Changes, and their places. None if a change has several, or none."""

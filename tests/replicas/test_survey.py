@@ -16,7 +16,7 @@ from torch import nn
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet, Survey
 from parawrap.replicas._parts import Kind
-from tests.helpers.odd_models import Slotted
+from tests.fuzz.models import SlottedBox
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ def test_deep_models_need_no_recursion():
         replica_of(model)
 
 
-@pytest.mark.parametrize("hold", [lambda model: [model], lambda model: None, Slotted], ids=["list", "none", "slot"])
+@pytest.mark.parametrize("hold", [lambda model: [model], lambda model: None, SlottedBox], ids=["list", "none", "slot"])
 def test_replicas_are_freed_at_once(hold):
     """At the end of the block, and when the model changes, also if objects refer to each other."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

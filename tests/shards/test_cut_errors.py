@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parawrap.shards import Cutter, uneven
-from tests.helpers.odd_models import Slotted
+from tests.fuzz.models import SlottedBox
 from tests.helpers.shards import cut, cutter, planned, uncut
 
 numpy = pytest.importorskip("numpy")
@@ -136,7 +136,7 @@ class Holder:
 
 HOLDERS = {
     "attribute": Holder(torch.zeros(3)),
-    "nested": Holder({"layers": [Slotted((torch.zeros(1),))]}),
+    "nested": Holder({"layers": [SlottedBox((torch.zeros(1),))]}),
     "module": torch.nn.Linear(2, 2),
     "set": frozenset({torch.zeros(3)}),
     "method": Holder(torch.zeros(3)).__init__,
