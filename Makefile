@@ -19,16 +19,25 @@ XLA_STAMP := $(XLA_VENV)/.installed
 CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
-demo: $(STAMP)
+help:  ## this list
+	@echo "usage: make [PYTHON=python3.12] TARGET"
+	@awk -F ':.*## ' '/^##@ / {print "\n" substr($$0, 5)} /^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Use
+
+demo: $(STAMP)  ## train and evaluate on real data, from one line each
 	$(BIN)/python examples/digits.py
 	$(BIN)/python examples/stay.py
 	$(BIN)/python examples/one_block.py threads processes
 
+##@ Test
+
 # Tests of launches mostly wait for processes, so there are more workers than processors. Each file has one worker.
 WORKERS := 3
-test: $(STAMP)
+test: $(STAMP)  ## all tests that need only this machine
 	$(MAKE) --jobs=2 --output-sync=target test-main test-devices
 
 # All but the tests that need packages of their own: test-pages and test-distribution run these.
@@ -40,28 +49,28 @@ test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 	$(BIN)/python -m pytest tests/neuron_devices
 
-WITH_PACKAGES := tests/shards/test_packages.py tests/api/test_packages.py tests/api/test_transformers.py docs/transformers.md
+WITH_PACKAGES := tests/shards/test_packages.py tests/api/test_packages.py docs/transformers.md
 
 # Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
-test-packages: $(VENV)/.with-packages
+test-packages: $(VENV)/.with-packages  ## models and values of transformers, tensordict, and torch_geometric
 	$(BIN)/python -m pytest $(WITH_PACKAGES)
 
 # Open pages in a headless browser. The tests skip without Debian's package chromium.
-test-pages: $(VENV)/.with-browser
+test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromium)
 	$(BIN)/python -m pytest tests/displays tests/site
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
 # that it writes covers all launchers.
-test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray
+test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters of two nodes on this machine (needs root)
 	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
 
 # Tests that take a minute each, or much of a processor.
-test-long: $(STAMP)
+test-long: $(STAMP)  ## tests that take a minute each
 	$(BIN)/python -m pytest tests -m 'long and not ($(CLUSTERS))'
 
 # Build the wheel and the source distribution, and check what is in them.
-test-distribution: $(VENV)/.with-dist
+test-distribution: $(VENV)/.with-dist  ## the wheel and the source distribution
 	$(BIN)/python -m pytest tests/distribution
 
 # Test the wheel with several releases of Python and torch, and enter the results into docs/versions.md. PYTHONS and TORCHES
@@ -69,37 +78,40 @@ test-distribution: $(VENV)/.with-dist
 PYTHONS :=
 TORCHES :=
 MATRIX := --page docs/versions.md
-matrix: $(STAMP)
+matrix: $(STAMP)  ## the wheel with several releases of Python and torch
 	$(BIN)/python -m tests.matrix $(if $(PYTHONS),--python $(PYTHONS)) $(if $(TORCHES),--torch $(TORCHES)) $(MATRIX)
 
 # Look for flaky tests: run tiers again and again while other processes compute, and add the results to tests/tally.jsonl.
 TIERS := test
 RUNS := 10
 LOAD := 4
-tally: $(STAMP)
+tally: $(STAMP)  ## a tier again and again under load, to find flaky tests
 	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS) --load $(LOAD)
 
 # In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
 # for the torch_neuronx that compiles models.
-test-xla: $(XLA_STAMP)
+test-xla: $(XLA_STAMP)  ## torch_xla, and models compiled for NeuronCores (7 GB)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuroncores
 
-# Compare random models, calls, and changes with the plain call. `make test-long` runs 300 of these cases.
-fuzz: $(STAMP)
+# Compare random models, calls, and changes with the plain call. `make test-long` runs 220 of these cases.
+fuzz: $(STAMP)  ## 20,000 random models and calls
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim
 
-lint: $(STAMP)
+##@ Check, measure, write
+
+lint: $(STAMP)  ## ruff, codespell, mypy --strict, and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-bench: $(VENV)/.with-bench
+bench: $(VENV)/.with-bench  ## the benchmarks of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 # For a machine with a GPU. Uses $(PYTHON) if it has CUDA torch and parawrap's requirements, else the Python of the venv.
-bench-cuda:
+bench-cuda:  ## the benchmarks of one NVIDIA GPU
 	@if $(PYTHON) -m benchmarks.cuda_python; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
 	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
@@ -107,22 +119,22 @@ bench-cuda:
 # For a borrowed machine with a GPU: the tests and benchmarks that need it, and those of the CPU that need many cores, in at
 # most LIMIT_S seconds. Writes benchmarks/results/device. Installs packages before, if $(PYTHON) lacks some.
 LIMIT_S := 580
-device:
+device:  ## tests and benchmarks for a machine with a GPU, in ten minutes
 	@if $(PYTHON) -m benchmarks.cuda_python pytest pytest-timeout; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
 	&& echo "device runs under $$python" && $$python -m benchmarks.device $(LIMIT_S)
 
 # The site. Its examples run in `make test`.
-docs: $(STAMP)
+docs: $(STAMP)  ## the site, with warnings as errors, and a draft of the changelog
 	$(BIN)/towncrier build --draft --version next
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env docs docs/_build
 	@echo "wrote docs/_build/index.html"
 
 # Draw the pictures of docs/. Needs Debian's package chromium.
-pictures: $(VENV)/.with-browser
+pictures: $(VENV)/.with-browser  ## new pictures for the site (needs chromium)
 	$(BIN)/python docs/pictures.py
 
-clean:
+clean:  ## remove the environments and what was built
 	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info
 
 ifneq ($(CHOICE),$(shell cat $(VENV)/.choice 2>/dev/null))

@@ -25,24 +25,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NAMES = ("python3", "python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
 TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
-FILES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "conftest.py",
-    "pyproject.toml",
-    "setup.cfg",
-    "docs",
-    "tests",
-    "examples",
-    "benchmarks",
-)
-EXAMPLES = (
-    "README.md",
-    "docs",
-    "tests/engine",
-    "tests/launch/messages/test_pickle_values.py",
-    "tests/launch/test_world.py",
-)
+FOLDERS = ("docs", "tests", "examples", "benchmarks")
+FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "setup.cfg", *FOLDERS)
+LAUNCHES = ("tests/launch/messages/test_pickle_values.py", "tests/launch/test_world.py")
+EXAMPLES = ("README.md", "docs", "tests/engine", *LAUNCHES)
 QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
 MARKS = "-m", "not (contract or slurm or ray or long or stress)"
 # Ray's test cluster refuses to kill a node if this process is connected to it. In Ray 2.40, that may be any node. That
@@ -147,12 +133,11 @@ def install(cell: Cell, wheel: Path, folder: Path) -> str:
     python = str(folder / "venv" / "bin" / "python")
     limits = folder / "constraints.txt"
     if cell.packages == "lowest":
-        limits.write_text("\n".join(lower_bounds()))
+        lines, torch, extras = lower_bounds(), [], "test,slurm,ray"
     else:
         lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
-        limits.write_text("\n".join(lines))
-    torch = [] if cell.packages == "lowest" else ["torch" if cell.torch == "newest" else f"torch=={cell.torch}"]
-    extras = "test,slurm,ray" if cell.packages == "lowest" else "test"
+        torch, extras = ["torch" if cell.torch == "newest" else f"torch=={cell.torch}"], "test"
+    limits.write_text("\n".join(lines))
     command = [python, "-m", "pip", "install", "--quiet", "-c", str(limits), f"{wheel}[{extras}]", *torch]
     subprocess.run(command, check=True)
     return python
@@ -162,7 +147,12 @@ def run(cell: Cell, wheel: Path, folder: Path) -> Row:
     """Install and test one cell."""
     python = install(cell, wheel, folder)
     files = folder / "files"
-    copy_files(files)
+    files.mkdir()
+    for source in map(ROOT.joinpath, FILES):  # without the package: the cell has it from the wheel
+        if source.is_dir():
+            shutil.copytree(source, files / source.name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+        else:
+            shutil.copy(source, files)
     torch, where = _printed(python, "import torch, parawrap; print(torch.__version__, parawrap.__file__)", files).split()
     assert str(folder / "venv") in where, f"the cell would test {where} instead of the wheel"
     began = time.monotonic()
@@ -175,16 +165,6 @@ def run(cell: Cell, wheel: Path, folder: Path) -> Row:
     return Row(
         version_of(cell.python), torch, cell.packages, " ".join(platform.libc_ver()), examples, tests, seconds, today()
     )
-
-
-def copy_files(target: Path) -> None:
-    """Copy what the tests read, without the package: the cell has it from the wheel."""
-    target.mkdir()
-    for source in map(ROOT.joinpath, FILES):
-        if source.is_dir():
-            shutil.copytree(source, target / source.name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
-        else:
-            shutil.copy(source, target)
 
 
 def today() -> str:

@@ -1,7 +1,7 @@
 """Check that the tests notice wrong code: change one place of the package at random, and run the tests.
 
-``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time, and goes on where an earlier run ended.
-Each mutant lies in a temporary copy of the repository. Its tests run in a fork of this process, which has torch loaded.
+``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time. They lie in a temporary copy of the
+repository.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import argparse
 import ast
 import contextlib
 import copy
-import itertools
-import json
 import os
 import random
 import shutil
@@ -20,14 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import hypothesis
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("shards", "replicas", "lanes", "engine")
@@ -41,24 +34,6 @@ SWAPPED = [
     *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)),
 ]
 OPERATORS = {**dict(SWAPPED), **{other: one for one, other in SWAPPED}, ast.Div: ast.Mult, ast.Mod: ast.Mult}
-
-
-NOTHING = ("None", "False")
-"""Values whose callers would read None in the same way."""
-
-
-class Mutant(NamedTuple):
-    """The changed place of a file, its number among the places of that file, and its code before and after."""
-
-    file: str
-    number: int
-    line: int
-    before: str
-    after: str
-
-    @property
-    def key(self) -> str:
-        return f"{self.file}:{self.line} ({self.number}): {self.before!r} -> {self.after!r}"
 
 
 def replacements(node: ast.AST) -> Iterator[ast.AST]:
@@ -79,7 +54,7 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not node.value)
         case ast.Constant(value=int()):
             yield from (ast.Constant(node.value + 1), ast.Constant(node.value - 1))
-        case ast.Return(value=ast.expr()) if ast.unparse(node.value) not in NOTHING:
+        case ast.Return(value=ast.expr()) if ast.unparse(node.value) not in ("None", "False"):  # callers read None alike
             yield ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call()):
             yield ast.Pass()
@@ -89,196 +64,100 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Break()
 
 
-def is_left_out(node: ast.AST) -> bool:
-    """True for docstrings, messages, annotations, names of types, and logging."""
-    match node:
-        case ast.JoinedStr() | ast.Raise() | ast.Assert() | ast.Expr(value=ast.Constant()):
-            return True
-        case ast.Assign(targets=[ast.Name(id="msg" | "cure" | "__all__")]) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return True
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="_LOG"))) | ast.Expr(value=ast.Call(func=ast.Name(id="refuse"))):
-            return True
-    return False
+class Mutator(ast.NodeTransformer):
+    """Change one place of a module, by its number. Docstrings, messages, annotations, and logging have no number."""
 
+    def __init__(self, number: int) -> None:
+        self.number, self.count, self.change = number, 0, ""
 
-def places(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST]]:
-    """Yield every node below one that may be changed, with its parent, and its place there."""
-    for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_params"):
-            continue
-        for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(child, ast.AST) and not is_left_out(child):
-                yield node, name, index, child
-                yield from places(child)
-
-
-def changes_of(tree: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST, ast.AST]]:
-    """Yield the parent, the place, the node, and the new node of each change."""
-    for parent, name, index, node in places(tree):
+    def visit(self, node: ast.AST) -> ast.AST:
+        match node:
+            case ast.JoinedStr() | ast.Raise() | ast.Assert() | ast.Expr(value=ast.Constant()) | ast.arguments():
+                return node
+            case ast.Assign(targets=[ast.Name(id="msg" | "cure" | "__all__")]) | ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return node
+            case ast.Expr(value=ast.Call(func=ast.Name(id="refuse") | ast.Attribute(value=ast.Name(id="_LOG")))):
+                return node
+            case ast.FunctionDef():
+                node.body = [self.visit(each) for each in node.body]
+                return node
+            case ast.AnnAssign():
+                node.value = node.value and self.visit(node.value)
+                return node
         for new in replacements(node):
-            yield parent, name, index, node, new
+            self.count += 1
+            if self.count - 1 == self.number:
+                self.change = f"line {node.lineno}: {ast.unparse(node)[:99]!r} -> {ast.unparse(new)[:99]!r}"
+                return new
+        return self.generic_visit(node)
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
-    for number, (*_, node, new) in enumerate(changes_of(ast.parse(path.read_text()))):
-        yield Mutant(str(path.relative_to(ROOT)), number, node.lineno, ast.unparse(node)[:99], ast.unparse(new)[:99])
+def mutated(file: Path, number: int) -> tuple[Mutator, str]:
+    """Return a mutator that has changed one place, and the source of the whole file with the change."""
+    mutator = Mutator(number)
+    return mutator, ast.unparse(ast.fix_missing_locations(mutator.visit(ast.parse(file.read_text()))))
 
 
-def source_of(mutant: Mutant) -> str:
-    """Return the source of the whole file with the change."""
-    tree = ast.parse((ROOT / mutant.file).read_text())
-    parent, name, index, _, new = next(itertools.islice(changes_of(tree), mutant.number, None))
-    put(parent, name, index, new)
-    return ast.unparse(ast.fix_missing_locations(tree))
-
-
-def put(parent: ast.AST, name: str, index: int | None, node: ast.AST) -> None:
-    if index is None:
-        setattr(parent, name, node)
-    else:
-        getattr(parent, name)[index] = node
-
-
-def copy_repository(folder: Path) -> Path:
+def copy_repository(folder: Path) -> None:
     """Copy the files of the work tree, without compiled code, which Python might take for that of a mutant."""
     listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    return folder
 
 
-def run_tests(folder: Path, stage: str) -> None:
-    """Run one folder of tests in this process, a fork, and end it with pytest's exit code."""
-    os.setsid()
-    os.chdir(folder)
-    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, str(folder))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "parawrap")]:
-        del sys.modules[name]
-    log = os.open(folder / "mutant.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    phases = [phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")]
-    hypothesis.settings.register_profile("mutants", phases=phases, derandomize=True, database=None)
-    hypothesis.settings.load_profile("mutants")
-    options = ["-x", "-q", "-m", "not (contract or slurm or ray or long)", "-W", "ignore:Module already imported"]
-    code = 1
+def outcome_of(folder: Path, stage: str, limit_s: float | None) -> str:
+    """Run one folder of tests; return "passed", "failed", or "timed out", and end what the tests have started."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not (contract or slurm or ray or long)", f"tests/{stage}"]
+    environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    with (folder / "mutant.log").open("wb") as log:
+        tests = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        code = int(pytest.main([f"tests/{stage}", *options]))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def outcome_of(folder: Path, stage: str, limit_s: float) -> str:
-    """Return "passed", "failed", or "timed out", and end what the tests have started."""
-    child = os.fork()
-    if child == 0:
-        run_tests(folder, stage)
-    end, ended = time.monotonic() + limit_s, 0
-    try:
-        while not ended and time.monotonic() < end:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.05)
+        return "failed" if tests.wait(limit_s) else "passed"
+    except subprocess.TimeoutExpired:
+        return "timed out"
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-    if not ended:
-        os.waitpid(child, 0)
-        return "timed out"
-    return "passed" if status == 0 else "failed"
+            os.killpg(tests.pid, signal.SIGKILL)
+        tests.wait()
 
 
-def check(mutant: Mutant, folder: Path, limits_s: dict[str, float]) -> dict[str, Any]:
-    """Return the result of one mutant: killed, timed out, or survived, and the folder of tests that ended it."""
-    own = Path(mutant.file).parts[1]
-    file, began = folder / mutant.file, time.monotonic()
-    before, result = file.read_text(), {"mutant": mutant.key, "status": "survived", "by": None}
-    file.write_text(source_of(mutant))
-    try:
-        for stage in sorted(STAGES, key=lambda stage: (stage != own, STAGES.index(stage))):
-            outcome = outcome_of(folder, stage, limits_s[stage])
-            if outcome != "passed":
-                result |= {"status": "killed" if outcome == "failed" else outcome, "by": stage}
-                break
-    finally:
-        file.write_text(before)
-    return {**result, "seconds": round(time.monotonic() - began, 1)}
-
-
-def clean_seconds(folder: Path) -> dict[str, float]:
-    """Return how long each folder of tests takes without a mutant."""
-    seconds = {}
-    for stage in STAGES:
-        began = time.monotonic()
-        if (outcome := outcome_of(folder, stage, 3600)) != "passed":
-            sys.exit(f"tests/{stage} {outcome} without a mutant:\n{(folder / 'mutant.log').read_text()[-3000:]}")
-        seconds[stage] = time.monotonic() - began
-        print(f"tests/{stage} takes {seconds[stage]:.0f} s")
-    return seconds
-
-
-def run_job(job: int, jobs: int, mutants: list[Mutant], seconds: dict[str, float], results: Path) -> None:
-    """Check every `jobs`-th mutant in a copy of the repository of its own, and append the results to the file."""
-    limits_s = {stage: MOST_TIMES * jobs * each for stage, each in seconds.items()}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folder = copy_repository(Path(temporary))
-        for mutant in mutants[job::jobs]:
-            line = json.dumps(check(mutant, folder, limits_s))
-            with results.open("a") as file:
-                file.write(line + "\n")
-            print(line, flush=True)
+def result_of(package: str, folder: Path, limits_s: dict[str, float]) -> str:
+    """Return what became of a mutant: killed or timed out by a folder of tests, or survived."""
+    for stage in sorted(STAGES, key=lambda stage: (stage != package, STAGES.index(stage))):
+        outcome = outcome_of(folder, stage, limits_s[stage])
+        if outcome != "passed":
+            return f"{'killed' if outcome == 'failed' else outcome} by tests/{stage}"
+    return "survived"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument(
-        "--results", type=Path, help="a file of JSON lines; by default, one per seed in the temporary folder"
-    )
     options = parser.parse_args()
-    results = options.results or Path(tempfile.gettempdir(), f"parawrap-mutants-{options.seed}.jsonl")
     files = [path for package in PACKAGES for path in sorted((ROOT / "parawrap" / package).glob("*.py"))]
-    every = [mutant for path in files for mutant in mutants_of(path)]
-    drawn = random.Random(options.seed).sample(every, min(options.count, len(every)))
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    seconds = next((line["clean"] for line in lines if "clean" in line), None)
-    if seconds is None:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-            seconds = clean_seconds(copy_repository(Path(temporary)))
-        with results.open("a") as file:
-            file.write(json.dumps({"clean": seconds}) + "\n")
-    known = {line.get("mutant") for line in lines}
-    waiting = [mutant for mutant in drawn if mutant.key not in known]
-    print(f"{len(every)} mutants, {len(drawn)} drawn, {len(waiting)} to check; results in {results}", flush=True)
-    children = []
-    for job in range(options.jobs):
-        if not (child := os.fork()):
-            code = 1
-            try:
-                run_job(job, options.jobs, waiting, seconds, results)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    keys = {mutant.key for mutant in drawn}
-    found = [line for line in map(json.loads, results.read_text().splitlines()) if line.get("mutant") in keys]
-    for line in found:
-        if line["status"] != "killed":
-            print(f"{line['status']}: {line['mutant']}")
-    print(dict(Counter(line["status"] for line in found)))
+    every = [(path, number) for path in files for number in range(mutated(path, -1)[0].count)]
+    found: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        folder, limits_s = Path(temporary), {}
+        copy_repository(folder)
+        for stage in STAGES:
+            began = time.monotonic()
+            if outcome_of(folder, stage, None) != "passed":
+                sys.exit(f"tests/{stage} fail without a mutant:\n{(folder / 'mutant.log').read_text()[-3000:]}")
+            limits_s[stage] = MOST_TIMES * (time.monotonic() - began)
+        for file, number in random.Random(options.seed).sample(every, min(options.count, len(every))):
+            mutator, source = mutated(file, number)
+            copied = folder / file.relative_to(ROOT)
+            copied.write_text(source)
+            result = result_of(file.parent.name, folder, limits_s)
+            shutil.copy2(file, copied)
+            found[result] += 1
+            print(f"{result}: {copied.relative_to(folder)}, {mutator.change}", flush=True)
+    print(dict(found))
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401  # forks need not load it
-
     main()

@@ -15,7 +15,7 @@ import pytest
 import parawrap.cpu
 from parawrap.cpu import keep_freed_memory
 
-KEPT, RESET = 1 << 30, (64 << 20, 32 << 20)
+KEPT = 1 << 30
 THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in THRESHOLDS}
 LIBRARY, VERSION = platform.libc_ver()
@@ -65,11 +65,7 @@ def calls(monkeypatch):
     return made
 
 
-def settings(trim, mmap):
-    return [(-1, trim), (-3, mmap)]
-
-
-OPENED, CLOSED = settings(KEPT, KEPT), [*settings(*RESET), "trim"]
+OPENED, CLOSED = [(-1, KEPT), (-3, KEPT)], [(-1, 64 << 20), (-3, 32 << 20), "trim"]
 
 
 @ON_GLIBC
@@ -89,70 +85,40 @@ print(faults())
 
 
 @ON_GLIBC
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.trim_threshold=131072")],
-)
-def test_environment_wins(name, value):
-    outside, inside = run("print(faults())\nwith keep_freed_memory():\n    print(faults())\n", **{name: value})
+def test_environment_wins():
+    script = "print(faults())\nwith keep_freed_memory():\n    print(faults())\n"
+    outside, inside = run(script, GLIBC_TUNABLES="glibc.malloc.check=0:glibc.malloc.trim_threshold=131072")
     assert inside * 2 > outside > 0
 
 
 def test_first_sets_and_last_resets(calls, caplog):
-    """Nested blocks only change a counter. An exception ends a block too. The logger reports the start and the end."""
-    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
-        with pytest.raises(KeyError), keep_freed_memory():
+    """Nested blocks, also of other threads and with exceptions, only change a counter. The logger reports start and end."""
+
+    def nested():
+        with keep_freed_memory():
             raise KeyError
+
+    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
+        with ThreadPoolExecutor(8) as pool:
+            futures = [pool.submit(nested) for _ in range(100)]
+        assert all(isinstance(future.exception(), KeyError) for future in futures)
         assert calls == OPENED
     assert calls == OPENED + CLOSED
     assert caplog.messages == ["this process keeps freed memory", "this process returns freed memory to the kernel again"]
 
 
-def test_blocks_of_threads_are_counted(calls):
-    """Many overlapping blocks: each setting of the thresholds was followed by a reset, and none came inside a block."""
-
-    def repeat():
-        for _ in range(200):
-            with keep_freed_memory():
-                assert calls[-1] != "trim"
-
-    with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(repeat) for _ in range(8)]:
-            done.result()
-    assert calls == (OPENED + CLOSED) * (len(calls) // 5)
-    assert calls
-
-
-def test_older_glibc_gets_its_limit(calls, monkeypatch):
-    """If glibc refuses a larger M_MMAP_THRESHOLD, as before version 2.35, the block sets 32 MiB."""
-
-    def refuse(name, value):
-        calls.append((name, value))
-        return int(name != -3 or value <= 32 << 20)
-
-    monkeypatch.setattr(parawrap.cpu._libc, "mallopt", refuse)
-    with keep_freed_memory():
-        assert calls == [*OPENED, (-3, 32 << 20)]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("MALLOC_MMAP_THRESHOLD_", "1", "the environment sets MALLOC_MMAP_THRESHOLD_"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1", "sets glibc.malloc.mmap_threshold"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1", None),
-        (None, None, "the C library is not glibc"),
-    ],
-)
-def test_reason_for_nothing_is_logged(calls, caplog, monkeypatch, name, value, reason):
-    """Without glibc, or if the environment sets a threshold, the block only logs the reason. It ignores other tunables."""
-    if name is None:
+def test_reason_for_nothing_is_logged(calls, caplog, monkeypatch):
+    """Without glibc, or if the environment sets a threshold, the block only logs the reason."""
+    with caplog.at_level(logging.INFO, logger="parawrap.cpu"):
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1")
+        with keep_freed_memory():
+            pass
+        monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_")
         monkeypatch.setattr(parawrap.cpu, "_libc", None)
-    else:
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
-        assert calls == (OPENED if reason is None else [])
-    if reason is not None:
-        (message,) = caplog.messages
-        assert message.startswith("freed memory is not kept: ")
-        assert message.endswith(reason)
+        with keep_freed_memory():
+            pass
+    assert calls == []
+    assert caplog.messages == [
+        "freed memory is not kept: the environment sets MALLOC_MMAP_THRESHOLD_",
+        "freed memory is not kept: the C library is not glibc",
+    ]

@@ -15,47 +15,44 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.long
-def test_wrapper_example_trains_saves_and_evaluates():
-    """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
-    command = [sys.executable, "-W", "error", EXAMPLES / "digits_wrapper.py"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+def ran(*arguments):
+    """Run Python without warnings in the folder of the examples, and return what it printed."""
+    command = [sys.executable, "-W", "error", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD)
     assert found.returncode == 0, found.stderr
-    assert "[rank 1] global rank 1; local rank 1" in found.stdout
-    last = found.stdout.splitlines()[-1]
+    return found.stdout
+
+
+@pytest.mark.long
+def test_wrapper_example_trains():
+    """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
+    printed = ran("digits_wrapper.py")
+    assert "[rank 1] global rank 1; local rank 1" in printed
+    last = printed.splitlines()[-1]
     assert float(last.split()[1].rstrip("%,")) > 95, last
     assert "the same on every rank: True" in last
 
 
 @pytest.mark.long
-def test_a_preempted_training_ends_with_the_same_weights():
-    """The example is preempted once, restarts from its checkpoint, and has the weights of an uninterrupted training."""
-    command = [sys.executable, "-W", "error", EXAMPLES / "preemption.py"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert ", restarted 1 time(s)" in found.stdout
-    assert found.stdout.splitlines()[-1] == "the same weights as without preemption: True"
+def test_preempted_training_goes_on():
+    """It restarts from its checkpoint, and has the weights of an uninterrupted training."""
+    printed = ran("preemption.py")
+    assert ", restarted 1 time(s)" in printed
+    assert printed.splitlines()[-1] == "the same weights as without preemption: True"
 
 
 @pytest.mark.long
-def test_one_block_runs_on_threads_and_processes():
-    """One program runs unchanged on threads and on processes, and compares all outputs with the plain loop."""
-    command = [sys.executable, "-W", "error", EXAMPLES / "one_block.py", "threads", "processes"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.count("are those of the plain loop") == 2
+def test_one_block_on_both_pools():
+    assert ran("one_block.py", "threads", "processes").count("are those of the plain loop") == 2
 
 
 def test_ranks_that_stay_train_on():
     """Each call trains the model that the calls before it have left."""
-    command = [sys.executable, "-W", "error", EXAMPLES / "stay.py"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
-    assert (found.returncode, found.stderr) == (0, "")
-    losses = [float(line.split()[-1]) for line in found.stdout.splitlines()]
+    losses = [float(line.split()[-1]) for line in ran("stay.py").splitlines()]
     assert losses[0] > losses[1] > losses[2] > 0
 
 
-def test_the_guide_page_shows_the_programs():
+def test_guide_shows_the_programs():
     """docs/train.md shows the plain loop and every line that differs between the two programs."""
     page = (EXAMPLES.parent / "docs" / "train.md").read_text()
     texts = [(EXAMPLES / f"train_digits_{name}.py").read_text() for name in ("plain", "ranks")]
@@ -67,7 +64,7 @@ def test_the_guide_page_shows_the_programs():
 
 
 @pytest.mark.long
-def test_ranks_train_like_the_plain_loop():
+def test_ranks_train_like_the_loop():
     """Two ranks have the losses and accuracy of one rank. The plain loop has another row order and a similar accuracy."""
     script = (
         "import json, torch, train_digits_plain, train_digits_ranks\n"
@@ -75,10 +72,7 @@ def test_ranks_train_like_the_plain_loop():
         "plain, (one,), two = train_digits_plain.train(), train_digits_ranks.train.inline(), train_digits_ranks.train()\n"
         "print(json.dumps([plain, one, *two]))"
     )
-    command = [sys.executable, "-W", "error", "-c", script]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD)
-    assert found.returncode == 0, found.stderr
-    (plain_losses, plain), (losses, accuracy), *ranks = json.loads(found.stdout.splitlines()[-1])
+    (plain_losses, plain), (losses, accuracy), *ranks = json.loads(ran("-c", script).splitlines()[-1])
     assert ranks[0] == ranks[1]
     # Rounding depends on the alignment of memory. In late epochs, with losses near 0, it shows.
     assert ranks[0][0] == pytest.approx(losses, rel=1e-3, abs=1e-3)

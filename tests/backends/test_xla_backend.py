@@ -14,7 +14,6 @@ from parawrap.backends import backend_of, best_backend, xla_backend
 
 @pytest.fixture(autouse=True)
 def _no_runtime():
-    """Clear the cached runtime of torch_xla before and after each test."""
     xla_backend._runtime.cache_clear()
     yield
     xla_backend._runtime.cache_clear()

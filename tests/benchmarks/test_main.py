@@ -1,19 +1,16 @@
-"""The command: its suites, their environment, and its files."""
+"""The command: its suites, their environment, and its files; and `make device`. No test needs a GPU."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
-import platform
 
-import pytest
+import psutil
 import torch
 
-import parawrap
 from benchmarks import __main__ as command
-from benchmarks import cuda_python
 from benchmarks._measure import Arm, Result, Row
-from parawrap.backends.cpu_backend import usable_cores
+from benchmarks.device import Part, run
 
 ROW = Row(
     "calls",
@@ -24,34 +21,14 @@ ROW = Row(
 )
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """Return the suites, benchmarks, and threads that the command would start."""
-    found = []
-
-    def start(suite, names, fixed):
-        found.append((suite, names, fixed["OMP_NUM_THREADS"]))
-        return 0
-
-    monkeypatch.setattr(command, "_in_a_process", start)
-    monkeypatch.setattr(command, "_measure", lambda suite, names: pytest.fail("measured in this process"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "not a number")
-    return found
-
-
-def test_without_a_gpu(monkeypatch, capsys, started):
+def test_without_a_gpu(monkeypatch, capsys):
     """The command prints the reason and returns 1. The other suites run."""
+    started = []
+    monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: started.append(suite) or 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["cuda", "launching"]) == 1
     assert "cuda cannot run: no GPU is available: torch" in capsys.readouterr().out
-    assert [suite for suite, _, _ in started] == ["launching"]
-
-
-def test_a_failed_suite_fails_all(monkeypatch):
-    """The command returns the highest exit code."""
-    codes = iter([1, 0])
-    monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: next(codes))
-    assert command.main(["engine", "launching"]) == 1
+    assert started == ["launching"]
 
 
 def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
@@ -64,31 +41,40 @@ def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
     document = json.loads((tmp_path / "cuda.json").read_text())
     assert dt.date.fromisoformat(document["date"])
     assert document["command"] == "make bench-cuda (python -m benchmarks cuda)"
-    assert document["hardware"] == {
-        "machine": platform.machine(), "cores": f"{usable_cores()} cores", "gpu": "NVIDIA H200, driver 580.1"
-    }  # fmt: skip
-    assert document["versions"]["torch"] == torch.__version__
-    assert document["versions"]["parawrap"] == parawrap.__version__
+    assert (document["hardware"]["gpu"], document["versions"]["torch"]) == ("NVIDIA H200, driver 580.1", torch.__version__)
     assert document["rows"] == [json.loads(json.dumps(ROW.as_json()))]
     page = (tmp_path / "cuda.md").read_text()
     assert page.startswith(f"# On one GPU\n\n{document['date']}, ")
-    assert "NVIDIA H200, driver 580.1" in page
-    assert "| benchmark | quantity | value (us) | goal (us) | met |\n|---|---|---|---|---|\n" in page
-    assert "| calls | overhead | 2 | under 1 | **no** |" in page
-    assert "| calls | arm | 2 | 1 | 3 |" in page
-    assert "| calls | torch |" in page
-    assert "- calls: a remark." in page
-    assert "`make bench-cuda` (`python -m benchmarks cuda`)" in page
+    for line in ("overhead | 2 | under 1 | **no** |", "arm | 2 | 1 | 3 |", "torch |"):
+        assert f"| calls | {line}" in page
     assert "| calls | overhead | 2 | under 1 | **no** |" in (tmp_path / "README.md").read_text()
 
 
-def test_missing_requirements():
-    """Names and versions come from setup.cfg."""
-    required = cuda_python.requirements()
-    assert [requirement.partition(">=")[0] for requirement in required] == [
-        "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",
-    ]  # fmt: skip
-    assert cuda_python.lacking(required) == []
-    lacks = cuda_python.lacking(["torch>=99.0", "no-such-package>=1"])
-    assert lacks[0].startswith("torch>=99.0 (has ")
-    assert lacks[1] == "no-such-package>=1"
+# make device
+
+WITH_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def part(name, code, share=1.0):
+    return Part(name, ("-c", code), share)
+
+
+def test_parts_run_in_turn(tmp_path):
+    """Each part has its exit code and its log. A part that fails does not stop the next one."""
+    script = "import os, parawrap; print(os.environ['PARAWRAP_TEST_REQUIRE'], os.environ['PARAWRAP_BENCHMARK_RESULTS'])"
+    outcomes = run([part("first", "raise SystemExit(3)"), part("second", script)], tmp_path, 60)
+    assert [(each.name, each.code) for each in outcomes] == [("first", 3), ("second", 0)]
+    assert (tmp_path / "second.log").read_text().split() == ["cuda", str(tmp_path)]
+
+
+def test_late_parts_are_ended(tmp_path):
+    """It leaves the rest of the time to the next part, and no process."""
+    outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 40)
+    assert [each.code for each in outcomes] == [None, 0]
+    child = int((tmp_path / "long.log").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

@@ -1,15 +1,13 @@
-"""Run the command line, in this process or in one of its own, in a folder with train.py."""
+"""Run the command line in this process, in a folder with train.py."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
 
 from parawrap.cli import main
-from tests.helpers.worlds import ROOT
 
 TRAIN = """
 from __future__ import annotations
@@ -19,7 +17,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch.utils.data import DataLoader
 
@@ -67,22 +65,8 @@ def script():
     return parser.parse_args().lr, sys.argv
 
 
-async def coroutine():
-    pass
-
-
 def leave():
     raise SystemExit(0)
-
-
-class WithPlatform:
-    platform = Platform(device="cpu")
-
-    def __call__(self):
-        return "called"
-
-
-with_platform = WithPlatform()
 
 
 class Group:
@@ -90,21 +74,11 @@ class Group:
     def make(cls, size: int):
         return cls.__name__, size
 
-    def method(self, size: int):
-        return size
-
-
-group = Group()
-
 
 @dataclass
 class Config:
     lr: float = 0.1
     n_layers: int = 2
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def typed(
@@ -129,8 +103,8 @@ def configured(config: Config, loader: DataLoader | None = None):
     return config
 
 
-def for_type_checkers(lr: float, sizes: Sequence[int] = (), *rest: Missing):
-    return lr, sizes, rest
+def for_type_checkers(lr: float, sizes: Missing = ()):
+    return lr, sizes
 """
 
 
@@ -142,20 +116,8 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def parawrap(folder):
-    """A function that runs ``python -m parawrap`` in the folder, and returns the finished process."""
-
-    def run(*args, **environ):
-        command = [sys.executable, "-m", "parawrap", *args]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-
-    return run
-
-
-@pytest.fixture
 def here(folder, monkeypatch, capfd):
-    """As `parawrap`, in this process."""
+    """A function that runs the command line in the folder, and returns the finished process."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", [*sys.argv])

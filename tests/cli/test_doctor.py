@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -21,17 +22,6 @@ FACTS = {"torch_version": "2.0", "nvidia_gpu_models": "GPU 0: A\nGPU 1: B", "cpu
 
 
 @pytest.fixture
-def checks(monkeypatch):
-    """A function that sets the checks of the doctor."""
-
-    def use(*made):
-        monkeypatch.setattr(_doctor, "describe_machine", lambda _: (FACTS, list(made)))
-        monkeypatch.setattr(_doctor, "TRIALS", ())
-
-    return use
-
-
-@pytest.fixture
 def command(tmp_path, monkeypatch):
     """A function that puts a shell script on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -43,48 +33,53 @@ def command(tmp_path, monkeypatch):
     return put
 
 
-def test_this_machine_has_no_problem(parawrap):
-    """Each check has a state and a detail. The trials work here."""
-    shown = parawrap("doctor", "--json", "--timeout", "600")
+def test_machine_has_no_problem(here, monkeypatch):
+    monkeypatch.setattr(_doctor, "TRIALS", ())  # each trial imports torch
+    shown = here("doctor", "--json", "--timeout", "600")
     assert (shown.returncode, shown.stderr) == (0, "")
     report = json.loads(shown.stdout)
     assert report["machine"]["torch_version"] == torch.__version__
     assert {"os", "python_version", "cuda_compiled_version", "pip_packages"} <= set(report["machine"])
-    assert {each["state"] for each in report["checks"]} <= {"ok", "missing", "warning"}
-    assert all(each["detail"] for each in report["checks"])
-    assert {"block on lanes", "launch of two ranks", "block on two workers"} <= {each["name"] for each in report["checks"]}
+    assert all(each["detail"] and each["state"] in ("ok", "missing", "warning") for each in report["checks"])
 
 
-def test_a_machine_without_torch_is_a_problem(parawrap, folder):
-    """The only line names the missing module and its cure, and no trial runs."""
-    (folder / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
-    shown = parawrap("doctor", "--json", PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+@pytest.mark.parametrize("name", _trials.TRIALS)
+def test_trials_work_here(name):
+    assert " ms" in _trials.TRIALS[name]()
+
+
+def test_a_machine_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "parawrap", "doctor", "--json"]
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     (check,) = json.loads(shown.stdout)["checks"]
     assert (shown.returncode, check["state"]) == (1, "problem")
     assert "No module named torch" in check["detail"]
     assert "install torch" in check["cure"]
 
 
-def test_each_state_has_a_line(checks, capsys):
-    """Facts, a line per check with its cure below it, and a summary."""
-    checks(Check("a", "ok", "here"), Check("b", "warning", "small", "Enlarge it"), Check("c", "missing", "no"))
+def test_each_state_has_a_line(monkeypatch, capsys):
+    checks = [Check("b", "warning", "small", "Enlarge it"), Check("c", "missing", "no")]
+    monkeypatch.setattr(_doctor, "describe_machine", lambda _: (FACTS, checks))
+    monkeypatch.setattr(_doctor, "TRIALS", ())
     assert main(["doctor"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]] == [
         "torch version: 2.0",
         "nvidia gpu models: GPU 0: A, GPU 1: B",
         "",
-        "ok a here",
         "warning b small",
         "Enlarge it",
         "missing c no",
         "",
-        "0 problems, 1 warning, 1 ok, 1 missing",
+        "0 problems, 1 warning, 0 ok, 1 missing",
     ]
 
 
-def test_a_problem_gives_exit_code_1(checks, capsys, monkeypatch):
+def test_problem_gives_exit_code_1(monkeypatch, capsys):
     """Its cure is shown, and its traceback with --verbose. No standard output is needed."""
-    checks(Check("a", "problem", "broken", "Mend it", traceback="line 1"), Check("b", "ok", "here"))
+    check = Check("a", "problem", "broken", "Mend it", traceback="line 1")
+    monkeypatch.setattr(_doctor, "describe_machine", lambda _: ({}, [check]))
     for options, text in (["--json"], "Mend it"), ([], "Mend it"), (["--verbose"], "line 1"):
         assert main(["doctor", *options]) == 1
         assert text in capsys.readouterr().out
@@ -92,7 +87,7 @@ def test_a_problem_gives_exit_code_1(checks, capsys, monkeypatch):
     assert main(["doctor"]) == 1
 
 
-def test_a_trial_that_fails_is_a_problem(monkeypatch, tmp_path):
+def test_failed_trial_is_a_problem(monkeypatch, tmp_path):
     """An error, a time limit, and a limit on processes are findings. Files of the working folder do not mislead it."""
     (tmp_path / "json.py").write_text("raise RuntimeError('not the standard module')")
     monkeypatch.chdir(tmp_path)
@@ -108,60 +103,34 @@ def test_a_trial_that_fails_is_a_problem(monkeypatch, tmp_path):
     assert "ulimit -u" in check.cure
 
 
-def test_a_command_is_killed_with_its_processes(command, tmp_path):
+def test_a_command_is_killed_whole(command, tmp_path):
     """A process that keeps the pipe of its parent open does not prolong the time limit."""
     command("slow", f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait")
     assert run_command(["slow"], 3.0) == (1, "", "not done after 3 seconds")
     assert_gone([int((tmp_path / "pid").read_text())])
 
 
-@pytest.mark.parametrize(
-    ("script", "detail"),
-    [
-        ('[ "$1" = ping ] && echo "Slurmctld(primary) at head is UP"', None),
-        ('echo "Slurmctld(primary) at head is DOWN"', "Slurmctld(primary) at head is DOWN"),
-        ('echo "scontrol: fatal: no configuration" >&2; exit 1', "scontrol: fatal: no configuration"),
-        ("sleep 600", "not done after 0.5 seconds"),
-    ],
-    ids=["up", "down", "fails", "hangs"],
-)
-def test_slurm_is_as_its_controller_answers(command, monkeypatch, script, detail):
+def test_slurm_is_as_it_answers(command):
     """Without an answer, it is a warning, because launches on this machine work."""
     command("sbatch", "")
-    command("scontrol", script)
-    if detail is None:
-        check = _machine._check_slurm()
-        assert check.state == "ok"
-        assert check.detail.startswith("the controller answers; submitit ")
-        return
-    monkeypatch.setattr(_machine, "_SCONTROL_LIMIT_S", 0.5)
+    command("scontrol", '[ "$1" = ping ] && echo "Slurmctld(primary) at head is UP"')
     check = _machine._check_slurm()
-    assert (check.state, check.detail) == ("warning", f"the controller does not answer: {detail}")
-    assert "scontrol ping" in check.cure
+    assert (check.state, check.detail[:22]) == ("ok", "the controller answers")
+    command("scontrol", 'echo "scontrol: fatal: no configuration" >&2; exit 1')
+    check = _machine._check_slurm()
+    assert check.detail == "the controller does not answer: scontrol: fatal: no configuration"
+    assert (check.state, "scontrol ping" in check.cure) == ("warning", True)
 
 
-def test_limits_of_the_machine_are_warnings(monkeypatch, tmp_path):
-    """Docker's shared memory, and few open files."""
+def test_limits_are_warnings(monkeypatch, tmp_path):
+    """Docker's shared memory, few open files, and a GPU that torch does not use."""
     monkeypatch.setattr(_machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=1 << 20))
     monkeypatch.setattr(_machine.resource, "getrlimit", lambda _: (256, 4096))
     check = _machine._check_shared_memory(tmp_path)
     assert (check.state, "--shm-size" in check.cure) == ("warning", True)
-    assert _machine._check_shared_memory(tmp_path / "gone").state == "missing"
     assert "ulimit -n" in _machine._check_open_files().cure
-
-
-def test_a_gpu_without_cuda_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(_machine.shutil, "which", lambda name: f"/bin/{name}")
-    for version, cure in (None, "CUDA build"), ("12.8", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.setattr(torch.version, "cuda", version)
-        assert cure in _machine._check_accelerators().cure
-
-
-def test_a_check_that_raises_is_a_problem(monkeypatch):
-    """A broken driver does not hide the other parts."""
-    monkeypatch.setattr(_machine, "_CHECKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
-    broken, fine = _machine.machine_checks()
-    assert (broken.name, broken.state, fine.state) == ("a", "problem", "ok")
-    assert broken.detail.startswith("ZeroDivisionError: ")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "CUDA build" in _machine._check_accelerators().cure

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
 
-from parawrap.cli._run import _rank_count
 
-
-def test_each_rank_gets_the_arguments(here):
+def test_each_rank_gets_arguments(here):
     """Numbers and lists are Python values, other text is a string, and NAME=VALUE is a keyword argument."""
     shown = here("run", "train:main", "--device", "cpu", "--n", "2", "--", "0.1", "[1, 2]", "text", "epochs=3")
     assert shown.returncode == 0
@@ -18,48 +17,23 @@ def test_each_rank_gets_the_arguments(here):
     assert sorted(lines[:-2]) == ["[rank 0] training", "[rank 1] training"]
 
 
-# -- platforms
-
-
-def test_a_decorated_function_has_its_platform(here):
-    """Options replace fields, and keep the others. Only decorated functions bring their own platform."""
+def test_decorated_has_its_platform(here):
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
     assert here("run", "train:decorated", "--set", "trace=None").stdout == two
     assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
     assert here("run", "train:decorated", "--cpus", "1").stdout == "rank 0: (1, 'script')\n"
     assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--gpus", "2").stderr
-    assert here("run", "train:with_platform", "--device", "cpu").stdout == "rank 0: 'called'\n"
 
 
-def test_a_device_resets_the_launcher(here):
+def test_device_resets_launcher(here):
     """--device cpu tries a function of Slurm on this machine. --device slurm keeps it on Slurm, with its GPUs."""
     assert here("run", "train:on_slurm", "--device", "cpu").stdout == "rank 0: (1.0, 1)\n"
     assert here("run", "train:on_slurm", "--device", "cpu", "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
-    for option in ("--device", "--launcher"):
-        shown = here("run", "train:on_slurm", option, "slurm", "--dry-run")
-        assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
-    shown = here("run", "train:main", "--device", "slurm", "--gpus", "8", "--cpus", "3", "--dry-run", "--", "1")
-    assert "--cpus-per-task=3" in shown.stdout
-
-
-@pytest.mark.parametrize(
-    ("platform", "field"),
-    [
-        ({"device": "cpu"}, "n_cpus"),
-        ({"device": "slurm"}, "n_cpus"),
-        ({"device": "slurm", "n_gpus": 8}, "n_gpus"),
-        ({"launcher": "ray"}, "n_cpus"),
-        ({"device": "gpu", "launcher": "slurm"}, "n_gpus"),
-        ({"device": "neuron"}, "n_gpus"),
-    ],
-)
-def test_n_counts_the_ranks_of_a_node(platform, field):
-    """Ranks of a cluster are on CPUs unless the platform has GPUs, whatever devices this machine has."""
-    assert _rank_count(platform) == field
+    shown = here("run", "train:on_slurm", "--device", "slurm", "--dry-run")
+    assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
 
 
 def test_dry_run_and_trace(here, folder):
-    """--dry-run prints the ranks, and does not call the function; --trace is the field of Platform."""
     shown = here("run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started")
     assert shown.returncode == 0
     assert "rank 1: node 0, local rank 1, cpu" in shown.stdout
@@ -68,10 +42,7 @@ def test_dry_run_and_trace(here, folder):
     assert not (folder / "started").exists()
 
 
-# -- failures
-
-
-def test_failures_have_tracebacks_and_exit_code_1(here, folder):
+def test_failures_have_tracebacks(here, folder):
     """The traceback of a rank has source lines. A module that imports a missing package is not itself missing."""
     shown = here("run", "train:fail", "--device", "cpu")
     assert (shown.returncode, "rank 0:" in shown.stdout) == (1, False)
@@ -84,51 +55,36 @@ def test_failures_have_tracebacks_and_exit_code_1(here, folder):
     assert (shown.returncode, shown.stderr) == (1, "parawrap run: rank 0 called sys.exit(0) and returned nothing\n")
 
 
-def test_odd_results_are_described(parawrap):
+def test_odd_results_are_described(here, monkeypatch):
     """A character that the terminal lacks is escaped, and a value whose repr raises has its type."""
-    shown = parawrap("run", "train:odd_results", "--device", "cpu", "--n", "2", PYTHONIOENCODING="ascii")
-    assert shown.stdout == "rank 0: '\\u2192'\nrank 1: <Unprintable: its __repr__ raised OSError>\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert here("run", "train:odd_results", "--device", "cpu", "--n", "2").returncode == 0
+    sys.stdout.seek(0)
+    assert sys.stdout.read() == "rank 0: '\\u2192'\nrank 1: <Unprintable: its __repr__ raised OSError>\n"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("train", "'train' does not name a function. Give MODULE:FUNCTION"),
-        ("train:", "does not name a function"),
-        (".train:main", "'.train:main' does not name a function"),
         ("gone:main", "module 'gone' was not found in "),
         ("gone.py:main", "the file 'gone.py' does not exist"),
         ("train:gone", "'train' has no function 'gone'. It has main, decorated, fail, forever, Unprintable"),
-        ("train:coroutine", "coroutine"),
-        ("train:main --device tpu -- 1", "device='tpu': give auto, cpu, gpu"),
-        ("train:main --set seed -- 1", "--set seed: give FIELD=VALUE"),
         ("train:main --set sed=1 -- 1", "sed=1: Platform has no such field: did you mean seed?"),
-        ("train:main --set n_cpus=abc -- 1", "n_cpus='abc'"),
-        ("train:main --n x", "argument --n: invalid int value: 'x'"),
         ("train:main --trace gone/t.html -- 1", "trace: the folder of 'gone/t.html' does not exist"),
         ("train:main --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
-        ("train:main --device cpu --set device=gpu -- 1", "device is given twice, as 'cpu' and 'gpu'"),
         ("train:main --device slurm --set n_gpus=8 --n 4 -- 1", "n_gpus is given twice, as 8 and 4"),
         ("train:main --inline --n 2 -- 1", "--inline runs one rank in this process, so n has no effect"),
-        ("train:main --inline --dry-run", "argument --dry-run: not allowed with argument --inline"),
-        ("train:main --dry -- 1", "unrecognized arguments: --dry"),
         ("train:main --lr 0.1", "Put arguments of the function after --: parawrap run train:main -- --lr 0.1"),
         ("train:main", "train:main: main() missing a required argument: 'lr'"),
         ("train:typed -- --lr fast", 'train:typed: Invalid value for --lr: unable to convert "fast" into float'),
-        ("train:typed -- --n-steps 4", "train:typed: Parameter --lr requires an argument"),
-        ("train:typed -- 1 2 3", "train:typed: Unused Tokens: ['3']"),
-        ("train:typed -- 1 --mode odd", 'Choose from: "fast", "slow"'),
         ("train:main -- 1 --epoch 2", "train:main: Unknown option: --epoch. Did you mean --epochs?"),
         ("time.py:main", "'time' is the name of another module, which is built in. Rename"),
-        ("os.py:main", "os.py'"),
-        ("my.job.py:main", "Rename the file: its name ends with .py, and has no other dot"),
         ("exits:main --inline", "exits exits while it is imported, with 0. Put its script under if __name__"),
     ],
 )
 def test_wrong_names_and_options(here, folder, line, message):
-    """One line names the wrong value and what to do. The exit code is 2."""
-    for name in "time", "os", "my.job":
-        (folder / f"{name}.py").write_text("def main(): pass\n")
+    (folder / "time.py").write_text("def main(): pass\n")
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     shown = here("run", *line.split())
     assert shown.returncode == 2
@@ -136,35 +92,28 @@ def test_wrong_names_and_options(here, folder, line, message):
     assert "Traceback" not in shown.stderr
 
 
-# -- targets and arguments, run inline
-
-
 @pytest.mark.parametrize(
     ("target", "words", "result"),
     [
         ("typed", ["--lr", "0.5", "--n-steps", "4"], "(0.5, 4, False, None, None, 'fast', {})"),
-        ("typed", ["--lr=1", "--n_steps=4"], "(1.0, 4, False, None, None, 'fast', {})"),
         ("typed", ["0.5", "--verbose", "--name", "3"], "(0.5, 3, True, '3', None, 'fast', {})"),
         ("typed", ["0.5", "--no-verbose", "--sizes", "1", "2"], "(0.5, 3, False, None, [1, 2], 'fast', {})"),
         ("typed", ["0.5", "--sizes", "[1, 2]", "mode=slow"], "(0.5, 3, False, None, [1, 2], 'slow', {})"),
         ("typed", ["0.5", "--two-words", "1", "c=[2]"], "(0.5, 3, False, None, None, 'fast', {'two_words': 1, 'c': [2]})"),
-        ("main", ["--lr", "0.5", "--epochs", "0.25"], "(0, 0.5, (), 0.25)"),
         ("main", ["-1", "--epochs", "[1, 2]"], "(0, -1, (), [1, 2])"),
-        ("main", ["{{}}"], "(0, '{{}}', (), 1)"),
         ("configured", ["--config.lr", "1", "--config.n_layers", "4"], "Config(lr=1.0, n_layers=4)"),
-        ("for_type_checkers", ["1", "[1, 2]", "a", "3"], "(1.0, [1, 2], ('a', 3))"),
+        ("for_type_checkers", ["1", "[1, 2]"], "(1.0, [1, 2])"),
         ("script", ["--lr", "0.5"], "(0.5, ['train', '--lr', '0.5'])"),
         ("Group.make", ["--size", "3"], "('Group', 3)"),
-        ("group.method", ["3"], "3"),
     ],
 )
-def test_annotations_convert_arguments(here, target, words, result):
+def test_annotations_convert(here, target, words, result):
     """Options, flags, lists, dataclasses, and more keywords. Without a usable annotation, a value is a Python value."""
     shown = here("run", f"train:{target}", "--inline", "--", *words)
     assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (0, [f"rank 0: {result}"], "")
 
 
-def test_the_help_of_the_function_is_shown(here):
+def test_help_of_function_is_shown(here):
     """It has the parameters with their descriptions, and nothing is launched. argparse shows its own help, once."""
     for word in "--help", "-h":
         shown = here("run", "train:typed", "--", word)
@@ -191,8 +140,7 @@ def test_files_are_targets(here, folder, monkeypatch):
     assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"
 
 
-def test_only_arguments_need_cyclopts(here, monkeypatch):
-    """Without it, the message says what to install."""
+def test_arguments_need_cyclopts(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "cyclopts", None)
     assert here("run", "train:decorated", "--inline").stdout == "rank 0: (1, 'script')\n"
     shown = here("run", "train:main", "--inline", "--", "1")

@@ -47,15 +47,14 @@ def test_text_names_the_slowest_span():
     assert str(timeline()) == "a block: no spans"
 
 
-def test_trace_is_read_as_it_was_written(tmp_path):
-    """A .json file keeps the title, the tracks, the spans, and the without_idle."""
+def test_trace_has_the_format_of_chrome(tmp_path):
+    """Complete events in microseconds, and a thread name for each track, also for a lane without spans.
+
+    It is read as it was written.
+    """
     made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), without_idle=[1])
     write_timeline(tmp_path / "t.json", made)
     assert read_timeline(tmp_path / "t.json") == Timeline("a block", ["lane 0", "lane 1"], list(made.spans), [1])
-
-
-def test_trace_has_the_format_of_chrome(tmp_path):
-    """Complete events in microseconds, and a thread name for each track, also for a lane without spans."""
     write_timeline(tmp_path / "t.json", timeline(span(0, 1, 3, "forward, 4 rows", rows=4, batch=None)))
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lane 0"}},
@@ -82,19 +81,12 @@ def test_page_has_the_data(tmp_path):
     assert (data["duration"], data["slowest"], data["kinds"]) == (20000, 0, ["forward"])
 
 
-def test_page_refers_to_nothing_outside(tmp_path):
-    """The page loads no script, style, font, or picture."""
-    write_timeline(tmp_path / "t.html", timeline(span(0, 1, 2)))
-    page = (tmp_path / "t.html").read_text()
-    assert not any(word in page for word in ("http:", "https:", "src=", "@import", "url("))
-
-
 def test_names_cannot_end_the_data(tmp_path):
-    """Text that looks like HTML stays text."""
+    """Text that looks like HTML stays text. The page loads no script, style, font, or picture."""
     name = "</script><script>alert(1)</script><!--"
     write_timeline(tmp_path / "t.html", timeline(span(0, 1, 2, name), tracks=[name, "lane 1"]))
     page = (tmp_path / "t.html").read_text()
-    assert name not in page
+    assert not any(word in page for word in (name, "http:", "https:", "src=", "@import", "url("))
     data = data_of(page)
     assert data["spans"][0][3] == data["tracks"][0]["label"] == name
 
@@ -124,11 +116,10 @@ def test_foreign_trace_is_read(tmp_path):
     ("content", "match"),
     [
         ("{", "is not a trace in Chrome's format"),
-        ("[1]", "is not a trace in Chrome's format"),
-        ('{"x": []}', "is not a trace in Chrome's format"),
         ('[{"ph": "X", "name": "a"}]', "is not a trace in Chrome's format"),
         ("[]", "has no complete events"),
     ],
+    ids=range(3),
 )
 def test_other_files_are_refused(tmp_path, content, match):
     """ValueError names the file and the expected format."""
@@ -141,31 +132,23 @@ def test_other_files_are_refused(tmp_path, content, match):
     ("name", "match"),
     [
         (None, r"None is not a path\. Give a string or a pathlib\.Path"),
-        (3, "3 is not a path"),
-        (b"t.html", r"b't\.html' is not a path"),
         ("t.txt", r"'.*t\.txt' is not NAME\.html .* or NAME\.json"),
-        (".html", r"'.*\.html' is not NAME\.html"),
         ("folder.html", r"'.*folder\.html' is a folder\. Give the path of a file in it"),
         ("gone/t.html", r"the folder of '.*t\.html' does not exist\. Create '.*gone' first"),
-        ("file/t.html", "does not exist"),
         ("a\0b.html", r"'.*a\\x00b\.html' cannot be written: embedded null"),
-        ("a\0b/t.html", "cannot be written: embedded null"),
         (f"{'x' * 250}.html", r"x\.html' cannot be written: File name too long\. Give another path"),
     ],
 )
 def test_unwritable_paths_are_refused(tmp_path, name, match):
     """The message has the path, the fault, and what to do. Nothing is created."""
-    (tmp_path / "file").touch()
     (tmp_path / "folder.html").mkdir()
     found = refusal_of_path(f"{tmp_path}/{name}" if isinstance(name, str) else name)
     assert re.search(match, found), found
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.html"}
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
 
 def test_writable_paths_are_accepted(tmp_path):
-    """A path is a string or a path object, also of a file that exists. The check leaves no file."""
-    assert refusal_of_path(tmp_path / "t.html") is refusal_of_path(str(tmp_path / "t.json")) is None
-    assert list(tmp_path.iterdir()) == []
+    """Also of a file that exists. The check leaves no file."""
     (tmp_path / "t.html").write_text("old")
-    assert refusal_of_path(tmp_path / "t.html") is None
-    assert (tmp_path / "t.html").read_text() == "old"
+    assert refusal_of_path(tmp_path / "t.html") is refusal_of_path(str(tmp_path / "t.json")) is None
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]

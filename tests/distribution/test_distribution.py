@@ -54,18 +54,14 @@ def metadata_of(source):
 
 
 def test_builds_have_no_warnings(built):
-    """Neither setuptools nor the build prints a warning."""
+    """Neither setuptools nor `twine check --strict` prints one: a package index can show the description."""
     assert [line for line in built[1].splitlines() if re.match(r"(?i)(\S*warning\b|\*{5})", line)] == []
-
-
-def test_twine_accepts_both(built):
-    """`twine check --strict` passes: a package index can show the description."""
     command = [sys.executable, "-m", "twine", "check", "--strict", *sorted(built[0].iterdir())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.count("PASSED")) == (0, 2), done.stdout + done.stderr
 
 
-def test_the_wheel_has_the_package_and_nothing_else(wheel):
+def test_wheel_has_only_the_package(wheel):
     """All modules, the marker of types, the page of timelines, the licence, and the command."""
     files = set(wheel.namelist())
     assert {str(file.relative_to(ROOT)) for file in (ROOT / "parawrap").rglob("*.py")} <= files
@@ -76,7 +72,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
     assert "parawrap = parawrap.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
-def test_the_wheel_requires_what_setup_cfg_lists(wheel):
+def test_wheel_requires_what_is_listed(wheel):
     """Metadata, requirements, and extras are those of setup.cfg. pyproject.toml describes no package."""
     (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(wheel.read(path))
@@ -92,7 +88,7 @@ def test_the_wheel_requires_what_setup_cfg_lists(wheel):
     assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_source_distribution_can_be_tested(built):
+def test_source_can_be_tested(built):
     """It has every file of the repository that `make test` reads."""
     (source,) = built[0].glob("*.tar.gz")
     with tarfile.open(source) as opened:
@@ -101,8 +97,11 @@ def test_the_source_distribution_can_be_tested(built):
     assert {name for name in tracked if not name.startswith(".")} <= files
 
 
-def test_links_work_on_the_page_of_a_package_index(built):
-    """With PARAWRAP_REPOSITORY, all links of the description and the metadata are absolute, and lead to files."""
+def test_links_on_a_package_index(built, tmp_path):
+    """With PARAWRAP_REPOSITORY, all links of the description and the metadata are absolute, and lead to files.
+
+    Without it, there are none.
+    """
     (source,) = built[0].glob("*.tar.gz")
     metadata = metadata_of(source)
     links = LINK.findall(metadata.get_payload())
@@ -115,11 +114,6 @@ def test_links_work_on_the_page_of_a_package_index(built):
         "Source": REPOSITORY,
         "Documentation": f"{REPOSITORY}/tree/HEAD/docs",
     }
-    assert metadata["Name"] == "parawrap-torch"
-
-
-def test_without_a_repository_the_description_has_no_links(tmp_path):
-    """No link leads nowhere."""
     build(tmp_path, "--sdist", PARAWRAP_REPOSITORY="")
     (source,) = tmp_path.iterdir()
     metadata = metadata_of(source)

@@ -9,15 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from parawrap import GatherError, PlatformError, current_rank, functional
 from tests.helpers.ranks import on
@@ -33,17 +25,14 @@ def results(rows):
     numbers = torch.tensor(rows, dtype=torch.int64)
     if not rows:  # other dtypes and shapes than with rows
         nothing = torch.empty(0)
-        tree = dict.fromkeys(("float", "half", "complex", "bool", "nothing"), nothing)
-        return tree | {"output": Output(nothing, []), "lists": ([], [], ()), "ragged": [], "items": []}
+        tree = dict.fromkeys(("half", "complex", "bool"), nothing)
+        return tree | {"output": Output(nothing, []), "lists": ([], ()), "items": []}
     return {
-        "float": numbers.float()[:, None] / 7,
-        "half": (numbers / 2).to(torch.bfloat16),
+        "half": (numbers / 2).to(torch.bfloat16)[:, None],
         "complex": torch.complex(numbers.float(), -numbers.float()).conj(),
         "bool": (numbers % 2 == 0)[:, None, None].expand(-1, 2, 1),
-        "nothing": numbers.new_empty(len(rows), 0),
         "output": Output(numbers * 3, ["é" * row for row in rows]),
-        "lists": (rows, [row / 3 for row in rows], tuple(row > 1 for row in rows)),
-        "ragged": [torch.arange(row, dtype=torch.int16) for row in rows],
+        "lists": ([row / 3 for row in rows], tuple(row > 1 for row in rows)),
         "items": [{"boxes": torch.ones(row % 3, 4), "of": (row, "é", None, [0.5] * row)} for row in rows],
     }
 
@@ -63,7 +52,7 @@ def rows_of(loader):
     return [int(row) for batch in loader for row in torch.as_tensor(batch).reshape(-1)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 8])
+@pytest.mark.parametrize("length", [1, 5, 8])
 def test_rows_are_in_dataset_order(ranks, length):
     """For every kind of sampler, both ranks get the results of a plain loop."""
 
@@ -73,15 +62,12 @@ def test_rows_are_in_dataset_order(ranks, length):
         torchs.set_epoch(3)
         samplers = {
             "padded": functional.get_dataset_sampler(data),
-            "contiguous": functional.get_dataset_sampler(data, pad=False),
             "torch": torchs,
             "in a loader": DataLoader(data, sampler=functional.get_dataset_sampler(data, pad=False)),
         }
         loaders = {
-            "in order": DataLoader(data, 2),
             "shuffled": DataLoader(data, 2, shuffle=True),
-            "single rows": DataLoader(data, None, shuffle=True),
-            "subset": DataLoader(data, 2, sampler=SubsetRandomSampler(data)),
+            "single rows": DataLoader(data, None),
             "batches": DataLoader(data, batch_sampler=[[i] for i in data]),
             "plain batches": DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)),
         }
@@ -104,15 +90,12 @@ def test_rows_are_in_dataset_order(ranks, length):
 def test_any_item_of_a_list_is_gathered(ranks):
     """A list has one item per row and a tuple one column per item. Items may be nested, and dicts with other keys."""
     items = {
-        "missing": lambda row: None if row % 2 else torch.ones(row),
         "missing on one rank": lambda row: "text" if row < 2 else None,
         "by id": lambda row: {row: torch.ones(row, 4), (1, "a"): [], **({"more": None} if row else {})},
         "large": lambda row: 2**70 + row,
         "float": lambda row: [math.inf, -0.0, 5e-324, 0.1][row % 4],
-        "half an emoji": lambda row: "\ud83d" * row + "\ude00",
         "nested": lambda row: [(row, {"a": [torch.ones(row, 2, dtype=torch.bool)]})] * row,
         "a dict like ours": lambda row: {"tensor": ["torch.float32", [1]], "dict": {"list": {}}},
-        "tensor": lambda row: torch.tensor([row, row]),
         "0-d tensor": lambda row: torch.tensor(row),
     }
 
@@ -151,8 +134,8 @@ def test_repeated_omitted_and_no_rows(ranks):
         sampler = WeightedRandomSampler([1.0, 0.0, 1.0, 0.0, 1.0, 1.0], 30)
         loader = functional.shard_loader(DataLoader(range(6), 4, sampler=sampler))
         empty = functional.shard_loader(DataLoader([]))
-        nothing = functional.gather_rows({"a": torch.empty(0, 3), "b": [], "c": ()}, empty)
-        assert (nothing["a"].shape, nothing["b"], nothing["c"]) == ((0, 3), [], ())
+        nothing = functional.gather_rows({"a": torch.empty(0, 3), "b": []}, empty)
+        assert (nothing["a"].shape, nothing["b"]) == ((0, 3), [])
         return functional.gather_rows(torch.cat(list(loader)), loader).tolist()
 
     assert ranks(evaluate) == ([0, 2, 4, 5],) * 2
@@ -172,37 +155,14 @@ def test_nothing_is_unpickled():
 
 
 def test_one_rank_gets_dataset_order():
-    """Also without a sampler. Tensors have no graph, and items keep their type."""
+    """Also without a sampler. Tensors have no graph."""
     loader = functional.shard_loader(DataLoader(range(5), 5, shuffle=True))
     (rows,) = list(loader)
-    assert functional.gather_rows(rows, loader).tolist() == [0, 1, 2, 3, 4] != rows.tolist()
-    items = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, {"row": int(row)}) for row in rows]
+    items = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, int(row)) for row in rows]
     found = functional.gather_rows(items, loader)
-    assert [(x.tolist(), more) for x, more in found] == [([3.0] * row, {"row": row}) for row in range(5)]
-    assert not any(x.requires_grad for x, _ in found)
+    assert [(x.tolist(), row, x.requires_grad) for x, row in found] == [([3.0] * row, row, False) for row in range(5)]
     plain = DataLoader(range(5), 2)
     assert functional.gather_rows(torch.cat(list(plain)), plain).tolist() == [0, 1, 2, 3, 4]
-    tree = {"a": torch.ones(3)}
-    assert functional.gather_rows(tree, functional.get_dataset_sampler(range(3))) is tree
-
-
-def test_results_have_no_graph(ranks):
-    """They lie on the CPU if the inputs did, also with another default device, and numbers do not change."""
-    values = torch.tensor([math.nan, -math.inf, 5e-324, -0.0], dtype=torch.float64)
-
-    def evaluate():
-        loader = functional.shard_loader(DataLoader(values))
-        rows = torch.cat(list(loader)).requires_grad_()
-        with torch.device("meta"):
-            found, names = functional.gather_rows((rows * 1, ["a", ""]), loader)
-            mean = functional.reduce_metrics({"tensor": rows[:0], "number": 1.0})
-        return found, names, mean
-
-    for found, names, mean in ranks(evaluate):
-        assert (found.requires_grad, found.device.type) == (False, "cpu")
-        assert torch.equal(found.view(torch.int64), values.view(torch.int64))
-        assert names == ["a", "a", "", ""]
-        assert (mean["tensor"].tolist(), mean["number"]) == ([], 1.0)
 
 
 ONE, TWO = torch.ones(1), torch.ones(2)
@@ -213,16 +173,10 @@ ONE, TWO = torch.ones(1), torch.ones(2)
     [
         (({"a": TWO}, {"b": TWO}), 'rank 0 has tree["a"], but rank 1 has tree["b"]'),
         ((TWO, TWO.double()), "tree: a row is torch.float32 () on rank 0, but torch.float64 () on rank 1"),
-        ((torch.ones(2, 3), torch.ones(2, 4)), "a row is torch.float32 (3,) on rank 0, but torch.float32 (4,) on rank 1"),
         ((["a", "b"], [1, 2]), "a row is an item of a list: str on rank 0, but an item of a list: int on rank 1"),
-        (
-            ([ONE, TWO], [ONE.double(), TWO.double()]),
-            "torch.float32 with 1 dim(s) on rank 0, but an item of a list: torch.float64 with 1 dim(s) on rank 1",
-        ),
-        (([None, {"a": 1}], [(1,)] * 2), "an item of a list: tuple on rank 1, but an item of a list: dict on rank 0"),
         (([ONE, TWO], TWO), "an item of a list: torch.float32 with 1 dim(s) on rank 0, but torch.float32 () on rank 1"),
     ],
-    ids=range(7),
+    ids=["places", "dtypes", "items", "kinds"],
 )
 def test_unequal_results_are_refused(ranks, trees, message):
     """Every rank raises, and the error names the place and both kinds."""
@@ -263,23 +217,16 @@ def test_missing_rows_are_refused(ranks, lone_ranks):
     ("tree", "error", "message"),
     [
         ({"a": TWO}, GatherError, r'tree\["a"\] has 2 row\(s\), but the sampler gave this rank 3'),
-        (["a", "b"], GatherError, r"tree is a list of 2 item\(s\), but .* 3 row\(s\)"),
         (torch.tensor(1.0), GatherError, "tree is a tensor without dims.*reduce_metrics"),
-        ((torch.tensor(1.0),) * 3, GatherError, r"tree\[0\] is a tensor without dims. Give a list with one tensor per row"),
         ([torch.ones(3), torch.ones(3)], GatherError, r"tree is a list of 2 item\(s\), but .* 3 row\(s\).*tuple or dict"),
         ({"a": [torch.ones(2, 5), torch.ones(1, 5)]}, GatherError, "concatenate the outputs of batches"),
         ([ONE, ONE, ONE.int()], GatherError, r"float32 .* but tree\[2\] is torch.int32"),
-        ([ONE, ONE, torch.ones(1, 1)], GatherError, r"1 dim\(s\), but tree\[2\] .* 2 dim\(s\)"),
-        ([None, ONE, 2], GatherError, r"tree\[1\] is torch.float32 .*, but tree\[2\] is int. Give all rows the same"),
         ([1, 2.5, 3], GatherError, r"tree\[0\] is int, but tree\[1\] is float"),
-        ([{Sampler: 1}] * 3, TypeError, r"a key of tree\[0\] is a type"),
         ([{"a": {1}}] * 3, TypeError, r"tree\[0\]\['a'\] is a set"),
-        ([torch.eye(3).to_sparse()] * 3, TypeError, r"tree\[0\] is a tensor of torch.sparse_coo"),
         ({"a": None}, TypeError, r'tree\["a"\] is a NoneType'),
-        (1.5, TypeError, "tree is a float"),
         (torch.eye(3).to_sparse(), TypeError, "tree is a tensor of torch.sparse_coo"),
     ],
-    ids=range(16),
+    ids=range(9),
 )
 def test_other_values_are_refused(tree, error, message):
     """The error names the place and the value."""
@@ -290,12 +237,10 @@ def test_other_values_are_refused(tree, error, message):
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        (lambda: RandomSampler(range(3)), "a RandomSampler gave to the 1 rank.*shard_loader"),
-        (lambda: DataLoader(range(3), shuffle=True), "a RandomSampler gave"),
-        (lambda: DataLoader(range(3), batch_sampler=[[0, 1], [2]]), "a list gave"),
+        (lambda: DataLoader(range(3), shuffle=True), "a RandomSampler gave to the 1 rank.*shard_loader"),
         (lambda: functional.shard_loader(DataLoader({"a": 1}, sampler=["a"])), "the sampler gave 'a'"),
     ],
-    ids=["sampler", "loader", "batches", "keys"],
+    ids=["loader", "keys"],
 )
 def test_other_samplers_are_refused(sampler, message):
     """They draw other rows each time, or yield keys instead of indices."""

@@ -102,29 +102,16 @@ def test_ranks_are_equal_after_a_loop():
     assert one[2] == 3
 
 
-def test_loop_keeps_later_numbers():
-    torch.manual_seed(1)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(1)
-    first = torch.rand(1).item()
-    for _ in functional.shard_loader(DataLoader(range(4))):
-        torch.rand(3)
-    assert [first, torch.rand(1).item()] == expected
-
-
 def test_nested_and_parallel_loops():
     """Loops over two loaders that end in any order draw different numbers and restore them."""
     long, short = (functional.shard_loader(DataLoader(range(length))) for length in (3, 2))
     state = torch.get_rng_state()
     found = []
-    for loaders in ((long, short), (short, long)):
-        for _ in zip(*loaders, strict=False):
-            found.append(torch.rand(()).item())
-        assert torch.equal(torch.get_rng_state(), state)
+    for _ in zip(long, short, strict=False):
+        found.append(torch.rand(()).item())
+    assert torch.equal(torch.get_rng_state(), state)
     for _ in long:
-        before = torch.get_rng_state()
         found += [torch.rand(()).item() for _ in short]
-        assert torch.equal(torch.get_rng_state(), before)
         found.append(torch.rand(()).item())
     assert torch.equal(torch.get_rng_state(), state)
     assert len(set(found)) == len(found)
@@ -141,35 +128,3 @@ def test_new_iterator_is_the_next_epoch():
     iterator = iter(loader)
     assert len(iterator) == 4
     assert torch.cat(list(iterator)).tolist() == expected[1]
-
-
-class Seeds(Dataset):
-    """Each row is the seed that `remember_seed` saw in this worker."""
-
-    seed = 0
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        return torch.tensor(Seeds.seed)
-
-
-def remember_seed(worker):
-    Seeds.seed = torch.initial_seed() % 2**62
-
-
-def test_workers_with_other_options(ranks):
-    """`worker_init_fn` sees a seed that differs by rank and worker. Persistent workers get the lists of a batch sampler."""
-
-    def read():
-        seeds = functional.shard_loader(DataLoader(Seeds(), num_workers=2, worker_init_fn=remember_seed))
-        lists = DataLoader(Augmented(), batch_sampler=[[0, 1], [2], [3, 4], [5, 6]], num_workers=1, persistent_workers=True)
-        lists = functional.shard_loader(lists)
-        return [int(seed) for seed in seeds], [torch.cat(list(lists)).tolist() for _ in range(2)]
-
-    (seeds, one), (more_seeds, other) = ranks(read)
-    assert len(set(seeds + more_seeds)) == 4
-    assert [[row[0] for row in epoch] for epoch in one + other] == [[0, 1, 3, 4]] * 2 + [[2, 5, 6]] * 2
-    drawn = [row[2] for epoch in one + other for row in epoch]
-    assert len(set(drawn)) == len(drawn)

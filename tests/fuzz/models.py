@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
@@ -31,63 +30,33 @@ def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-class Wrapped(nn.Module):
-    """A layer of torch for inputs of another form."""
+# Layers of torch: how to make one, and how to call it with rows.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
+    "plain": (linear, lambda layer, x: layer(x)),
+    "norm": (lambda: nn.LayerNorm(WIDTH), lambda layer, x: layer(x)),
+    "weight_norm": (lambda: parametrizations.weight_norm(linear()), lambda layer, x: layer(x)),
+    "lookup": (lambda: nn.Embedding(7, WIDTH), lambda layer, x: layer(3 + x.detach().sum(1).round().long().clamp(-3, 3))),
+    "conv": (lambda: nn.Conv1d(1, 1, 3, padding=1), lambda layer, x: layer(x.unsqueeze(1)).squeeze(1)),
+    "recurrent": (
+        lambda: nn.GRU(2, 2, batch_first=True),
+        lambda layer, x: layer(x.unflatten(1, (2, 2)))[0].flatten(1),
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(2, 1, batch_first=True),
+        lambda layer, x: layer(*[x.unflatten(1, (2, 2))] * 3, need_weights=False)[0].flatten(1),
+    ),
+}
 
-    def __init__(self) -> None:
+
+class Layer(nn.Module):
+    """A layer of torch. It is called by name, so that the block can be pickled."""
+
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.layer = self.made()
+        self.name, self.layer = name, LAYERS[name][0]()
 
-    def made(self) -> nn.Module:
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.run(x))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-class Plain(Wrapped):
-    made = staticmethod(linear)
-
-
-class Norm(Wrapped):
-    def made(self):
-        return nn.LayerNorm(WIDTH)
-
-
-class Lookup(Wrapped):
-    def made(self):
-        return nn.Embedding(7, WIDTH)
-
-    def run(self, x):
-        return self.layer((x.detach().sum(1) * 2).round().long().clamp(-3, 3) + 3)
-
-
-class Conv(Wrapped):
-    def made(self):
-        return nn.Conv1d(1, 1, 3, padding=1)
-
-    def run(self, x):
-        return self.layer(x.unsqueeze(1)).squeeze(1)
-
-
-class Recurrent(Wrapped):
-    def made(self):
-        return nn.GRU(2, 2, batch_first=True)
-
-    def run(self, x):
-        return self.layer(x.unflatten(1, (2, 2)))[0].flatten(1)
-
-
-class Attention(Wrapped):
-    def made(self):
-        return nn.MultiheadAttention(2, 1, batch_first=True)
-
-    def run(self, x):
-        steps = x.unflatten(1, (2, 2))
-        return self.layer(steps, steps, steps, need_weights=False)[0].flatten(1)
+    def forward(self, x):
+        return torch.tanh(LAYERS[self.name][1](self.layer, x))
 
 
 class EvalNorm(nn.BatchNorm1d):
@@ -102,52 +71,17 @@ class EvalNorm(nn.BatchNorm1d):
         return super().train(False)
 
 
-class OldWeightNorm(Wrapped):
-    def made(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return nn.utils.weight_norm(linear())
-
-
-class NewWeightNorm(Wrapped):
-    def made(self):
-        return parametrizations.weight_norm(linear())
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
-
-
-class Parametrized(Wrapped):
-    def made(self):
-        layer = linear()
-        parametrize.register_parametrization(layer, "weight", Doubled())
-        return layer
-
-
-class Tied(nn.Module):
-    """Two layers with one weight."""
+class Shared(nn.Module):
+    """Two layers with one weight, and one layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = linear(), linear()
         self.second.weight = self.first.weight
+        self.third = self.first
 
     def forward(self, x):
-        return torch.tanh(self.second(self.first(x)))
-
-
-class Named(nn.Module):
-    """One layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.second = self.first
-
-    def forward(self, x):
-        return torch.tanh(self.second(self.first(x)))
+        return torch.tanh(self.third(self.second(self.first(x))))
 
 
 class Box:
@@ -162,82 +96,64 @@ class SlottedBox:
         self.items = items
 
 
-class Attributes(nn.Module):
-    """Plain attributes: numbers, tensors, tensors in lists and in dicts of dicts, one that requires grad."""
+class Keeper(nn.Module):
+    """A block that keeps tensors in places of Python: how to read and how to replace the tensor of each place."""
+
+    places: tuple[tuple[Callable[[Any], torch.Tensor], Callable[[Any, torch.Tensor], Any]], ...]
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = 1.25
-        self.plain = torch.randn(WIDTH)
-        self.items = [torch.randn(WIDTH), torch.randn(WIDTH)]
-        self.table = {"outer": {"inner": torch.randn(WIDTH), "number": 0.5}}
         self.learns = torch.randn(WIDTH, requires_grad=True)
 
     def forward(self, x):
-        inner = self.table["outer"]
-        shift = self.items[0] * self.items[1] + inner["inner"] * inner["number"]
-        return torch.tanh(x * self.factor * self.learns + self.plain + shift)
+        return torch.tanh(x * self.factor * self.learns + sum(self.held()))
 
     def held(self) -> list[torch.Tensor]:
         """Return the tensors that learn nothing, for writes in place."""
-        return [self.plain, *self.items, self.table["outer"]["inner"]]
+        return [read(self) for read, _ in self.places]
 
     def replace(self, random: Random) -> None:
-        """Replace one attribute, item, or value of the nested dict."""
-        place = random.randrange(5)
-        if place == 0:
+        """Replace the tensor of one place, or the number."""
+        if random.random() < 0.2:
             self.factor = random.choice([0.5, 0.75, 1.5])
-        elif place == 1:
-            self.plain = torch.randn(WIDTH)
-        elif place == 2:
-            self.items[random.randrange(2)] = torch.randn(WIDTH)
-        elif place == 3:
-            self.table["outer"]["inner"] = torch.randn(WIDTH)
         else:
-            self.table["outer"] = {"inner": torch.randn(WIDTH), "number": 0.25}
+            random.choice(self.places)[1](self, torch.randn(WIDTH))
 
 
-class Boxed(nn.Module):
-    """Tensors in plain objects, in slots, and in a namespace."""
+class Attributes(Keeper):
+    """Attributes, items of lists and of dicts of dicts, and plain objects."""
+
+    places = (
+        (lambda block: block.plain, lambda block, new: setattr(block, "plain", new)),
+        (lambda block: block.items[1], lambda block, new: block.items.__setitem__(1, new)),
+        (lambda block: block.table["outer"]["inner"], lambda block, new: block.table["outer"].update(inner=new)),
+        (lambda block: block.table["other"]["inner"], lambda block, new: block.table.update(other={"inner": new})),
+        (lambda block: block.box.items[0], lambda block, new: setattr(block.box, "items", [new])),
+        (lambda block: block.slot.items[0], lambda block, new: setattr(block, "slot", SlottedBox([new]))),
+        (lambda block: block.space.shift, lambda block, new: setattr(block.space, "shift", new)),
+    )
 
     def __init__(self) -> None:
         super().__init__()
-        self.box = Box([torch.randn(WIDTH)])
-        self.slot = SlottedBox([torch.randn(WIDTH)])
-        self.space = types.SimpleNamespace(factor=torch.randn(WIDTH), number=0.5)
-
-    def forward(self, x):
-        shift = self.box.items[0] + self.slot.items[0]
-        return torch.tanh(x * self.space.factor * self.space.number + shift)
-
-    def replace(self, random: Random) -> None:
-        """Replace one tensor, or one object."""
-        new = torch.randn(WIDTH)
-        place = random.randrange(4)
-        if place == 0:
-            self.box.items = [new]
-        elif place == 1:
-            self.slot.items[0] = new
-        elif place == 2:
-            self.space.factor, self.space.number = new, 1
-        else:
-            self.slot = SlottedBox([new])
-
-    def held(self) -> list[torch.Tensor]:
-        """Return the tensors, for writes in place."""
-        return [self.box.items[0], self.slot.items[0], self.space.factor]
+        self.plain, self.items = torch.randn(WIDTH), ["a string", torch.randn(WIDTH)]
+        self.table = {"outer": {"inner": torch.randn(WIDTH)}, "other": {"inner": torch.randn(WIDTH)}}
+        self.box, self.slot = Box([torch.randn(WIDTH)]), SlottedBox([torch.randn(WIDTH)])
+        self.space = types.SimpleNamespace(shift=torch.randn(WIDTH))
 
 
-class Enclosed(nn.Module):
+class Enclosed(Keeper):
     """Tensors in a closure and in a partial."""
 
+    places = (
+        (lambda block: block.read(), lambda block, new: block.put(new)),
+        (lambda block: block.scaled.args[0], lambda block, new: block.scale_with(new)),
+    )
+
     def __init__(self) -> None:
         super().__init__()
-        self.enclose(torch.randn(WIDTH))
-        self.scaled = functools.partial(torch.mul, torch.randn(WIDTH))
-
-    def enclose(self, shift: torch.Tensor) -> None:
-        """Keep a tensor in a closure."""
+        self.scale_with(torch.randn(WIDTH))
+        shift = torch.randn(WIDTH)
 
         def put(value):
             nonlocal shift
@@ -245,23 +161,11 @@ class Enclosed(nn.Module):
 
         self.read, self.put = lambda: shift, put
 
+    def scale_with(self, factor: torch.Tensor) -> None:
+        self.scaled = functools.partial(torch.mul, factor)
+
     def forward(self, x):
-        return torch.tanh(self.scaled(x) + self.read())
-
-    def replace(self, random: Random) -> None:
-        """Replace the content of the closure, or the partial."""
-        if random.random() < 0.5:
-            self.put(torch.randn(WIDTH))
-        else:
-            self.scaled = functools.partial(torch.mul, torch.randn(WIDTH))
-
-    def held(self) -> list[torch.Tensor]:
-        """Return the tensors, for writes in place."""
-        return [self.read(), self.scaled.args[0]]
-
-
-KEEPERS = Attributes | Boxed | Enclosed
-"""The blocks that keep tensors in places of Python."""
+        return torch.tanh(self.scaled(x) * self.factor * self.learns + self.read())
 
 
 class Buffers(nn.Module):
@@ -320,9 +224,10 @@ class WrittenBuffer(nn.Module):
 class Counter(nn.Module):
     """A buffer that counts calls, as `num_batches_tracked` does. Nothing reads it."""
 
-    def __init__(self, *, counts: bool) -> None:
+    counts = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.counts = counts
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
@@ -331,26 +236,8 @@ class Counter(nn.Module):
         return torch.tanh(x)
 
 
-class ZeroGrad(nn.Module):
-    """Forward calls `zero_grad`. In lanes this has no effect, so the oracle leaves it out."""
-
-    def __init__(self, *, is_oracle: bool) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.is_oracle = is_oracle
-
-    def forward(self, x):
-        if not self.is_oracle:
-            self.zero_grad()
-        return torch.tanh(self.layer(x))
-
-
-class Equal(nn.Module):
+class Equal(nn.Linear):
     """Instances are equal, and have other weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Equal
@@ -358,52 +245,39 @@ class Equal(nn.Module):
     def __hash__(self) -> int:
         return 1
 
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
 
 class Twins(nn.Module):
     """Two modules that are equal and not identical."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Equal(), Equal()
+        self.first, self.second = Equal(WIDTH, WIDTH), Equal(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.second(self.first(x))
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain,
-    "norm": Norm,
-    "lookup": Lookup,
-    "conv": Conv,
-    "recurrent": Recurrent,
-    "attention": Attention,
+    **{name: functools.partial(Layer, name) for name in LAYERS},
     "eval_norm": EvalNorm,
-    "old_weight_norm": OldWeightNorm,
-    "new_weight_norm": NewWeightNorm,
-    "parametrized": Parametrized,
-    "tied": Tied,
-    "named": Named,
+    "shared": Shared,
     "attributes": Attributes,
-    "boxed": Boxed,
     "enclosed": Enclosed,
     "buffers": Buffers,
     "mode": Mode,
     "scratch": Scratch,
     "written_buffer": WrittenBuffer,
+    "counter": Counter,
     "twins": Twins,
 }
-SPECIAL_LEAVES = ("counter", "zero_grad")
-# The names that appear twice find the most faults.
-LEAF_NAMES = (*LEAVES, *SPECIAL_LEAVES, "scratch", "scratch", "scratch", "mode", "attributes", "boxed", "buffers", "twins")
+_FINDING_MOST = ("scratch", "scratch", "scratch", "mode", "attributes", "attributes", "buffers", "twins")
+LEAF_NAMES = (*LEAVES, *_FINDING_MOST)
 
 
 class Holder(nn.Module):
     """A module that keeps its parts somewhere, and applies them in order."""
 
-    least, most = 1, 3
+    most = 3
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -416,10 +290,11 @@ class Holder(nn.Module):
         return self.items
 
     def swap(self, index: int, part: nn.Module) -> None:
-        """Replace one part."""
-        parts = list(self.parts())
+        """Replace one part: in place in a list, else in a new container."""
+        parts = self.parts() if isinstance(self.parts(), list) else list(self.parts())
         parts[index % len(parts)] = part
-        self.hold(parts)
+        if parts is not self.parts():
+            self.hold(parts)
 
     def grow(self, part: nn.Module) -> None:
         """Add a part, if the holder takes more than one."""
@@ -432,128 +307,64 @@ class Holder(nn.Module):
         return x
 
 
-class InSequential(Holder):
-    def hold(self, parts):
-        self.items = nn.Sequential(*parts)
+class InContainer(Holder):
+    """Keeps its parts in a container of one name."""
 
+    name: str
 
-class InModuleDict(Holder):
     def hold(self, parts):
-        self.items = nn.ModuleDict({f"part{index}": part for index, part in enumerate(parts)})
+        self.container = CONTAINERS[self.name][0](parts)
 
     def parts(self):
-        return self.items.values()
-
-
-class InList(Holder):
-    def grow(self, part):
-        self.items.append(part)
+        return CONTAINERS[self.name][1](self.container)
 
     def swap(self, index, part):
-        self.items[index % len(self.items)] = part
-
-
-class InTuple(Holder):
-    def hold(self, parts):
-        self.items = (tuple(parts), "more")
-
-    def parts(self):
-        return self.items[0]
-
-
-class InDict(Holder):
-    def grow(self, part):
-        self.items["new"] = part
-
-    def hold(self, parts):
-        self.items = dict(enumerate(parts))
-
-    def parts(self):
-        return self.items.values()
-
-    def swap(self, index, part):
-        self.items[index % len(self.items)] = part
-
-
-class InDicts(Holder):
-    def hold(self, parts):
-        self.items = {index: {"part": part} for index, part in enumerate(parts)}
-
-    def parts(self):
-        return [inner["part"] for inner in self.items.values()]
-
-    def swap(self, index, part):
-        self.items[index % len(self.items)]["part"] = part
-
-
-class InDeque(Holder):
-    def grow(self, part):
-        self.items.append(part)
-
-    def hold(self, parts):
-        self.items = deque(parts, maxlen=9)
-
-
-class InSet(Holder):
-    def hold(self, parts):
-        for rank, part in enumerate(parts):
-            part.rank = rank
-        self.items = set(parts)
-
-    def parts(self):
-        return sorted(self.items, key=lambda part: part.rank)
-
-
-class InObject(Holder):
-    make: Callable[[list[nn.Module]], Any] = Box
-
-    def hold(self, parts):
-        self.box = type(self).make(parts)
-
-    def parts(self):
-        return self.box.items
-
-    def swap(self, index, part):
-        if index:
-            self.box.items[index % len(self.box.items)] = part
+        if isinstance(self.container, dict):
+            self.container[index % len(self.container)]["part"] = part
         else:
-            self.box.items = [part, *self.box.items[1:]]
-
-    def grow(self, part):
-        self.box.items.append(part)
+            super().swap(index, part)
 
 
-class InSlots(InObject):
-    make = SlottedBox
+# Containers: how to make one, and how to read its parts.
+CONTAINERS: dict[str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], Iterable[nn.Module]]]] = {
+    "in_sequential": (lambda parts: nn.Sequential(*parts), lambda held: held),
+    "in_list": (lambda parts: parts, lambda held: held),
+    "in_tuple": (lambda parts: (tuple(parts), "more"), lambda held: held[0]),
+    "in_dicts": (
+        lambda parts: {index: {"part": part} for index, part in enumerate(parts)},
+        lambda held: [inner["part"] for inner in held.values()],
+    ),
+    "in_deque": (lambda parts: deque(parts, maxlen=9), lambda held: held),
+    "in_set": (
+        lambda parts: {_ranked(part, rank) for rank, part in enumerate(parts)},
+        lambda held: sorted(held, key=lambda part: part.rank),
+    ),
+    "in_object": (Box, lambda held: held.items),
+    "in_slots": (SlottedBox, lambda held: held.items),
+    "in_namespace": (lambda parts: types.SimpleNamespace(items=parts), lambda held: held.items),
+}
 
 
-def _namespace(items: list[nn.Module]) -> types.SimpleNamespace:
-    return types.SimpleNamespace(items=items)
-
-
-class InNamespace(InObject):
-    make = staticmethod(_namespace)
+def _ranked(part: nn.Module, rank: int) -> nn.Module:
+    part.rank = rank
+    return part
 
 
 class InClosure(Holder):
+    """The part is captured by a closure, and by the default argument of a lambda."""
+
     most = 1
 
     def hold(self, parts):
         (part,) = parts
         self.step = lambda x: part(x)
-        self.read = lambda: part
+        self.read = lambda part=part: part
 
     def parts(self):
         return [self.read()]
 
     def forward(self, x):
-        return x + self.step(x)
-
-
-class InDefault(InClosure):
-    def hold(self, parts):
-        self.step = lambda x, part=parts[0]: part(x)
-        self.read = lambda part=parts[0]: part
+        return x + self.step(x) + self.read()(x)
 
 
 class InPartial(Holder):
@@ -568,31 +379,10 @@ class InPartial(Holder):
         return self.h
 
     def parts(self):
-        return [self.step.args[0]]
+        return (self.step.args[0],)
 
     def forward(self, x):
         return x + self.step(x) + self.h
-
-
-class InMethod(Holder):
-    """A bound method of the part, and one of the holder, kept as attributes."""
-
-    most = 1
-    scratch = ("h",)
-
-    def hold(self, parts):
-        self.step = parts[0].forward
-        self.note = self._note
-
-    def _note(self, x):
-        self.h = x
-        return x
-
-    def parts(self):
-        return [self.step.__self__]
-
-    def forward(self, x):
-        return x + self.note(self.step(x)) + self.h
 
 
 class ByWeakReference(Holder):
@@ -603,7 +393,7 @@ class ByWeakReference(Holder):
         self.reference = weakref.ref(parts[0])
 
     def parts(self):
-        return [self.reference()]
+        return (self.reference(),)
 
 
 class Reader(nn.Module):
@@ -632,7 +422,7 @@ class ChildOfWeakParent(Holder):
         return weakref.ref(self)
 
     def parts(self):
-        return [self.part]
+        return (self.part,)
 
     def forward(self, x):
         self.h = self.part(x)
@@ -661,61 +451,29 @@ class InReentrantCheckpoint(InCheckpoint):
     use_reentrant = True
 
 
-class Keeper:
-    """An object that keeps the output that its hook gets."""
-
-    def __init__(self) -> None:
-        self.last = None
-
-    def keep(self, module, args, output):
-        self.last = output
-
-
 class ReadsHook(Holder):
-    """Reads what a hook on the part has left in this module."""
+    """Reads what hooks on the part have left in this module and in another object."""
 
     most = 1
-    scratch = ("h",)
+    scratch = ("h", "box")
 
     def hold(self, parts):
-        self.part, self.h = parts[0], None
+        self.part, self.h, self.box = parts[0], None, Box([])
         self.part.register_forward_hook(self.note)
+        self.part.register_forward_hook(functools.partial(_keep, self.box))
 
     def parts(self):
-        return [self.part]
+        return (self.part,)
 
     def note(self, module, args, output):
         self.h = output
 
     def forward(self, x):
-        return x + self.part(x) + self.h
+        return x + self.part(x) + self.h + self.box.items
 
 
-class ReadsKeeper(ReadsHook):
-    scratch = ("keeper",)
-
-    def hold(self, parts):
-        self.part, self.keeper = parts[0], Keeper()
-        self.part.register_forward_hook(self.keeper.keep)
-
-    def forward(self, x):
-        return x + self.part(x) + self.keeper.last
-
-
-class ReadsDict(ReadsHook):
-    scratch = ("seen",)
-
-    def hold(self, parts):
-        self.part, self.seen = parts[0], {}
-        seen = self.seen
-
-        def note(module, args, output):
-            seen["output"] = output
-
-        self.part.register_forward_hook(note)
-
-    def forward(self, x):
-        return x + self.part(x) + self.seen["output"]
+def _keep(box: Box, module: nn.Module, args: Any, output: Any) -> None:
+    box.items = output
 
 
 class ChangedByHooks(ReadsHook):
@@ -726,41 +484,26 @@ class ChangedByHooks(ReadsHook):
     def hold(self, parts):
         self.part = parts[0]
         self.shift = nn.Parameter(torch.ones(WIDTH))
-        self.part.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
         self.part.register_forward_pre_hook(self.shifted, with_kwargs=True)
         self.part.register_forward_hook(lambda module, args, kwargs, output: output * 0.75, with_kwargs=True)
 
     def shifted(self, module, args, kwargs):
-        return (args[0] + self.shift,), kwargs
+        return (args[0] * 0.5 + self.shift,), kwargs
 
     def forward(self, x):
         return x + self.part(x)
 
 
 HOLDERS: dict[str, type[Holder]] = {
-    "in_sequential": InSequential,
-    "in_module_dict": InModuleDict,
-    "in_list": InList,
-    "in_tuple": InTuple,
-    "in_dict": InDict,
-    "in_dicts": InDicts,
-    "in_deque": InDeque,
-    "in_set": InSet,
-    "in_object": InObject,
-    "in_slots": InSlots,
-    "in_namespace": InNamespace,
+    **{name: type(name, (InContainer,), {"name": name}) for name in CONTAINERS},
     "in_closure": InClosure,
-    "in_default": InDefault,
     "in_partial": InPartial,
-    "in_method": InMethod,
     "by_weak_reference": ByWeakReference,
     "child_of_weak_parent": ChildOfWeakParent,
     "child_of_listed_parent": ChildOfListedParent,
     "in_checkpoint": InCheckpoint,
     "in_reentrant_checkpoint": InReentrantCheckpoint,
     "reads_hook": ReadsHook,
-    "reads_keeper": ReadsKeeper,
-    "reads_dict": ReadsDict,
     "changed_by_hooks": ChangedByHooks,
 }
 
@@ -770,7 +513,7 @@ def drawn_block(random: Random, depth: int) -> Spec:
     if depth == 0 or random.random() < 0.3:
         return (random.choice(LEAF_NAMES),)
     name = random.choice(list(HOLDERS))
-    count = random.randint(HOLDERS[name].least, HOLDERS[name].most)
+    count = random.randint(1, HOLDERS[name].most)
     return (name, *(drawn_block(random, depth - 1) for _ in range(count)))
 
 
@@ -782,13 +525,13 @@ def drawn_body(random: Random) -> Spec:
 class RowWise(nn.Module):
     """A whole model: it sums the rows of its inputs, applies a block, and makes the outputs that its spec names."""
 
-    def __init__(self, body: nn.Module, outputs: Spec, table: int) -> None:
+    def __init__(self, body: nn.Module, outputs: Spec) -> None:
         super().__init__()
         self.body = body
         self.outputs = outputs
         self.shift = 0.5
-        self.given = nn.Parameter(torch.randn(table))
-        self.register_buffer("kept", torch.randn(table))
+        self.given = nn.Parameter(torch.randn(3))
+        self.register_buffer("kept", torch.randn(3))
 
     def forward(self, x, scale=None, flags=None):
         hidden = self.body(summed(x))
@@ -810,7 +553,6 @@ LEAF_OUTPUTS: dict[str, Callable[[RowWise, torch.Tensor], Any]] = {
     "rows": lambda model, hidden: hidden,
     "half": lambda model, hidden: hidden[:, :2] * 2,
     "vector": lambda model, hidden: hidden.sum(1),
-    "cube": lambda model, hidden: hidden.unsqueeze(2) * hidden.unsqueeze(1),
     "index": lambda model, hidden: hidden.detach().argmax(1),
     "parameter": lambda model, hidden: model.given,
     "buffer": lambda model, hidden: model.kept,
@@ -847,24 +589,18 @@ def summed(x: Any) -> torch.Tensor:
 class Built:
     """A model, its blocks in the order of their making, and the hooks that changes registered."""
 
-    def __init__(self, *, is_oracle: bool) -> None:
-        self.is_oracle = is_oracle
+    def __init__(self) -> None:
         self.blocks: list[nn.Module] = []
         self.handles: list[Any] = []
         self.model: RowWise
 
-    def block(self, spec: Spec, *, is_recomputed: bool = False) -> nn.Module:
-        """Make a block."""
+    def block(self, spec: Spec) -> nn.Module:
+        """Make a block. Counters in a checkpoint do not count, because the lanes' second calls of it do not come back."""
         name, *parts = spec
-        if name == "counter":
-            made: nn.Module = Counter(counts=not is_recomputed)
-        elif name == "zero_grad":
-            made = ZeroGrad(is_oracle=self.is_oracle or is_recomputed)
-        elif name in LEAVES:
-            made = LEAVES[name]()
-        else:
-            recomputes = is_recomputed or "checkpoint" in name
-            made = HOLDERS[name]([self.block(part, is_recomputed=recomputes) for part in parts])
+        first = len(self.blocks)
+        made = LEAVES[name]() if name in LEAVES else HOLDERS[name]([self.block(part) for part in parts])
+        for block in self.blocks[first:] if isinstance(made, InCheckpoint) else ():
+            block.counts = False
         self.blocks.append(made)
         return made
 
@@ -882,12 +618,11 @@ class Built:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor that the modules hold, with a name for messages."""
         for index, module in enumerate(self.modules()):
-            held = module.held() if isinstance(module, KEEPERS) else []
+            held = module.held() if isinstance(module, Keeper) else []
             yield from ((f"{type(module).__name__}[{index}].held()[{which}]", tensor) for which, tensor in enumerate(held))
             for own in (module._parameters, module._buffers, vars(module)):
                 for name, value in own.items():
-                    is_computed = own is vars(module) and name == "weight"  # by the old weight norm, at each call
-                    if isinstance(value, torch.Tensor) and not is_computed and name not in getattr(module, "scratch", ()):
+                    if isinstance(value, torch.Tensor) and name not in getattr(module, "scratch", ()):
                         yield f"{type(module).__name__}[{index}].{name}", value
 
 
@@ -903,10 +638,10 @@ def float64_on(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(spec: Spec, outputs: Spec, table: int, seed: int, device: torch.device, *, is_oracle: bool) -> Built:
+def build(spec: Spec, outputs: Spec, seed: int, device: torch.device) -> Built:
     """Make a model. The same arguments make the same weights."""
     torch.manual_seed(seed)
-    built = Built(is_oracle=is_oracle)
+    built = Built()
     with float64_on(device):
-        built.model = RowWise(built.block(spec), outputs, table)
+        built.model = RowWise(built.block(spec), outputs)
     return built

@@ -206,16 +206,15 @@ scripts = Scripts()
 """Starts scripts in processes that already have torch loaded."""
 
 
-def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s=PATIENCE_S):
+def run_script(folder, text, *args, fresh=False, patience_s=PATIENCE_S):
     """Run a script in its own process and return its standard output; fail if its exit code is not 0.
 
-    With `fresh`, `env`, or a command `prefix`, the process is a new interpreter. Otherwise it is a fork of an interpreter
-    that already has torch loaded.
+    With `fresh`, the process is a new interpreter. Otherwise it is a fork of an interpreter that already has torch loaded.
     """
     path = write_script(folder, text)
-    if fresh or prefix or env is not None:
-        command = [*prefix, sys.executable, path, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False, cwd=folder, env=env)
+    if fresh:
+        command = [sys.executable, path, *map(str, args)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False, cwd=folder)
         out, err, code = done.stdout, done.stderr, done.returncode
     else:
         with closing(scripts.start(path, args, folder, streams=2)) as script:

@@ -1,20 +1,18 @@
-"""Turns: which lanes of a call run one after another. Tests of tests/api show what a seed then reproduces."""
+"""Training steps take turns. tests/devices has which lanes do, and tests/api what a seed then reproduces."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from parawrap import parallel
-from parawrap.lanes import Turns, here
+from parawrap.lanes import here
 
-CPU, FIRST, SECOND = map(torch.device, ("cpu", "cuda:0", "cuda:1"))
 X = torch.zeros(17, 3)
-LEARNING = torch.zeros(4, requires_grad=True)
 
 
 @contextmanager
@@ -26,69 +24,14 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-# The decision
-
-
-def decided(devices, *leaves, generators=(), learns=True, mode=nullcontext, **options):
-    with mode():
-        return Turns(devices, **options).decide(leaves, generators, learns=learns, target=None)
-
-
-@pytest.mark.parametrize(
-    ("devices", "with_gradients"),
-    [
-        ((CPU, CPU), "device"),
-        ((FIRST, FIRST), "device"),
-        ((FIRST, FIRST, SECOND), "device"),
-        ((FIRST, SECOND), None),
-        ((CPU, FIRST), None),
-    ],
-)
-def test_turns_depend_on_gradients(devices, with_gradients):
-    """Lanes of one device take turns if the model learns in grad mode, or an argument does in any mode.
-
-    A reentrant checkpoint runs forward without gradients, and again with them.
-    """
-    x, generator = torch.zeros(4), torch.Generator()
-    assert decided(devices, x) == with_gradients
-    assert decided(devices, x, LEARNING, learns=False) == with_gradients
-    assert decided(devices, x, LEARNING, learns=False, mode=torch.no_grad) == with_gradients
-    assert decided(devices, x, learns=False) is None
-    assert decided(devices, x, mode=torch.no_grad) is None
-    assert decided(devices, x, mode=torch.inference_mode) is None
-    for mode in (torch.no_grad, torch.enable_grad):  # shared by all lanes, also by those on devices of their own
-        assert decided(devices, x, generator, learns=False, mode=mode) == "all"
-        assert decided(devices, x, generators=(generator,), learns=False, mode=mode) == "all"
-    assert decided(devices, x, learns=False, mode=deterministic) == "all"
-
-
-def test_processes_have_their_own_generators():
-    """Lanes that are processes run at the same time, except under deterministic algorithms."""
-    assert decided((CPU, CPU), X, share_generators=False) is None
-    assert decided((CPU, CPU), X, share_generators=False, mode=deterministic) == "all"
-    assert Turns((CPU, CPU), share_generators=False).read_generators() == []
-    assert Turns((CPU,)).read_generators() == []
-    assert len(Turns((CPU, CPU)).read_generators()) == 1
-
-
-# The calls
-
-
 RAN = []
 """The lane and the thread of each recorded call."""
 
 
-class Recording(nn.Module):
-    """A linear layer that records its calls. `draw` is a function of its output."""
-
-    def __init__(self, draw=lambda y: y):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.draw = draw
-
+class Recording(nn.Linear):
     def forward(self, x, options=None):
         RAN.append((here.lane.index if here.lane is not None else None, threading.get_ident()))
-        return self.draw(self.layer(x))
+        return super().forward(x)
 
 
 def ran_in_turns(lanes):
@@ -102,7 +45,7 @@ def ran_in_turns(lanes):
 def test_training_steps_take_turns(lanes):
     """At every call, with a frozen model whose input requires gradients, and once a parameter is unfrozen."""
     RAN.clear()
-    model = Recording()
+    model = Recording(3, 3)
     with parallel(model, ["cpu"] * lanes, out_dims=0):
         for _ in range(2):
             model(X)
@@ -110,7 +53,7 @@ def test_training_steps_take_turns(lanes):
         model.requires_grad_(False)
         model(X.clone().requires_grad_())
         assert ran_in_turns(lanes)
-        model.layer.bias.requires_grad_(True)
+        model.bias.requires_grad_(True)
         model(X)
         assert ran_in_turns(lanes)
         with deterministic(), torch.inference_mode():
@@ -119,16 +62,3 @@ def test_training_steps_take_turns(lanes):
         with torch.no_grad():
             model(X, {"generator": torch.Generator()})
         assert ran_in_turns(lanes)
-
-
-def test_a_failure_in_turns_ends_the_call():
-    def fail(y):
-        if here.lane.index == 1:
-            raise KeyError("mine")
-        return y
-
-    RAN.clear()
-    with parallel(Recording(fail), ["cpu"] * 3) as p, pytest.raises(KeyError, match="mine") as caught:
-        p(X)
-    assert [lane for lane, _ in RAN] == [0, 1]
-    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 3: 6 of 17 rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -30,7 +31,7 @@ def draws():
     return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
-def test_the_function_is_rank_0_of_1():
+def test_function_is_rank_0_of_1():
     """It runs in the calling thread with the caller's objects; its result comes back in RankResults of length one."""
     platform, lock = alone(name="mine"), threading.Lock()
 
@@ -46,28 +47,13 @@ def test_the_function_is_rank_0_of_1():
     assert (thread, a, b) == (threading.get_ident(), lock, 2)
 
 
-def test_a_method_runs_on_its_own_object():
-    class Trainer:
-        steps = 0
-
-        @wrapper(alone())
-        def train(self, by):
-            self.steps += by
-            return self
-
-    trainer = Trainer()
-    assert trainer.train.inline(3)[0] is trainer
-    assert trainer.steps == 3
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_process_is_restored(monkeypatch, fails):
+def test_the_process_is_restored(monkeypatch):
     """Also after an exception: no rank, no process group, the excepthook, and the numbers of all generators."""
 
     def hook(*_):
         raise AssertionError
 
-    def train():
+    def train(fails):
         draws()
         value = torch.ones(2)
         dist.all_reduce(value)
@@ -83,12 +69,9 @@ def test_the_process_is_restored(monkeypatch, fails):
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    for _ in range(2):
-        if fails:
-            with pytest.raises(KeyError):
-                inline(train)
-        else:
-            inline(train)
+    for fails in False, True:
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            inline(train, fails)
         assert found.pop() == ([1, 1], 1, True, True)
         assert not inside_a_rank()
         assert not dist.is_initialized()
@@ -98,8 +81,7 @@ def test_the_process_is_restored(monkeypatch, fails):
         current_rank()
 
 
-def test_an_existing_group_is_used_and_kept():
-    """With ipc_groups=None, there is no group."""
+def test_an_existing_group_is_kept():
     assert inline(lambda: (dist.is_initialized(), current_rank().group), ipc_groups=None) == (False, None)
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -112,18 +94,8 @@ def test_an_existing_group_is_used_and_kept():
         sys.excepthook = hook
 
 
-def test_seeds_decide_the_numbers():
-    """In Python, numpy, and torch, up to numpy's largest seed. With None, every call draws other numbers."""
-    for seed in 3, 2**32 - 1:
-        assert inline(draws, seed=seed) == inline(draws, seed=seed)
-    for first, second in (3, 4), (None, None):
-        assert all(a != b for a, b in zip(inline(draws, seed=first), inline(draws, seed=second), strict=True))
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("v"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), LaunchError("own")], ids=repr
-)
-def test_an_exception_passes_unchanged(error):
+@pytest.mark.parametrize("error", [ValueError("v"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_exception_is_unchanged(error):
     """The caller gets the same exception object, without notes, with a traceback like that of a plain call."""
 
     def failing():
@@ -133,41 +105,10 @@ def test_an_exception_passes_unchanged(error):
         inline(failing)
     assert caught.value is error
     assert (getattr(error, "__notes__", None), error.__cause__, error.__context__) == (None, None, None)
-    frames = traceback.extract_tb(error.__traceback__)
-    assert (frames[0].name, frames[-1].name) == ("test_an_exception_passes_unchanged", "failing")
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "failing"
 
 
-def test_upon_finish_is_called_after_a_success(caplog):
-    """Once this process is no rank. Its own error is logged."""
-    calls = []
-    inline(lambda: calls.append("function"), upon_finish=lambda: calls.append(("finish", inside_a_rank())))
-    with pytest.raises(ZeroDivisionError):
-        inline(lambda: 1 / 0, upon_finish=lambda: calls.append("failed"))
-    assert calls == ["function", ("finish", False)]
-    assert inline(lambda: 1, upon_finish=lambda: 1 / 0) == 1
-    assert "ZeroDivisionError" in caplog.text
-
-
-@pytest.mark.parametrize("how", ["inline", "submit", "__call__"])
-def test_a_launch_within_an_inline_rank_raises(how):
-    """LaunchError names the function to call instead."""
-
-    @wrapper(alone())
-    def inner():
-        return 1
-
-    with pytest.raises(LaunchError, match=r"inner\.__wrapped__"):
-        inline(lambda: getattr(inner, how)())
-    assert inline(lambda: inner.__wrapped__()) == 1
-
-
-def test_torch_modes_of_the_caller_apply():
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert inline(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))) == (False, True)
-
-
-@pytest.mark.parametrize("device", ["slurm", "ray"])
-def test_a_missing_gpu_names_the_launcher(device, monkeypatch):
+def test_missing_gpu_names_cure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlatformError, match=rf"launcher='{device}'.*this machine has none: give Platform\(device='cpu'\)"):
-        wrapper(Platform(device=device, n_gpus=2))(len).inline([])
+    with pytest.raises(PlatformError, match=r"launcher='slurm'.*this machine has none: give Platform\(device='cpu'\)"):
+        wrapper(Platform(device="slurm", n_gpus=2))(len).inline([])

@@ -6,24 +6,14 @@ import dataclasses
 import os
 import pickle
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from parawrap import Device, Platform
 from parawrap.errors import PlatformError
-from parawrap.launch._world import _TABLES
 
 INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Remove the variables of a surrounding world."""
-    for table in _TABLES:
-        for name in (table.global_rank, table.world_size):
-            monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -47,96 +37,63 @@ def refusal(**fields):
     return str(caught.value)
 
 
-ALLOWED = {
-    "name": ["train it"],
-    "launcher": [None, "local", "env"],
-    "partition": [None, "gpu-short"],
-    "n_nodes": [1],
-    "n_gpus": [None],
-    "n_cpus": [64],
-    "ram": [None, 0.5, 16],
-    "spawn_method": ["forkserver", "spawn", "fork"],
-    "ipc_protocol": ["tcp", "file", None],
-    "master_addr": [None, "10.0.0.1"],
-    "master_port": [0, 65535],
-    "ipc_groups": [None, ()],
-    "backend": [None, "gloo", "cpu:gloo"],
-    "seed": ["script", None, 0, 2**32 - 1],
-    "timeout_min": [None, 0.01],
-    "slurm_additional_parameters": [None, {"account": "me"}],
-    "console_logs": [None, "logs", Path("logs")],
-    "trace": [None, "launch.html", Path("folder/launch.json")],
-    "verbose": [False],
-    "upon_finish": [None, print],
-    "max_restarts": [0, 3],
-    "grace_s": [0, 0.5],
-    "hang_timeout_s": [None, 60],
-}
+NUMBERS = {"ram": 0.5, "master_port": 65535, "seed": 2**32 - 1, "timeout_min": 0.01, "grace_s": 0, "hang_timeout_s": 60}
+WORDS = {"launcher": "env", "partition": "gpu-short", "backend": "cpu:gloo", "console_logs": "logs", "trace": "launch.html"}
+PATHS = {"console_logs": Path("logs"), "trace": Path("folder/launch.json")}
+NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s", "ram", "trace", "upon_finish", "backend"])
 
 
-@pytest.mark.parametrize("field", ALLOWED)
-def test_allowed_values_are_kept(field):
-    assert [getattr(on_cpu(**{field: value}), field) for value in ALLOWED[field]] == ALLOWED[field]
+@pytest.mark.parametrize("fields", [NUMBERS, WORDS, PATHS, NOTHING], ids=["numbers", "words", "paths", "None"])
+def test_allowed_values_are_kept(fields):
+    platform = on_cpu(**fields)
+    assert {name: getattr(platform, name) for name in fields} == fields
+    assert on_cpu(master_port="29500").master_port == 29500
 
 
 @pytest.mark.parametrize(
     ("field", "values", "allowed"),
     [
-        ("name", [""], "non-empty"),
-        ("name", [3, None], "string"),
-        ("device", ["tpu", "", 0, None, torch.device("cpu")], "cpu, gpu, mps, neuron, slurm or ray"),
-        ("launcher", [["local"], "kubernetes", "Local", 1], "env, local, ray or slurm"),
+        ("name", [3], "string"),
+        ("device", ["tpu", None, torch.device("cpu")], "cpu, gpu, mps, neuron, slurm or ray"),
+        ("launcher", [["local"], "kubernetes"], "env, local, ray or slurm"),
         ("partition", [""], "non-empty"),
-        ("partition", [1], "string"),
-        ("n_nodes", [True, 1.0, "1", None, 0, -1], "at least 1"),
+        ("n_nodes", [True, 1.0, "1", 0], "at least 1"),
         ("n_nodes", [2], "this machine"),
-        ("n_gpus", [0, -2, True, 1.5, "1"], "at least 1"),
-        ("n_cpus", [0, -4, True, 2.0, None, NAN], "at least 1"),
-        ("ram", [0, -1, NAN, True, "16", 1e300], "GB above 0"),
+        ("n_gpus", [0, True, "1"], "at least 1"),
+        ("n_cpus", [0, None, NAN], "at least 1"),
+        ("ram", [0, NAN, "16", 1e300], "GB above 0"),
         ("spawn_method", ["thread", None, ["fork"]], "forkserver, spawn or fork"),
         ("ipc_protocol", ["udp", 1], "tcp or file, or None"),
-        ("master_addr", [""], "non-empty"),
         ("master_addr", [127], "string"),
-        ("master_port", [-1, 65536, True, 29500.0, None, "http"], "at most 65535"),
-        ("backend", [3, ["gloo"], "smoke", "", "cpu:gloo,cuda:smoke"], "gloo"),
-        ("seed", [-1, 2**32, True, 0.5, "0", "scripts"], "from 0 to 4294967295"),
-        ("timeout_min", [0, -1, NAN, True, "60", 1e300, 10**400], "minutes above 0"),
+        ("master_port", [-1, 65536, True, "http"], "at most 65535"),
+        ("backend", [["gloo"], "smoke", "cpu:gloo,cuda:smoke"], "gloo"),
+        ("seed", [-1, 2**32, True, 0.5, "scripts"], "from 0 to 4294967295"),
+        ("timeout_min", [0, NAN, True, "60", 10**400], "minutes above 0"),
         ("slurm_additional_parameters", ["account=me", [("account", "me")]], "dict"),
         ("console_logs", ["", 1, True], "folder"),
-        ("trace", ["", 1, True, "launch", "launch.png", Path("launch.HTML")], ".html or .json"),
+        ("trace", ["", 1, "launch.png", Path("launch.HTML")], ".html or .json"),
         ("verbose", [1, None], "True or False"),
         ("upon_finish", ["notify"], "callable"),
-        ("max_restarts", [-1, True, 1.0, None], "at least 0"),
-        ("grace_s", [-0.1, NAN, None, False, INF, 10**400], "at least 0"),
-        ("hang_timeout_s", [0, -1, NAN, True, 1e300], "seconds above 0"),
+        ("max_restarts", [-1, True, None], "at least 0"),
+        ("grace_s", [-0.1, NAN, None, False, INF], "at least 0"),
+        ("hang_timeout_s", [0, NAN, 1e300], "seconds above 0"),
     ],
 )
 def test_an_invalid_value_raises(field, values, allowed):
-    """PlatformError starts with the field and its value and says which values are allowed."""
     for value in values:
         message = refusal(**{field: value})
         assert message.startswith(f"{field}={value!r}: ")
         assert allowed in message
 
 
-def test_a_port_may_be_a_string_of_digits():
-    assert on_cpu(master_port="29500").master_port == 29500
-
-
-@pytest.mark.parametrize(
-    ("mistaken", "meant"),
-    [("n_gpu", "n_gpus"), ("gpus", "n_gpus"), ("devices", "device"), ("timeout", "timeout_min"), ("nodes", "n_nodes")],
-)
-def test_an_unknown_field_names_the_nearest(mistaken, meant):
-    """Without a similar name, PlatformError lists all fields."""
-    message = refusal(**{mistaken: 7})
-    assert message.startswith(f"{mistaken}=7: ")
-    assert meant in message
+def test_unknown_field_is_refused():
+    """PlatformError names the most similar field, or lists all fields."""
+    for mistaken, meant in ("gpus", "n_gpus"), ("timeout", "timeout_min"):
+        message = refusal(**{mistaken: 7})
+        assert message.startswith(f"{mistaken}=7: ")
+        assert meant in message
     message = refusal(zzzzzz=1)
     assert all(field.name in message for field in dataclasses.fields(Platform))
-
-
-# -- devices
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -146,8 +103,6 @@ def test_device_names_ignore_case():
     for kind, names in spellings.items():
         assert [Platform(device=name).device for name in names] == [kind] * len(names)
         assert Platform(device=kind).device == kind.value
-    _, names = get_args(get_type_hints(Platform)["device"])  # of type checkers
-    assert set(get_args(names)) == {*(kind.value for kind in Device), "cuda"}
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -162,66 +117,47 @@ def test_auto_is_the_best_device(monkeypatch):
     assert (Platform().device, Platform(n_cpus=4).world_size) == (Device.MPS, 1)
 
 
-@pytest.mark.parametrize("name", ["slurm", "ray", "SLURM", "Ray"])
-@pytest.mark.parametrize(("n_gpus", "device"), [(None, Device.CPU), (2, Device.GPU)])
-def test_a_device_may_name_a_launcher(name, n_gpus, device):
-    """The device is the GPU if `n_gpus` is given, otherwise the CPU."""
-    for launcher in None, name.lower():
-        platform = Platform(device=name, launcher=launcher, n_gpus=n_gpus)
+def test_device_may_name_launcher():
+    for name, n_gpus, device in ("slurm", None, Device.CPU), ("Ray", 2, Device.GPU):
+        platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
         assert (platform.launcher, platform.device) == (name.lower(), device)
+        assert Platform(device=name, n_gpus=n_gpus) == platform
     message = refusal(device="slurm", launcher="local")
     assert message.startswith("launcher='local': device='slurm' names the launcher already")
     assert "leave one of them out" in message
 
 
-@pytest.mark.parametrize(("visible", "text"), [(1, "1 is visible"), (4, "4 are visible")])
-def test_more_gpus_than_visible_raise(monkeypatch, visible, text):
+@pytest.mark.usefixtures("four_gpus")
+def test_too_many_gpus_raise(monkeypatch):
     """In a world of another launcher, this machine does not need to have the ranks' GPUs."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     message = refusal(device="gpu", n_gpus=8)
     assert message.startswith("n_gpus=8: ")
-    assert text in message
+    assert "4 are visible" in message
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert Platform(device="gpu", n_gpus=8, n_nodes=2).world_size == 16
 
 
-@pytest.mark.parametrize(
-    ("fields", "size"),
-    [
-        ({"device": "gpu"}, 4),
-        ({"device": "gpu", "n_gpus": 3, "n_cpus": 8}, 3),
-        ({"device": "cpu"}, 1),
-        ({"device": "cpu", "n_cpus": 3, "n_nodes": 2, "launcher": "env"}, 6),
-        ({"device": "gpu", "n_gpus": 3, "n_nodes": 2, "launcher": "env"}, 6),
-    ],
-)
 @pytest.mark.usefixtures("four_gpus")
-def test_world_size_counts_all_devices(fields, size):
-    """`n_cpus` counts only CPU ranks; ``n_gpus=None`` means all visible GPUs."""
-    platform = Platform(**fields)
-    assert platform.world_size == platform.ranks_per_node * platform.n_nodes == size
+def test_world_size_counts_devices():
+    assert Platform(device="gpu").world_size == 4
+    assert Platform(device="gpu", n_gpus=3, n_cpus=8).world_size == 3
+    platform = Platform(device="cpu", n_cpus=3, n_nodes=2, launcher="env")
+    assert (platform.ranks_per_node, platform.world_size) == (3, 6)
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_backend_follows_the_device():
+def test_backend_follows_device():
     """GPUs use NCCL, with gloo for CPU tensors; other devices use gloo; the field overrides."""
-    backends = [Platform(device="cpu"), Platform(device="gpu"), on_cpu(backend="cpu:gloo")]
-    assert [each.process_group_backend for each in backends] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo"]
+    platforms = [Platform(device="cpu"), Platform(device="gpu"), on_cpu(backend="cpu:gloo")]
+    assert [each.process_group_backend for each in platforms] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo"]
 
 
-# -- groups
-
-
-@pytest.mark.parametrize(
-    ("groups", "kept"),
-    [([[0, 1], [2, 3]], ((0, 1), (2, 3))), (((3,), (0,)), ((3,), (0,))), ([range(2)], ((0, 1),)), ([], ()), (None, None)],
-)
-def test_groups_are_kept_as_tuples(groups, kept):
+def test_groups_are_kept_as_tuples():
     """So they cannot change later. Only None makes no process group."""
-    platform = on_cpu(n_cpus=4, ipc_groups=groups)
-    assert platform.ipc_groups == kept
-    assert platform.requires_ipc is (groups is not None)
+    for groups, kept in ([[0, 1], [2, 3]], ((0, 1), (2, 3))), ([range(2)], ((0, 1),)), ([], ()), (None, None):
+        platform = on_cpu(n_cpus=4, ipc_groups=groups)
+        assert (platform.ipc_groups, platform.requires_ipc) == (kept, groups is not None)
 
 
 EXAMPLE = "[[0, 1], [2, 3]]"
@@ -233,22 +169,16 @@ EXAMPLE = "[[0, 1], [2, 3]]"
         ([[0, 1], [1, 2]], "rank 1"),
         ([[0, 0]], "rank 0"),
         ([[0, 4]], "rank 4 does not exist: give ranks from 0 to 3"),
-        ([[-1, 0]], "rank -1 does not exist"),
-        *((groups, EXAMPLE) for groups in ("01", b"01", ["01"], [b"\0\1"], [0, 1], [[]], [[0, 1], []], {0: [0]}, 0)),
-        *((groups, EXAMPLE) for groups in ([[True, False]], [[0.0]], [[None]], [None])),
+        *((groups, EXAMPLE) for groups in ("01", ["01"], [0, 1], [[0, 1], []], {0: [0]}, [[True, False]], [[0.0]])),
     ],
 )
 def test_invalid_groups_raise(groups, text):
-    """PlatformError names the rank or shows an example."""
     message = refusal(n_cpus=4, ipc_groups=groups)
     assert message.startswith("ipc_groups=")
     assert text in message
 
 
-# -- a value among others
-
-
-def test_a_platform_is_a_frozen_value():
+def test_platform_is_frozen_value():
     """It equals its pickle and other spellings; `replace` returns a new platform, and validates it."""
     platform = on_cpu(n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs"))
     assert pickle.loads(pickle.dumps(platform)) == platform

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-from parawrap import DeviceUnavailableError, ReplicaError, ShapeError, neuron
+from parawrap import DeviceUnavailableError, ShapeError, neuron
 from parawrap.neuroncores import using
 from parawrap.neuroncores._vendor_runtimes import TorchNeuronx
 from parawrap.testing import neuron_host
@@ -23,18 +19,6 @@ neuron_only = pytest.mark.parametrize("recorded", ["torch_neuron", "torch_neuron
 def calls(recorded):
     """The calls of the vendor's package so far."""
     return recorded.double.calls
-
-
-@pytest.fixture
-def placing(recorded):
-    """A function that returns the expected calls for placing a number of compiled parts."""
-    package = recorded.double.package
-    name = f"{package.__name__}.experimental" if "experimental" in vars(package) else package.__name__
-
-    def expected(start, count, parts=1):
-        return [(f"{name}.neuron_cores_context", start, count), *[("torch.jit.load",)] * parts, ("left",)]
-
-    return expected
 
 
 def options_of(recorded, **given):
@@ -54,99 +38,17 @@ def test_trace_passes_everything_on(recorded, calls):
     assert isinstance(compiled, torch.jit.ScriptModule)
 
 
-def test_placing_uses_one_context(recorded, calls, placing):
+def test_placing_uses_one_context(recorded, calls):
     """For all cores and all compiled parts. The vendor never sees the modules around them."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     calls.clear()
     recorded.runtime.place(compiled, 1, 3)
     recorded.runtime.place(whole, 0, 2)
-    assert calls == [*placing(1, 3), *placing(0, 2, parts=2)]
-
-
-def test_refusals_precede_the_vendor(recorded, calls):
-    """The vendor ignores an uncompiled module, and does not check outputs. Counts and signatures need no call."""
-    scalar = recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3))
-    calls.clear()
-    for ask in (lambda: recorded.runtime.place(mlp(), 0, 1), lambda: recorded.runtime.dynamic_batch(mlp())):
-        with pytest.raises(ReplicaError):
-            ask()
-    with pytest.raises(ShapeError):
-        recorded.runtime.dynamic_batch(scalar)
-    assert recorded.runtime.core_count() == 4
-    assert recorded.runtime.signature(scalar).batch is None
-    assert calls == []
-
-
-def test_model_that_fails_on_the_cpu(recorded):
-    """A model that only the vendor's compiler can run has no signature, but can be placed."""
-    runs = iter([1])
-
-    def kernel(x):
-        if next(runs, None):
-            raise NotImplementedError("no such kernel on the CPU")
-        return 2 * x + 1
-
-    compiled = recorded.runtime.trace(kernel, rows(2))
-    assert recorded.runtime.signature(compiled) is None
-    assert recorded.runtime.place(compiled, 0, 1)(rows(2)).shape == (2, 6)
-
-
-def test_one_thread_is_in_the_context(recorded, calls, placing):
-    """The context is not thread-safe, so each thread leaves it before the next one enters."""
-    interval, threads, times = sys.getswitchinterval(), 8, 5
-    compiled = recorded.runtime.trace(mlp(), rows(2))
-    calls.clear()
-    together = threading.Barrier(threads)
-
-    def place(thread):
-        together.wait()
-        for _ in range(times):
-            recorded.runtime.place(compiled, thread % 4, 1)
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(place, range(threads)))
-    finally:
-        sys.setswitchinterval(interval)
-    placements = [calls[first : first + 3] for first in range(0, len(calls), 3)]
-    assert len(placements) == threads * times
-    assert all(placement == placing(placement[0][1], 1) for placement in placements)
-
-
-# -- dynamic batching
-
-
-@neuronx_only
-def test_neuronx_gets_each_part(recorded, calls):
-    """The vendor documents dynamic_batch for traced models only."""
-    whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
-    calls.clear()
-    assert recorded.runtime.dynamic_batch(whole) is whole
-    assert calls == [("torch_neuronx.dynamic_batch", part) for part in whole.parts]
-    assert [part.shape for part in whole(rows(5))] == [(5, 3)] * 2
-
-
-@neuronx_only
-def test_refusal_of_the_vendor(recorded):
-    """If the signature is unknown, the vendor decides. The ShapeError keeps its reason."""
-    loaded = saved_and_loaded(recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3)))
-    with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output") as refused:
-        recorded.runtime.dynamic_batch(loaded)
-    assert type(refused.value.__cause__) is ValueError
-
-
-@neuron_only
-def test_neuron_traces_for_any_rows(recorded, calls):
-    """torch_neuron has no dynamic_batch: its trace gets an option. Placed copies and wrappers take any number of rows."""
-    compiled = recorded.runtime.trace(mlp(), rows(2))
-    placed = recorded.runtime.place(compiled, 0, 1)
-    calls.clear()
-    for model in (compiled, placed, Around(compiled)):
-        assert recorded.runtime.dynamic_batch(model) is model
-    assert placed(rows(5)).shape == (5, 3)
-    assert calls == []
+    package = recorded.double.package
+    context = f"{package.__name__}{'.experimental' * ('experimental' in vars(package))}.neuron_cores_context"
+    load, left = ("torch.jit.load",), ("left",)
+    assert calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
 
 
 @neuron_only
@@ -169,9 +71,6 @@ def test_neuron_model_from_a_file(recorded):
         net = neuron.DataParallel(loaded, set_dynamic_batching=False)
         torch.testing.assert_close(net(rows(12)), mlp()(rows(12)))
         net.close()
-
-
-# -- other releases
 
 
 @neuronx_only

@@ -30,28 +30,6 @@ class Noisy(nn.Module):
         return x + torch.rand(x.shape)
 
 
-def load_linear(rows, *, bias):
-    torch.manual_seed(3)
-    return nn.Linear(rows, 2, bias=bias)
-
-
-def kill_a_worker(p):
-    """Let a call kill its worker, so that another one takes its place."""
-    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
-        p.submit(-torch.ones(1)).result()
-
-
-def test_each_worker_builds_its_model():
-    """Cut, small, and whole calls use the result of the function."""
-    x, state = torch.randn(7, 4), torch.get_rng_state()
-    expected = load_linear(4, bias=False)(x)
-    torch.set_rng_state(state)
-    with processes(build(load_linear, 4, bias=False)) as p:
-        assert_close(p(x), expected)
-        assert_close(p(x[:1]), expected[:1])
-        assert_close(p.submit(x).result(), expected)
-
-
 def test_workers_build_equal_models():
     """Equal rows have equal outputs. Random numbers of calls differ."""
     with processes(build(nn.Linear, 4, 2)) as p:
@@ -63,10 +41,11 @@ def test_workers_build_equal_models():
 def test_replacement_builds_the_same():
     """The arguments are those of the first start, until `refresh`."""
     factors, x = [2], torch.ones(9, 1)
-    with processes(build(lambda factors: Factor(factors[0]), factors), retries=0) as p:
-        assert_close(p(x), x * 2)
+    with processes(build(lambda *, factors: Factor(factors[0]), factors=factors), retries=0) as p:
+        assert_close([p(x), p(x[:1]), p.submit(x).result()], [x * 2, x[:1] * 2, x * 2])
         factors[0] = 5
-        kill_a_worker(p)
+        with pytest.raises(RankDiedError, match="was killed by SIGKILL"):
+            p.submit(-torch.ones(1)).result()
         assert_close(p(x), x * 2)
         p.refresh()
         assert_close(p(x), x * 5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, UserDict, defaultdict
-
 import numpy as np
 import pytest
 import torch
@@ -50,43 +48,6 @@ def test_every_kind_of_argument(block):
     assert inner == ["first", "changed"]
     assert (given["array"] == expected["array"]).all()
     assert_close(x, torch.ones(3, 1))
-
-
-REARRANGING = {
-    "swap": lambda a: a.reverse(),
-    "pop": lambda a: a.pop(0),
-    "replace": lambda a: a.__setitem__(0, [9]),
-    "move": lambda a: a.append(a[0]),
-    "nested": lambda a: a.append({"first": a[0], "new": ([4], a)}),
-}
-
-
-@pytest.mark.parametrize("name", REARRANGING)
-def test_rearranged_lists_keep_items(block, name):
-    def run(a, rearrange):
-        rearrange(a)
-
-    first, second = [3], [2]
-    given, expected = [first, second], [[3], [2]]
-    REARRANGING[name](expected)
-    block.submit(run, given, REARRANGING[name]).result()
-    assert (first, second) == ([3], [2])
-    assert str(given) == str(expected)
-    if name in ("swap", "move"):
-        assert given[-1] is first
-
-
-@pytest.mark.parametrize("kind_of_dict", [Counter, OrderedDict, lambda **items: defaultdict(int, items), UserDict])
-def test_dicts_get_the_new_order(block, kind_of_dict):
-    def run(table):
-        table["z"] = 1
-        table["a"] = table.pop("a")
-
-    given, expected = kind_of_dict(a=1, b=2), kind_of_dict(a=1, b=2)
-    run(expected)
-    block.submit(run, given).result()
-    assert type(given) is type(expected)
-    assert [*given.items()] == [*expected.items()]
 
 
 def test_views_of_one_memory(block):

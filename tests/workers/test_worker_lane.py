@@ -14,11 +14,10 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from parawrap import SessionError, parallel
 from tests.helpers.gate import wait_at
-from tests.helpers.pools import over, processes
+from tests.helpers.pools import processes
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 MIB = 1 << 20
@@ -54,42 +53,6 @@ def firsts(outputs):
     return [int(output[0]) for output, _ in outputs]
 
 
-# -- order and ends
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_closed_stream_drops_batches(kind, gate, tmp_path):
-    """Batches that wait for a lane never run."""
-
-    class Recording(Gated):
-        def forward(self, x):
-            (tmp_path / f"ran {int(x[0])}").touch()
-            return super().forward(x)
-
-    with over(kind, Recording(gate.paths)) as p, gate:
-        outputs = p.map(numbers(0, *range(1, 80, 2)), buffersize=20)
-        assert firsts([next(outputs)]) == [0]
-        gate.wait_for(2)
-        outputs.close()
-        gate.open(30)
-        assert firsts([p.submit(*numbers(100)).result()]) == [100]
-    assert len(list(tmp_path.glob("ran *"))) < 10
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_queued_call_is_cancelled(kind, gate):
-    """It never runs, and the others do."""
-    with over(kind, Gated(gate.paths)) as p, gate:
-        futures = [p.submit(batch) for batch in numbers(*range(1, 17, 2))]
-        gate.wait_for(2)
-        assert futures[-1].cancel()
-        assert not futures[0].cancel()
-        gate.open(8)
-        assert firsts(future.result() for future in futures[:-1]) == list(range(1, 15, 2))
-        with pytest.raises(CancelledError):
-            futures[-1].result()
-
-
 def test_exception_ends_running_calls(gate):
     """A block that ends with an exception does not wait for the calls in its workers."""
     with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
@@ -99,14 +62,6 @@ def test_exception_ends_running_calls(gate):
     for future in futures:
         with pytest.raises((CancelledError, SessionError)):
             future.result()
-
-
-# -- callbacks and threads
-
-
-def is_waiting(thread):
-    frame = sys._current_frames().get(thread.ident)
-    return frame is not None and frame.f_code.co_name == "wait"
 
 
 @pytest.mark.parametrize("what", ["refresh", "close"])
@@ -122,11 +77,15 @@ def test_callback_waits_for_no_thread(gate, what):
         except BaseException as error:
             failed.append(error)
 
+    def is_waiting():
+        frame = sys._current_frames().get(other.ident)
+        return not other.is_alive() or (frame is not None and frame.f_code.co_name == "wait")
+
     def callback(_):
         if not first.acquire(blocking=False):
             return
         other.start()
-        eventually(lambda: is_waiting(other) or not other.is_alive(), "a thread that waits for the lane")
+        eventually(is_waiting, "a thread that waits for the lane")
         getattr(p, what)()
         called.set()
 
@@ -148,24 +107,19 @@ def test_parts_of_a_call_have_one_model():
     model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
     stop = threading.Event()
 
-    def change(p):
+    def change():
         with torch.no_grad():
-            for number in itertools.count():
-                if stop.is_set():
-                    return
-                model.weight.fill_(number)
+            while not stop.is_set():
+                model.weight.add_(1)
                 p(x)
 
     with processes(model) as p, ThreadPoolExecutor(1) as threads:
-        changing = threads.submit(change, p)
+        changing = threads.submit(change)
         try:
-            assert all(p(x).unique().numel() == 1 for _ in range(100))
+            assert all(p(x).unique().numel() == 1 for _ in range(50))
         finally:
             stop.set()
         changing.result()
-
-
-# -- memory
 
 
 def test_kept_inputs_stay():
@@ -175,21 +129,12 @@ def test_kept_inputs_stay():
     assert sums == [50_000 * number * (number + 1) / 2 for number in range(1, 6)]
 
 
-def test_kept_outputs_stay():
-    batches = [torch.full((1 + number % 3 * 200_000,), float(number)) for number in range(24)]
-    with processes(nn.Identity()) as p:
-        outputs = list(p.map(batches, buffersize=4))
-    assert_close(outputs, batches)
-
-
 @pytest.mark.parametrize(
     ("elements", "batches"),
     [
         pytest.param(64, 500, id="inline"),
-        pytest.param(50_000, 200, id="copied"),
         pytest.param(400_000, 60, id="lent"),
         pytest.param(MIB // 4, 10_000, id="many", marks=pytest.mark.long),
-        pytest.param(16 * MIB, 200, id="large", marks=pytest.mark.long),
     ],
 )
 def test_stream_does_not_grow_memory(elements, batches):

@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from queue import SimpleQueue
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -24,13 +21,6 @@ from tests.helpers.waiting import PATIENCE_S
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: list[torch.Tensor]
-    name: str
-
-
 class CustomError(Exception):
     def __init__(self, code):
         super().__init__(f"code {code}")
@@ -38,11 +28,10 @@ class CustomError(Exception):
 
 
 class OnlyIn:
-    def __init__(self):
-        self.home = os.getpid()
+    """A value that cannot be unpickled in another process."""
 
     def __reduce__(self):
-        return _only_in, (self.home,)
+        return _only_in, (os.getpid(),)
 
 
 def _only_in(home):
@@ -54,11 +43,8 @@ def _only_in(home):
 def structured(x):
     return {
         "y": x * 2,
-        "pair": Pair(x, ("text", None)),
-        "data": Output(x, [x, x[:, 0]], "a"),
+        "pair": Pair(x, ("text", [x[:, 0]])),
         "items": [f"row {float(row[0]):.3f}" for row in x],
-        "array": x.numpy().sum(1).tolist(),
-        "empty": ((), {}),
     }
 
 
@@ -93,25 +79,10 @@ def firsts(outputs):
     return [int(output[0]) for output in outputs]
 
 
-# -- answers
-
-
-@pytest.mark.parametrize("rows", [9, 0, 1, 3, 16])
+@pytest.mark.parametrize("rows", [9, 0, 1])
 def test_answers_are_plain(block, rows):
     x = torch.randn(rows, 4)
     assert_same(runs(block, structured, x), [structured(x)] * 3)
-
-
-def test_calls_of_several_threads(block):
-    batches = [torch.randn(3 + number % 7, 4) for number in range(24)]
-
-    def run(number):
-        with torch.no_grad():
-            return block.submit(double, batches[number]).result() if number % 3 == 0 else block(double, batches[number])
-
-    with ThreadPoolExecutor(4) as threads, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a call of .* because the sizes of shards must differ")
-        assert_same(list(threads.map(run, range(24))), [batch * 2 for batch in batches])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
@@ -126,9 +97,6 @@ def test_forked_child_runs_plainly(block):
             os._exit(4)
     assert os.waitpid(child, 0)[1] == 0
     assert_same(runs(block, double, x), [x * 2] * 3)
-
-
-# -- modes
 
 
 @contextmanager
@@ -150,7 +118,6 @@ MODES = {
     "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
     "dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "deterministic": deterministic,
-    "precision": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "grad": torch.enable_grad,
 }
 
@@ -164,9 +131,6 @@ def seen(x):
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.zeros(1).device,
     )
     return x, str(modes)
 
@@ -181,16 +145,14 @@ def test_modes_hold_in_the_lanes(block):
             assert [modes for _, modes in found] == [expected] * 3, name
 
 
-@pytest.mark.parametrize("what", ["argument", "closure"])
-def test_gradients_or_a_refusal(block, kind, what):
-    """Workers name torch.no_grad() as the cure."""
-    model, x = nn.Linear(2, 2), torch.ones(9, 2, requires_grad=what == "argument")
-    function = double if what == "argument" else lambda x: model(x)
-    with torch.enable_grad(), nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"torch\.no_grad"):
-        assert block(function, x).requires_grad
-
-
-# -- random numbers
+def test_gradients_or_a_refusal(block, kind):
+    """Workers name both ways out."""
+    model, x = nn.Linear(2, 2), torch.ones(9, 2)
+    said = r"torch\.no_grad.*@wrapper with DistributedDataParallel"
+    for call in block, lambda *args: block.submit(*args).result():
+        for function, value in ((double, x.clone().requires_grad_()), (lambda x: model(x), x)):
+            with torch.enable_grad(), nullcontext() if kind == "thread" else pytest.raises(SessionError, match=said):
+                assert call(function, value).requires_grad
 
 
 @pytest.mark.filterwarnings("ignore:.*use_deterministic_algorithms:UserWarning")
@@ -213,41 +175,29 @@ def test_seed_gives_the_same_numbers(block):
             assert_same((block(noisy, x), torch.rand(3)), expected)
 
 
-# -- errors and warnings
-
-
-@pytest.mark.parametrize(("bad", "lane"), [(0, 0), (7, 1)])
-def test_error_names_lane_and_shard(block, bad, lane):
-    x = torch.ones(9, 2)
-    x[bad] = -3
-    with pytest.raises(ValueError, match="negative row -3") as caught:
-        block(refuse_negative, x)
-    shown = "".join(caught.value.__notes__) + str(caught.getrepr(style="native"))
-    for part in f"shard {lane} of 2", f"lane {lane} on cpu", 'raise ValueError(f"negative row':
-        assert part in shown
-    assert len([note for note in caught.value.__notes__ if note.startswith("in lane")]) == 1
-
-
 def test_error_keeps_its_attributes(block):
-    """Also its notes and its cause."""
+    """Also its notes, its cause, and its traceback. A note names the lane and the shard."""
 
     def fail(x):
+        if len(x) == 5:
+            return x
         error = CustomError(7)
         error.add_note("a note of the model")
-        raise error from KeyError("inner")
+        raise error from KeyError("inner")  # the user's line
 
-    for run in (block, lambda *call: block.submit(*call).result()):
+    for run, place in (block, "shard 1 of 2"), (lambda *call: block.submit(*call).result(), "lane"):
         with pytest.raises(CustomError, match="code 7") as caught:
             run(fail, torch.ones(9, 2))
         assert caught.value.code == 7
-        assert "a note of the model" in caught.value.__notes__
         assert isinstance(caught.value.__cause__, KeyError)
+        assert "the user's line" in str(caught.getrepr(style="native"))
+        assert "a note of the model" in caught.value.__notes__
+        (note,) = [note for note in caught.value.__notes__ if note.startswith("in lane")]
+        assert place in note
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration, GeneratorExit, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StopIteration, SystemExit])
 def test_exception_is_never_retried(block, tmp_path, error):
-    """An exception of any class reaches the caller, and leaves the lanes usable."""
-
     def stop(x, path):
         with path.open("a") as file:
             file.write("x")
@@ -307,19 +257,13 @@ def test_value_that_cannot_be_unpickled(block, kind):
         return OnlyIn() if int(x[0]) == 6 else (x, os.getpid())
 
     batches = [(run, x, OnlyIn()) if index == 1 else (run, x) for index, x in enumerate(numbers(8))]
-    pids = set()
-    for _ in range(3):
-        outputs = list(block.map(batches, chunksize=4, return_exceptions=True))
-        pids |= {outputs[number][1] for number in (0, 2, 3, 4, 5, 7)}
-        if kind != "thread":
-            assert [type(outputs[number]) for number in (1, 6)] == [LookupError] * 2
-    assert len(pids) <= 2
+    outputs = list(block.map(batches * 3, chunksize=4, return_exceptions=True))
+    failed = [number for number, output in enumerate(outputs) if isinstance(output, LookupError)]
+    assert failed == ([] if kind == "thread" else [1, 6, 9, 14, 17, 22])
+    assert len({output[1] for output in outputs if isinstance(output, tuple)}) <= 2
 
 
-# -- streams
-
-
-@pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (50, 1), (9, 4), (None, 7)])
+@pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (9, 4), (None, 7)])
 def test_outputs_are_in_order(block, buffersize, chunksize):
     batches = torch.randn(61, 4).split(4)
     options = {"buffersize": buffersize, "chunksize": chunksize}
@@ -329,24 +273,17 @@ def test_outputs_are_in_order(block, buffersize, chunksize):
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_prepare_runs_in_the_lane(block, kind, chunksize):
-    """It returns a tuple, a dict, or one argument, and reads the values of the moment of the call."""
+    """It reads the values of the moment of the call."""
     table = {"offset": 1.0}
 
     def prepare(batch):
-        return double, batch + table["offset"], os.getpid()
-
-    def collect(function, x, pid):
-        return function(x), pid
-
-    def as_keywords(batch):
-        return {"function": double, "x": batch}
+        return {"function": lambda x, pid: (x * 2, pid), "x": batch + table["offset"], "pid": os.getpid()}
 
     for offset in (1.0, 10.0):
         table["offset"] = offset
-        found = list(block.map(numbers(5), prepare=lambda batch: (collect, *prepare(batch)), chunksize=chunksize))
+        found = list(block.map(numbers(5), prepare=prepare, chunksize=chunksize))
         assert firsts(output for output, _ in found) == [2 * (number + offset) for number in range(5)]
         assert (os.getpid() in {pid for _, pid in found}) == (kind == "thread")
-    assert firsts(block.map(numbers(5), prepare=as_keywords, chunksize=chunksize)) == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])
@@ -376,17 +313,6 @@ def test_error_is_in_its_batchs_place(block, chunksize):
     assert firsts(outputs) == [0, 2, 4, 6, 8]
 
 
-def test_callback_submits_a_call(block):
-    """A callback of a future that submits another call does not deadlock."""
-    further = SimpleQueue()
-    for batch in numbers(6):
-        block.submit(double, batch).add_done_callback(lambda done: further.put(block.submit(double, done.result())))
-    assert sorted(firsts(further.get().result() for _ in range(6))) == [0, 4, 8, 12, 16, 20]
-
-
-# -- statistics, timeline
-
-
 def test_trace_has_spans_of_each_lane(block, tmp_path):
     with block.trace(tmp_path / "lanes.json") as trace:
         block(double, torch.randn(7, 4))
@@ -398,24 +324,3 @@ def test_trace_has_spans_of_each_lane(block, tmp_path):
     assert (of_map.work[1:], failed.work[1:]) == ((0, 3), (None, 2))
     assert [span.error for span in trace.spans] == [None] * 3 + ["ValueError"]
     assert all(0 < span.start <= span.end for span in trace.spans)
-
-
-def test_stats_count_calls_and_rows(block):
-    """Calls that raise count as tasks only."""
-
-    def counts():
-        stats = block.stats()
-        return stats.calls, stats.plain, sum(lane.rows for lane in stats.lanes), sum(lane.tasks for lane in stats.lanes)
-
-    before = counts()
-    for _ in range(3):
-        block(refuse_negative, torch.ones(7, 4))
-    block(refuse_negative, torch.ones(1, 4))
-    list(stream(block, refuse_negative, [torch.ones(5, 4)] * 4))
-    with suppress(ValueError):
-        block.submit(refuse_negative, -torch.ones(5, 4)).result()
-    calls, plain, rows, tasks = (now - then for now, then in zip(counts(), before, strict=True))
-    assert (calls, plain) == (8, 1)
-    assert rows >= 3 * 7 + 4 * 5
-    assert tasks == 3 * 2 + 4 + 1
-    assert all(lane.busy_s > 0 for lane in block.stats().lanes)

@@ -36,7 +36,7 @@ from parawrap.launch.rank._process_connections import MESSAGES, connections_betw
 
 __all__ = ["Call", "Calls"]
 
-_ANSWER_S = 10.0  # for the control thread of a rank to answer; it waits for the GIL only
+_ANSWER_S = 30.0  # for the control thread of a rank to answer: it waits for the GIL only, but a machine may be busy
 _HALT_S = 30.0  # to interrupt the ranks; a stopped process never does, and one that holds the GIL late
 _LEAST_GRACE_S = 1.0  # for the errors of closed connections to arrive
 _REMEMBERED = 100  # calls whose globals a late answer may report as not set; ranks answer one call after the other

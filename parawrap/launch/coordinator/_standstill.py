@@ -20,6 +20,7 @@ STUCK_S = 20.0
 
 _REPORT_S = 1.0
 _REPORTS_PER_S = 1000  # a guess: the coordinator handles one report in less than 0.1 ms
+_IDLE_S = 5.0  # a loop that polls, such as one over a queue, is busy
 _MISSED = 3  # intervals without a report until a rank counts as one that does not answer
 _log = logging.getLogger("parawrap.launch")
 
@@ -79,7 +80,8 @@ class Standstill:
     def _place_of(self, state: Observed, now: float) -> str:
         if state.status is None or now - state.status_at > self._report_s * _MISSED:
             return "does not answer"
-        return f"{'waits at' if state.status.still_s >= STILL_S else 'is at'} {state.status.place}"
+        still_s = state.status.still_s  # that of ranks in one collective differs by a second or two
+        return f"{f'idle for {still_s:.0f} s at' if still_s >= _IDLE_S else 'busy at'} {state.status.place}"
 
     def is_deadlock(self, departed_at: float) -> bool:
         """True if all running ranks have waited for other ranks for `STUCK_S` since the last rank exited."""

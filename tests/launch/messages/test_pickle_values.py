@@ -6,8 +6,8 @@ import collections
 import gc
 import os
 import sys
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,14 +19,8 @@ from torch import nn
 from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests.helpers.packing import sent
 
-LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.uint16,
-]  # fmt: skip
-
-# -- tensors
+DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
 @given(shape=st.lists(st.integers(0, 4), max_size=4), dtype=st.sampled_from(DTYPES), step=st.integers(1, 2), data=st.data())
@@ -52,63 +46,39 @@ def with_attribute(tensor):
     return tensor
 
 
-def in_inference_mode():
-    with torch.inference_mode():
-        return torch.arange(3.0)
-
-
 def describe(tensor):
     """Return what must be equal in a copy of a tensor."""
-    is_plain = not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
-    is_sparse = is_plain and tensor.layout is not torch.strided
+    is_sparse = tensor.layout is not torch.strided
     return {
         "kind": (type(tensor), tensor.dtype, tensor.layout, tensor.device, tensor.requires_grad, tensor.is_leaf),
-        "shape": None if tensor.is_nested else tensor.shape,
+        "shape": tensor.shape,
         "origin": getattr(tensor, "origin", None),
         "persistent": getattr(tensor, "persistent", None),
-        "values": (tensor.to_dense() if is_sparse else tensor.detach()).tolist() if is_plain else None,
-        "rows": [row.tolist() for row in tensor.unbind()] if tensor.is_nested else None,
-        "quantized": (tensor.q_scale(), tensor.int_repr().tolist()) if tensor.is_quantized else None,
+        "values": None if tensor.is_meta else (tensor.to_dense() if is_sparse else tensor.detach()).tolist(),
     }
 
 
 KINDS = {
     "parameter": lambda: nn.Parameter(torch.ones(2)),
-    "frozen parameter": lambda: nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
     "buffer": lambda: nn.Buffer(torch.ones(2), persistent=False),
-    "inference": in_inference_mode,
     "conj": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
-    "neg": lambda: torch.tensor([1 + 2j]).conj().imag,
     "sparse": lambda: torch.eye(3).to_sparse(),
-    "empty sparse": lambda: torch.zeros(2, 2).to_sparse(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
-    "quantized": lambda: torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.0]), 0.5, 3, torch.quint8),
     "meta": lambda: torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged),
-    "attribute": lambda: with_attribute(torch.ones(2)),
-    "attribute of parameter": lambda: with_attribute(nn.Parameter(torch.ones(2))),
     "subclass": lambda: with_attribute(torch.arange(4.0).as_subclass(Image)),
 }
 
 
-@pytest.mark.filterwarnings("ignore:(Sparse|.*quantize|TypedStorage|The PyTorch API of nested):UserWarning")
-@pytest.mark.filterwarnings("ignore:.*quantize.*")
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_tensor_arrives(kind):
+def test_each_tensor_kind_arrives(kind):
     tensor = KINDS[kind]()
     assert describe(sent(tensor)) == describe(tensor)
 
 
-def test_computed_tensors_become_leaves():
-    got = sent(2 * torch.ones(2, requires_grad=True))
-    assert (got.requires_grad, got.is_leaf, got.tolist()) == (True, True, [2, 2])
-
-
-@pytest.mark.parametrize("size", [8, BIG], ids=["small", "mapped"])
-def test_shared_memory_stays_shared(size):
+def test_shared_memory_is_shared():
     """A write to one unpacked view is visible in the other, but not in the original."""
-    whole, array = torch.zeros(size), np.zeros(3)
+    whole, array = torch.zeros(BIG), np.zeros(3)
     got = sent([whole, whole[2:4], torch.from_numpy(array), torch.from_numpy(array), whole])
     got[1].fill_(7)
     got[2].fill_(1)
@@ -118,51 +88,25 @@ def test_shared_memory_stays_shared(size):
     assert (whole.sum(), array.sum()) == (0, 0)
 
 
-def test_tied_parameters_stay_tied():
-    """Within a module, and between a module and its optimizer."""
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    got, optimizer = sent((model, torch.optim.SGD(model.parameters(), lr=1.0)))
-    assert got[0].weight is got[1].weight
-    got(torch.ones(1, 3)).sum().backward()
-    before = got[0].weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(got[1].weight, before)
-
-
-# -- arrays and memory
-
-
 @pytest.mark.parametrize(
     "array",
     [
         np.arange(6).reshape(2, 3),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         np.arange(6)[::2],
-        np.array(5.0),
         np.empty((0, 3)),
         np.array(["a", None, 3], dtype=object),
         np.array([(1, 2.0)], dtype=[("i", "i4"), ("x", "f8")]),
-        np.array(["2024-01-01"], dtype="datetime64[D]"),
         np.ma.masked_array([1, 2], [False, True]),
+        np.frombuffer(b"read-only", np.int8),
     ],
-    ids=["c", "fortran", "strided", "0-d", "empty", "objects", "records", "dates", "masked"],
+    ids=["c", "fortran", "strided", "empty", "objects", "records", "masked", "read-only"],
 )
 def test_arrays_arrive(array):
     got = sent(array)
     assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
+    assert got.flags.writeable == array.flags.writeable
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
-
-
-def test_arrays_keep_the_writeable_flag():
-    array = np.arange(3)
-    array.setflags(write=False)
-    assert not sent(array).flags.writeable
-    for size in (4, BIG):
-        tensor, array = sent((torch.zeros(size), np.zeros(size)))
-        tensor.add_(1)
-        array[:] = 2
-        assert (tensor[-1].item(), array[-1]) == (1, 2)
 
 
 def open_files():
@@ -170,8 +114,7 @@ def open_files():
     return len(list(Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir()))
 
 
-def test_one_value_uses_one_descriptor():
-    """It is closed with the last of the value's tensors."""
+def test_value_uses_one_descriptor():
     before = open_files()
     got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
     assert open_files() - before == 1
@@ -179,31 +122,6 @@ def test_one_value_uses_one_descriptor():
     assert open_files() - before == 1
     got.clear()
     assert open_files() == before
-
-
-@pytest.mark.parametrize("size", [16, BIG], ids=["small", "mapped"])
-def test_several_threads_read_one_file(size):
-    """Each reader gets the whole value, and writes by one reader are not visible to the others."""
-    file = memory_file("test")
-    pack([torch.arange(size), "text"], file, "value")
-    gate, got = threading.Barrier(4), []
-
-    def read():
-        gate.wait()
-        value = unpack(file)
-        value[0][0] += 1
-        got.append(value)
-
-    readers = [threading.Thread(target=read) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    os.close(file)
-    assert [(value[0][0].item(), value[0][-1].item(), value[1]) for value in got] == [(1, size - 1, "text")] * 4
-
-
-# -- other values
 
 
 values = st.recursive(
@@ -227,49 +145,21 @@ def test_any_nested_value_arrives(value):
     assert repr(got) == repr(value)
 
 
-def test_closures_classes_and_cycles_arrive():
-    step, ring = torch.tensor(3), [1]
-    ring.append(ring)
-
-    class Counter:
-        count = 0
-
-        def up(self):
-            self.count += 1
-            return self.count
-
-    double, add, cls, counter, cycle = sent((lambda x: 2 * x, lambda x, by=2: x + by + int(step), Counter, Counter(), ring))
-    assert (double(4), add(1), add(1, by=0)) == (8, 6, 4)
-    assert type(counter) is cls
-    assert [counter.up(), counter.up(), cls().up()] == [1, 2, 1]
-    assert cycle[1] is cycle
-
-
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_standard_streams_are_the_readers(monkeypatch, name):
+def test_streams_are_the_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
-        monkeypatch.setattr(sys, name, ours)
+        monkeypatch.setattr(sys, "stdout", ours)
         file = memory_file("test")
         pack([ours], file, "value")
-        monkeypatch.setattr(sys, name, theirs)
+        monkeypatch.setattr(sys, "stdout", theirs)
         assert unpack(file) == [theirs]
         os.close(file)
 
 
-# -- modules and operators
-
-
-class Namespace:
-    """An object that a library puts into sys.modules."""
-
-    __name__ = "namespace_of_a_library"
-
-
 def test_modules_are_sent_by_name(monkeypatch):
     """Also modules and operators whose class cannot be pickled, and objects that stand for a module."""
-    module = Namespace()
-    monkeypatch.setitem(sys.modules, "namespace_of_a_library", module)
-    of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes, torch._dynamo.config]
+    module = SimpleNamespace(__name__="namespace_of_a_library")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes]
     operators = [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond]
     given = [module, torch.backends, *of_torch, *operators]
     assert all(got is each for got, each in zip(sent(given), given, strict=True))

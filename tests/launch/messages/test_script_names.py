@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 
 import pytest
 
-from parawrap.launch.messages._script_names import names_of_script
 from tests.helpers.processes import run_script
 
 SCRIPT = """
-import functools, io, json, sys, threading
-import torch, torch.distributed as dist
+import io, json, sys, types
+import torch
 from parawrap import Platform, wrapper
 
 class Base:
@@ -24,44 +21,28 @@ class First(Base): pass
 class Second(Base): pass
 class Net(torch.nn.Linear): pass
 
-@functools.lru_cache
 def helper(text):
     return text.lower()
 
-LR, CONFIG, COUNT, DATA, LOCK = 3, {"width": [1, 2]}, 0, torch.zeros(3), threading.Lock()
+slow = sys.modules["slow"] = types.ModuleType("slow")
+slow.__spec__ = types.SimpleNamespace(origin="slow.py")
+LR, CONFIG, COUNT, DATA = 3, {"width": [1, 2]}, 0, torch.zeros(3)
 saved = io.BytesIO()
 torch.save(Net(1, 1), saved)
 
 def use_data():
     return DATA.sum()
 
-holder = functools.partial(use_data)
-holder.lock = LOCK
-
 def count():
     global COUNT
     COUNT += 1
     CONFIG["width"].append(COUNT)
 
-class Large:
-    rows = DATA
-
-def create(name):
-    return globals()[name]().name()
-
-def evaluate(text):
-    return eval(text)
-
-def list_subclasses():
-    return [each.__name__ for each in Base.__subclasses__()]
-
-def load_model(data):
-    return type(torch.load(io.BytesIO(data), weights_only=False)).__name__
-
-def gather():
-    found = [None] * 2
-    dist.all_gather_object(found, sys.modules["__main__"].First())
-    return [each.name() for each in found]
+def find(saved):
+    by_name = globals()["Second"]().name(), eval("LR + len(CONFIG['width'])"), eval("First.__name__")
+    subclasses = [each.__name__ for each in Base.__subclasses__()]
+    model = torch.load(io.BytesIO(saved), weights_only=False)
+    return *by_name, subclasses, type(model).__name__
 
 def change():
     count()
@@ -69,9 +50,6 @@ def change():
     main = sys.modules["__main__"]
     made = main.First()
     return [COUNT, main.COUNT, CONFIG, main.CONFIG is CONFIG, isinstance(made, Base), main.LR]
-
-class Outer:
-    class Inner: pass
 
 class Registry:
     subs = []
@@ -81,34 +59,31 @@ class Registry:
 class Sub1(Registry): pass
 class Sub2(Registry): pass
 
-def save_nested():
-    data = io.BytesIO()
-    torch.save(Outer.Inner(), data)
-    return Outer.Inner.__qualname__, type(torch.load(io.BytesIO(data.getvalue()), weights_only=False)) is Outer.Inner
-
 def register():
     before = list(Registry.subs)
     class Sub3(Registry): pass
     return sorted(before), Registry.subs == [*before, "Sub3"]
 
+def plot():
+    return slow.figure
+
+def imports(model):
+    model.eval()
+    return "slow" in sys.modules
+
 def lacks(name):
     return globals()[name]
 
-def lacks_attribute(name):
-    return getattr(sys.modules["__main__"], name)
-
 CALLS = [
-    (create, "Second"), (evaluate, "LR + len(CONFIG['width'])"), (evaluate, "First.__name__"), (list_subclasses,),
-    (load_model, saved.getvalue()), (gather,), (change,), (save_nested,), (register,),
-    (lacks, "use_data"), (lacks, "Large"), (lacks, "LOCK"), (lacks_attribute, "DATA"), (lacks, "holder"),
-    (lacks, "unknown"),
+    (find, saved.getvalue()), (change,), (register,), (lacks, "use_data"), (lacks, "unknown"),
+    (imports, Net(1, 1)),
 ]
 
 if __name__ == "__main__":
     found = []
     for function, *args in CALLS:
         try:
-            found.append(wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(function)(*args)[1])
+            found.append(wrapper(Platform(device="cpu", verbose=False))(function)(*args)[0])
         except Exception as error:
             found.append([type(error).__name__, error.__notes__[0]])
     print(json.dumps(found))
@@ -121,70 +96,26 @@ def outcomes(tmp_path_factory):
     return json.loads(run_script(tmp_path_factory.mktemp("script"), SCRIPT))
 
 
-def test_names_of_the_script_are_found(outcomes):
-    """``globals()``, `eval`, ``__subclasses__``, torch.load, and object collectives find names that no code uses."""
-    assert outcomes[:6] == ["second", 5, "First", ["First", "Second"], "Net", ["first", "first"]]
+def test_names_of_script_are_found(outcomes):
+    """``globals()``, `eval`, ``__subclasses__``, and torch.load find names that no code uses."""
+    assert outcomes[0] == ["second", 5, "First", ["First", "Second"], "Net"]
 
 
 def test_the_script_is_one_module(outcomes):
     """Functions share their globals with the rank's `__main__`, and names that load late do not reset values."""
-    assert outcomes[6] == [2, 2, {"width": [1, 2, 1, 2]}, True, True, 3]
+    assert outcomes[1] == [2, 2, {"width": [1, 2, 1, 2]}, True, True, 3]
 
 
-def test_nested_classes_keep_their_names(outcomes):
-    assert outcomes[7] == ["Outer.Inner", True]
+def test_init_subclass_runs_once(outcomes):
+    assert outcomes[2] == [["Sub1", "Sub2"], True]
 
 
-def test_init_subclass_runs_for_new_classes(outcomes):
-    assert outcomes[8] == [["Sub1", "Sub2"], True]
+def test_missing_name_is_explained(outcomes):
+    assert [kind for kind, _ in outcomes[3:5]] == ["KeyError", "KeyError"]
+    assert "the rank lacks the name 'use_data' of the script, because 'DATA' holds a Tensor" in outcomes[3][1]
+    assert outcomes[4][1].startswith("raised in rank")
 
 
-def test_unused_names_load_no_module(tmp_path):
-    """A rank imports the modules of other functions only when it needs them, and `model.eval()` is no need."""
-    (tmp_path / "slow.py").write_text("raise ImportError")
-    text = """
-    import sys, types, torch
-    from parawrap import Platform, wrapper
-    slow = sys.modules["slow"] = types.ModuleType("slow")
-    slow.__spec__ = types.SimpleNamespace(origin="slow.py")
-
-    def plot():
-        return slow.figure
-
-    @wrapper(Platform(device="cpu"))
-    def train(model):
-        model.eval()
-        return "slow" in sys.modules
-
-    print(train(torch.nn.Linear(1, 1)))
-    """
-    assert run_script(tmp_path, text) == "RankResults(False)\n"
-
-
-def test_a_name_that_was_not_sent_is_explained(outcomes):
-    """The error has a note that says which part stayed, unless the script has no such name."""
-    assert [kind for kind, _ in outcomes[9:]] == ["KeyError"] * 3 + ["AttributeError"] + ["KeyError"] * 2
-    stayed = [
-        ("use_data", "DATA", "Tensor"),
-        ("Large", "Large", "Tensor"),
-        ("LOCK", "LOCK", "lock"),
-        ("DATA", "DATA", "Tensor"),
-    ]
-    for (_, note), (name, holder, kind) in zip(outcomes[9:13], stayed, strict=True):
-        assert f"the rank lacks the name {name!r} of the script, because {holder!r} holds a {kind}" in note
-    assert "the rank lacks the name 'holder' of the script" in outcomes[13][1]
-    assert outcomes[14][1].startswith("raised in rank")
-
-
-def test_the_search_for_names_is_bounded(monkeypatch):
-    """Thousands of functions that use each other stay with a reason."""
-    main = types.ModuleType("__main__")
-    for number in range(3000):
-        exec(f"def f{number}(): return f{(number + 1) % 3000}", vars(main))
-    for number in range(30_000):
-        exec(f"def g{number}(): pass", vars(main))
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    sent, unsent = names_of_script()
-    assert len(sent) + len(unsent) == 33_000
-    assert unsent["f0"] == "'f0' uses more than 1000 other objects"
-    assert unsent["g29999"] == "the script has too many definitions"
+def test_unused_name_loads_nothing(outcomes):
+    """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
+    assert outcomes[5] is False
