@@ -46,7 +46,7 @@ ALLOWED = {
 IN_MOST_PROGRAMS = "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, tp_collate"
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
-    "parawrap.neuroncores", "parawrap.launch", "parawrap.workers",
+    "parawrap.neuroncores", "parawrap.launch", "parawrap.workers", "transformers", "tensordict", "torch_geometric",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,12 +22,13 @@ def assert_same(one, other):
             assert_same(one[key], other[key])
     elif isinstance(one, PackedSequence):
         assert_same(tuple(one), tuple(other))
-    elif isinstance(one, (list, tuple)):
+    elif isinstance(one, (list, tuple, deque)):
         assert len(one) == len(other)
         for mine, theirs in zip(one, other, strict=True):
             assert_same(mine, theirs)
     elif dataclasses.is_dataclass(one):
-        assert_same(vars(one), vars(other))
+        names = [field.name for field in dataclasses.fields(one)]
+        assert_same(*({name: getattr(each, name) for name in names if hasattr(each, name)} for each in (one, other)))
     elif isinstance(one, torch.Tensor):
         assert_close(one, other)
     elif isinstance(one, np.ndarray):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,19 @@ from parawrap.shards import Cutter, JoinRules, Parameters, join
 CPU = torch.device("cpu")
 OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')
 """The cures that the error of an undeclared output names."""
+
+
+@dataclasses.dataclass
+class Output:
+    """An output of a model."""
+
+    logits: Any = None
+    loss: Any = None
+
+
+def rows(*sizes):
+    """Return one tensor per size, with different numbers in each row."""
+    return torch.arange(float(sum(sizes) * 2)).view(-1, 2).split(sizes)
 
 
 def forward(x, y=None, *rest, texts=None, mask=None):

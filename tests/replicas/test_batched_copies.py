@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from parawrap.replicas import _batched_copies, lasting
@@ -11,48 +10,28 @@ from parawrap.replicas._batched_copies import bytes_of, copies_at
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """The tensors that are copied to another device."""
-    brought = []
+def test_copies_keep_order_and_values(monkeypatch):
+    """Small tensors are packed by dtype; a large one, and a single one of its dtype, travel alone."""
+    sent = []
     bring, bring_into = _batched_copies.bring, _batched_copies.bring_into
-    monkeypatch.setattr(_batched_copies, "bring", lambda each, device: (brought.append(each), bring(each, device))[1])
-    monkeypatch.setattr(_batched_copies, "bring_into", lambda to, each: (brought.append(each), bring_into(to, each)))
-    return brought
-
-
-def tensors():
-    """Return tensors of several dtypes, shapes, and strides."""
-    return [
+    monkeypatch.setattr(_batched_copies, "bring", lambda each, device: (sent.append(each), bring(each, device))[1])
+    monkeypatch.setattr(_batched_copies, "bring_into", lambda to, each: (sent.append(each), bring_into(to, each)))
+    given = [
         *(torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.randn(2, 0), torch.randn(4, 6).T, torch.arange(3)),
         *(torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(3, dtype=torch.float64)),
-        *(torch.tensor([True, False]), torch.randn(1).expand(7), torch.eye(3).to_sparse()),
+        *(torch.tensor([True, False]), torch.randn(1).expand(7), torch.eye(3).to_sparse(), torch.ones(1 << 19)),
     ]
-
-
-def test_copies_keep_order_shape_and_values(sent):
-    """Small tensors are packed by dtype, and a single one of its dtype travels alone."""
-    given = tensors()
     arrived = copies_at(CPU, given)
     for one, other in zip(arrived, given, strict=True):
         assert one is not other
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-    assert sorted(str(each.dtype) for each in sent) == ["torch.bool", "torch.float32", "torch.float64", "torch.int64"]
+    kinds = ["torch.bool", "torch.float32", "torch.float32", "torch.float64", "torch.int64"]
+    assert sorted(str(each.dtype) for each in sent) == kinds
     assert copies_at(CPU, []) == []
     assert (bytes_of(torch.ones(2, 3)), bytes_of(torch.eye(3).to_sparse())) == (24, 0)
 
 
-def test_large_tensors_are_not_packed(sent, monkeypatch):
-    """Packs have a limit of bytes, too; a tensor as large as the limit of small ones is packed."""
-    monkeypatch.setattr(_batched_copies, "_SMALL", 64)
-    monkeypatch.setattr(_batched_copies, "_MOST", 100)
-    given = [torch.full((number,), float(number)) for number in (16, 17, 1, 8, 8, 9)]
-    arrived = copies_at(CPU, given)
-    assert [each.unique().item() for each in arrived] == [16, 17, 1, 8, 8, 9]
-    assert sorted(each.numel() for each in sent) == [17, 17, 25]
-
-
-def test_lasting_tensors_outlive_the_callers_mode():
+def test_lasting_tensors_outlive_modes():
     with torch.inference_mode():
         with lasting():
             assert not torch.ones(1).is_inference()

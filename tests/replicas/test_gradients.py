@@ -11,18 +11,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from parawrap.replicas import ReplicaSet
-from parawrap.replicas._gradients import Mirror, link_view, send
+from parawrap.replicas._gradients import Mirror, send
 
 CPU, TWO = torch.device("cpu"), ["cpu"] * 2
 SGD = partial(torch.optim.SGD, lr=0.1)
-WRITERS = {
-    "loop": partial(SGD, foreach=False),
-    "foreach": partial(SGD, foreach=True),
-    "fused": partial(SGD, fused=True),
-    "momentum": partial(SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-}
 
 
 class TwoTables(nn.Module):
@@ -36,52 +28,25 @@ class TwoTables(nn.Module):
         return self.sparse(x) * self.dense(x) + self.sparse(x[:, :1])
 
 
-@pytest.mark.parametrize("make", [TwoTables, lambda: nn.EmbeddingBag(9, 4, sparse=True)], ids=["tables", "bag"])
-@pytest.mark.parametrize("zeroes", [True, False])
-def test_sparse_gradients_stay_sparse(make, zeroes):
-    """Gradients and weights equal the plain ones after every step, and without zero_grad, gradients add up."""
-    model = make()
+def test_sparse_gradients_stay_sparse():
+    """Gradients and weights equal the plain ones after every step. Without zero_grad, gradients add up."""
+    model = TwoTables()
     plain = copy.deepcopy(model)
     optimizers = [SGD(each.parameters()) for each in (model, plain)]
     with parallel(model, ["cpu"] * 3):
-        for _ in range(3):
+        for step in range(4):
             x = torch.randint(9, (11, 3))
             for each, steps in zip((model, plain), optimizers, strict=True):
-                each(x).square().sum().backward()
-                steps.step()
-                if zeroes:
+                if step == 2:
                     steps.zero_grad()
+                (each(x).square().sum() / 100).backward()
+                steps.step()
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                assert_close(mine, theirs)
-                if not zeroes:
-                    assert mine.grad.is_sparse == theirs.grad.is_sparse
-                    assert_close(mine.grad.to_dense(), theirs.grad.to_dense())
+                assert mine.grad.is_sparse == theirs.grad.is_sparse
+                assert_close([mine, mine.grad.to_dense()], [theirs, theirs.grad.to_dense()])
 
 
-@pytest.mark.parametrize("optimizer", WRITERS.values(), ids=WRITERS)
-def test_views_keep_their_node(optimizer):
-    """After a step, a lane's parameter has the same object, the same autograd node, and the new values."""
-    model = nn.Linear(4, 4)
-    made = ReplicaSet(model, [CPU] * 2)
-    made.refresh()
-    parameters = [parameter for replica in made.current for parameter in replica.module.parameters()]
-    nodes = [parameter.grad_fn for parameter in parameters]
-    assert None not in nodes
-    steps = optimizer(list(model.parameters()))
-    for _ in range(2):
-        before = model.weight.detach().clone()
-        model(torch.randn(9, 4)).square().sum().backward()
-        steps.step()
-        made.refresh()
-        assert not torch.equal(model.weight, before)
-        now = [parameter for replica in made.current for parameter in replica.module.parameters()]
-        assert all(mine is first for mine, first in zip(now, parameters, strict=True))
-        assert all(mine.grad_fn is node for mine, node in zip(now, nodes, strict=True))
-        for replica in made.current:
-            assert_close(dict(replica.module.named_parameters()), dict(model.named_parameters()))
-
-
-def test_a_weight_written_before_backward():
+def test_writes_before_backward():
     """As in a plain call, it is refused if the graph saved the weight, and accepted if not."""
     model, x = nn.Linear(4, 4), torch.randn(9, 4, requires_grad=True)
     plain = copy.deepcopy(model)
@@ -98,9 +63,6 @@ def test_a_weight_written_before_backward():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         model(x).sum().backward()  # the next call works
-
-
-# Copies on other devices. These mirrors lie on the CPU, too.
 
 
 def test_a_mirror_has_linked_copies():
@@ -126,29 +88,3 @@ def test_a_mirror_has_linked_copies():
     assert copied._version == version + 1
     mirror.unlink()
     assert mirror.linked(weight) is not copied
-
-
-@pytest.mark.parametrize("change", [torch.Tensor.double, lambda data: data[:1], None], ids=["dtype", "shape", "frozen"])
-def test_a_mirror_copies_other_forms_again(change):
-    weight, mirror = nn.Parameter(torch.ones(2)), Mirror(CPU)
-    mirror.take([weight])
-    mirror.linked(weight)
-    if change is None:
-        weight.requires_grad_(False)
-    else:
-        weight.data = change(weight.data)
-    assert mirror.take([weight]) == []
-    copied = mirror.linked(weight)
-    assert (copied.dtype, copied.shape, copied.requires_grad) == (weight.dtype, weight.shape, weight.requires_grad)
-
-
-def test_link_view_keeps_memory_and_version():
-    weight = nn.Parameter(torch.ones(2))
-    view = link_view(weight, nn.Parameter)
-    assert (type(view), view.data_ptr()) == (nn.Parameter, weight.data_ptr())
-    (view * 2).sum().backward()
-    assert weight.grad.tolist() == [2, 2]
-    with torch.no_grad():
-        weight.add_(1)
-    assert view._version == weight._version == 1
-    assert not link_view(weight.requires_grad_(False), nn.Parameter).requires_grad

@@ -3,110 +3,74 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
-import math
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from typing import Any
 
 import pytest
 import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards import with_originals
-from tests.helpers.shards import CPU, OPTIONS, joined, refusal
+from tests.helpers.same import assert_same
+from tests.helpers.shards import CPU, OPTIONS, Output, joined, refusal, rows
 
 numpy = pytest.importorskip("numpy")
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Any
-    loss: Any = None
-
-
-Pair = namedtuple("Pair", "first second")
-
-
-class Fields(UserDict):
-    """A Mapping that is not a dict."""
 
 
 class Color(enum.Enum):
     RED = 1
 
 
-def rows(*sizes):
-    """Return one tensor per size, with different numbers in each row."""
-    return torch.arange(float(sum(sizes) * 2)).view(-1, 2).split(sizes)
-
-
-# Proof by sizes
-
-
-@pytest.mark.parametrize("sizes", [(5, 3), (9, 7), (3, 3, 2), (2, 1, 1)])
-@pytest.mark.parametrize("fixed", [1, 2, 3, 5, 7])
-def test_a_fixed_size_never_passes_for_rows(sizes, fixed):
-    for make in (torch.zeros, lambda size: [torch.tensor(0.0)] * size, numpy.zeros, lambda size: ["a"] * size):
-        if make(1) != ["a"]:
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 3, 2), (2, 1, 1)])
+def test_a_fixed_size_is_no_row_count(sizes):
+    for fixed in (1, 2, 3, 5, 7):
+        for make in (torch.zeros, lambda size: [torch.tensor(0.0)] * size, numpy.zeros):
             with pytest.raises(GatherError):
                 joined(*(make(fixed) for _ in sizes), sizes=sizes)
-    wrong = [torch.zeros(size) for size in sizes[:-1]] + [torch.zeros(sizes[-1] + 1)]
-    message = refusal(*wrong, sizes=sizes)
-    assert "without the rows on dim 0" in message
-    assert all(part in message for part in OPTIONS)
 
 
-@pytest.mark.parametrize(
-    "shapes", [((3, 5), (1,)), ((3,), ()), ((), (1,)), ((2, 3), (2, 2)), ((3, 2), (0, 2)), ((6, 2), (2, 2)), ((2,), (1,))]
-)
-def test_outputs_without_the_rows_are_refused(shapes):
+@pytest.mark.parametrize("shapes", [((3, 5), (1,)), ((3,), ()), ((), (1,)), ((3, 2), (0, 2)), ((6, 2), (2, 2))])
+def test_outputs_without_the_rows(shapes):
     message = refusal({"y": torch.zeros(shapes[0])}, {"y": torch.zeros(shapes[1])})
     for part in ('output["y"]', *map(str, shapes), *OPTIONS):
         assert part in message
+    assert "dim 1" in refusal(torch.zeros(3), torch.zeros(1), dim=1)
 
 
-def test_an_output_without_the_dim_is_refused():
-    assert "dim 1" in refusal(torch.zeros(3), torch.ones(3), dim=1)
-    assert "dim 1" in refusal(torch.zeros(3), torch.zeros(1), out_dims=1)
-
-
-@pytest.mark.parametrize("output", [torch.zeros(2), torch.zeros(2, 3), ["a", "b"], [torch.tensor(1.0)] * 2, numpy.zeros(2)])
-def test_equal_shards_prove_nothing(output):
+def test_equal_shards_prove_nothing():
     """An undeclared output is refused, also if its size is the row count; a declared one is joined."""
-    message = refusal(output, copy.copy(output), sizes=(2, 2))
-    assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
-    assert all(part in message for part in OPTIONS)
-    declared = "items" if type(output) is list else 0
-    assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims=declared)) == 4
+    for output, out_dims in ((torch.zeros(2, 3), 0), (["a", "b"], "items"), (numpy.zeros(2), 0)):
+        message = refusal(output, copy.copy(output), sizes=(2, 2))
+        assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
+        assert all(part in message for part in OPTIONS)
+        assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims=out_dims)) == 4
 
 
-@pytest.mark.parametrize("make", [torch.tensor, numpy.array])
-def test_equal_values_are_not_one_value(make):
-    """Two lanes that both count 2 of each class have counted 4. Other values are refused too."""
-    for one, other in (([2, 2], [2, 2]), ([1.0, 2.0], [1.0, 3.0]), ([[2, 2]] * 2, [2, 2])):
-        message = refusal(make(one), make(other))
+def test_equal_values_are_not_one_value():
+    """Two lanes that both count 2 of each class have counted 4."""
+    for make in (torch.tensor, numpy.array):
+        message = refusal(make([2, 2]), make([2, 2]))
         assert "the lanes had 3, 1 rows and returned shapes" in message
         assert "Equal values do not make it one value: two lanes that count 3 are 6" in message
         assert all(part in message for part in OPTIONS)
+    for empty in (torch.zeros(0, 4), numpy.zeros((0, 2)), []):
+        assert_same(joined(copy.copy(empty), empty), empty)
 
 
-@pytest.mark.parametrize("empty", [torch.zeros(0), torch.zeros(0, 4), numpy.zeros((0, 2)), []])
-def test_no_rows_in_any_lane(empty):
-    """Such as the boxes of images without objects."""
-    found = joined(copy.copy(empty), empty)
-    assert type(found) is type(empty)
-    assert found == [] if type(empty) is list else found.shape == empty.shape
+def test_the_same_object_is_one_value():
+    """A parameter or an uncut argument, without `originals`. Values that cannot be compared need `register_split`."""
+    for shared in (torch.zeros(7), torch.tensor(1.0), numpy.zeros(2)):
+        assert joined({"w": shared}, {"w": shared})["w"] is shared
+        assert joined(shared, shared) is shared
 
+    class Moody:
+        __hash__ = None
 
-# One value of all lanes
+        def __eq__(self, other):
+            raise TypeError
 
-
-@pytest.mark.parametrize("shared", [torch.zeros(7), torch.tensor(1.0), numpy.zeros(2)], ids=["tensor", "0-d", "array"])
-def test_the_same_object_is_returned_unchanged(shared):
-    """A parameter or an uncut argument, without `originals`."""
-    assert joined({"w": shared}, {"w": shared})["w"] is shared
-    assert joined(shared, shared) is shared
+    assert "register_split(Moody, split=..., join=..., rows=...) says how to join them" in refusal(Moody(), Moody())
+    same = Moody()
+    assert joined(same, same) is same
 
 
 def test_copies_become_the_original():
@@ -116,10 +80,9 @@ def test_copies_become_the_original():
     assert joined(one, other, originals=lambda: of_lanes) is original
     assert joined(original, other, originals=lambda: of_lanes) is original
     assert joined(Output(one), Output(other), originals=lambda: of_lanes).logits is original
-    for parts in ((torch.zeros(7), other), (one, torch.zeros(7)), (one, one)):
-        assert "without the rows on dim 0" in refusal(*parts, originals=lambda: of_lanes)
     filled = torch.zeros(7)  # that only the function holds: each lane may have written its rows into it
-    assert "without the rows" in refusal(filled, filled, originals=lambda: of_lanes)
+    for parts in ((torch.zeros(7), other), (one, torch.zeros(7)), (one, one), (filled, filled)):
+        assert "without the rows on dim 0" in refusal(*parts, originals=lambda: of_lanes)
 
 
 def test_single_outputs_hold_originals():
@@ -128,7 +91,6 @@ def test_single_outputs_hold_originals():
     of_lanes = [lambda value: find(id(value))]
     assert joined({"w": made}, sizes=(3,), originals=lambda: of_lanes)["w"] is original
     assert joined(made, sizes=(3,), join="list", originals=lambda: of_lanes)[0] is original
-    assert with_originals(made, of_lanes[0]) is original
     other = [torch.ones(2)]
     assert with_originals(other, of_lanes[0]) is other
     assert with_originals([made, 1], of_lanes[0])[0] is original
@@ -136,58 +98,24 @@ def test_single_outputs_hold_originals():
         with_originals({"layer": torch.nn.Linear(1, 1)}, of_lanes[0])
 
 
-@pytest.mark.parametrize("value", [None, "text", b"bytes", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")])
-def test_equal_values_are_returned_once(value):
-    found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
-    assert found == value
-    assert type(found) is type(value)
-    assert math.isnan(joined({"v": math.nan}, {"v": float("nan")}, out_dims={"v": None})["v"])
+def test_values_without_rows():
+    for value in (None, "text", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")):
+        found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
+        assert_same(found, value)
+    for one, other in (("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1)), (Color.RED, CPU)):
+        message = refusal({"n": one}, {"n": other})
+        assert all(part in message for part in ('output["n"]', *OPTIONS))
 
 
-@pytest.mark.parametrize("values", [("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1)), (Color.RED, CPU)])
-def test_unequal_values_are_refused(values):
-    message = refusal({"n": values[0]}, {"n": values[1]})
-    assert 'output["n"]' in message
-    assert all(part in message for part in OPTIONS)
-
-
-def test_values_that_cannot_be_compared():
-    """The error names `register_split`. The same object in all lanes is returned."""
-
-    class Moody:
-        __hash__ = None
-
-        def __eq__(self, other):
-            raise TypeError
-
-    message = refusal(Moody(), Moody())
-    assert "register_split(Moody, split=..., join=..., rows=...) says how to join them" in message
-    same = Moody()
-    assert joined(same, same) is same
-
-
-# Lists
-
-
-ITEMS = {
-    "texts": ["a", "b", "c", "d"],
-    "numbers": [1, 2, 3, 4],
-    "nones": [None] * 4,
-    "lists": [[1], [2], [], [3]],
-    "tensors": [torch.zeros(n) for n in range(4)],
-    "dicts": [{"k": 1}] * 4,
-}
-
-
-@pytest.mark.parametrize("items", ITEMS.values(), ids=ITEMS)
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_one_item_per_row_is_concatenated(items, kind):
-    found = joined({"labels": kind(items[:3])}, {"labels": kind(items[3:])})["labels"]
-    assert list(map(id, found)) == list(map(id, items))
-    assert type(found) is kind
+def test_lists_with_one_item_per_row(kind):
+    for items in (["a", "b", "c", "d"], [None] * 4, [[1], [2], [], [3]], [torch.zeros(n) for n in range(4)]):
+        found = joined({"labels": kind(items[:3])}, {"labels": kind(items[3:])})["labels"]
+        assert list(map(id, found)) == list(map(id, items))
+        assert type(found) is kind
 
 
-def test_lists_of_one_length_are_joined_by_item():
+def test_lists_are_joined_by_item():
     first, second = rows(3, 1)
     found = joined([first, "name", [first]], [second, "name", [second]])
     assert (found[0].shape, found[1]) == ((4, 2), "name")
@@ -195,32 +123,12 @@ def test_lists_of_one_length_are_joined_by_item():
     assert joined([1, 2], [3, 4], reduce="sum") == [4, 6]
     assert "output[0]" in refusal([1, 2], [3, 4])
     assert 'output[1]["k"]' in refusal([first, {"k": 1}], [second, {"k": 2}])
-
-
-def test_lists_of_other_lengths_are_refused():
     message = refusal({"boxes": ["a", "b"]}, {"boxes": ["c"]})
     assert "the lanes had 3, 1 rows and returned 2, 1 items" in message
     assert all(part in message for part in OPTIONS)
 
 
-# Containers
-
-
-@pytest.mark.parametrize("make", [dict, OrderedDict, Fields, lambda **items: defaultdict(int, **items)])
-def test_mappings_keep_their_types(make):
-    first, second = rows(3, 1)
-    found = joined(make(a=first, b="x"), make(a=second, b="x"))
-    assert type(found) is type(make())
-    assert (found["a"].shape, found["b"]) == ((4, 2), "x")
-
-
-def test_namedtuples_and_dataclasses_keep_their_types():
-    found = joined(*(Pair(Output(part), {"k": [part]}) for part in rows(3, 1)))
-    assert (type(found), type(found.first)) == (Pair, Output)
-    assert (found.first.logits.shape, found.first.loss, found.second["k"][0].shape) == ((4, 2), None, (4, 2))
-
-
-def test_keys_must_agree_in_any_order():
+def test_keys_must_agree():
     """The error names the lane with other keys, and the keys of both lanes."""
     message = refusal({"a": torch.zeros(3)}, {"a": torch.zeros(1)}, {"b": torch.zeros(1)}, sizes=(3, 1, 1))
     for part in ("output cannot be joined", "lane 0 returned a dict with keys ['a']", "lane 2", "'b'", 'join="list"'):
@@ -229,44 +137,14 @@ def test_keys_must_agree_in_any_order():
     assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
 
 
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        (OrderedDict(a=torch.zeros(3), b=torch.ones(3)), OrderedDict(b=torch.ones(1), a=torch.zeros(1))),
-        ({1: torch.zeros(3)}, {"1": torch.zeros(1)}),
-        (deque([torch.zeros(3)], maxlen=2), deque([torch.zeros(1)], maxlen=3)),
-        (defaultdict(lambda: 0, a=torch.zeros(3)), defaultdict(lambda: 0, a=torch.zeros(1))),
-        (namedtuple("Twin", "a")(torch.zeros(3)), namedtuple("Twin", "b")(torch.zeros(1))),
-        ([torch.zeros(3)], (torch.zeros(1),)),
-        ({"a": torch.zeros(3)}, {"a": {"b": torch.zeros(1)}}),
-        (torch.zeros(3), {"a": torch.zeros(1)}),
-    ],
-    ids=["order", "key-types", "deque", "factories", "twins", "list-and-tuple", "leaf-and-dict", "tensor-and-dict"],
-)
-def test_structures_that_differ(outputs):
-    """They are joined to the type of the first, or refused."""
-    try:
-        found = joined(*outputs)
-    except GatherError:
-        return
-    assert type(found) is type(outputs[0])
-
-
-# join="list", and one lane
-
-
-def test_join_list_returns_the_outputs():
-    """Unchanged, also with one lane."""
+def test_outputs_that_stay_unchanged():
+    """With join="list", or of one lane."""
     ragged = [torch.zeros(2, 5), torch.zeros(2, 7)]
     assert all(one is other for one, other in zip(joined(*ragged, join="list"), ragged, strict=True))
     assert joined("only", sizes=(4,), join="list") == ["only"]
-    assert joined(1, "a", join="list") == [1, "a"]
-
-
-@pytest.mark.parametrize("output", [torch.tensor(3), 3, "text", [1, 2], {"loss": 1.5}, Output(torch.zeros(7))])
-@pytest.mark.parametrize("reduce", [None, "mean", "sum"])
-def test_the_output_of_one_lane_is_unchanged(output, reduce):
-    assert joined(output, sizes=(4,), reduce=reduce) is output
+    for output in (torch.tensor(3), 3, "text", [1, 2], {"loss": 1.5}, Output(torch.zeros(7))):
+        for reduce in (None, "mean", "sum"):
+            assert joined(output, sizes=(4,), reduce=reduce) is output
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -275,61 +153,30 @@ def test_nested_tensors_are_refused():
     assert 'a nested tensor has no dim to join on. join="list"' in refusal(nested, nested.clone())
 
 
-# torch.nn.DataParallel's rules
-
-
 def boxes(*counts):
     return [{"boxes": torch.zeros(count, 4)} for count in counts]
 
 
-TWO = torch.zeros(2, 3)
-AS_TORCH = {
-    "tensors": ((torch.zeros(6), torch.zeros(1)), torch.zeros(7)),
-    "equal": (("a", "a"), "a"),
-    "texts": ((["a", "b"], ["c"]), ["a", "b", "c"]),
-    "nones": (([None], [None]), [None]),
-    "heads": (([TWO, TWO], [TWO[:1], TWO[:1]]), [torch.zeros(3, 3)] * 2),
-    "one head": (([TWO], [TWO[:1]]), [torch.zeros(3, 3)]),
-    "detections": ((boxes(5, 3), boxes(4)), boxes(5, 3, 4)),
-    "no detections": ((boxes(0, 0), boxes(0)), boxes(0, 0, 0)),
-    "masks": (([TWO, None], [None]), [TWO, None, None]),
-    "columns": (((["a", "b"], [1, 2]), (["c"], [3])), (["a", "b", "c"], [1, 2, 3])),
-    "tuple": (((TWO, "a"), (TWO[:1], "a")), (torch.zeros(3, 3), "a")),
-    "empty": (([], []), []),
-}
-"""Outputs of shards of 2 rows and 1 row, and what they become."""
-
-
-def assert_equal(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        list(map(assert_equal, one, other))
-    elif isinstance(one, dict):
-        assert_equal(list(one.items()), list(other.items()))
-    else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-@pytest.mark.parametrize(("outputs", "expected"), AS_TORCH.values(), ids=AS_TORCH)
-def test_the_rules_of_torch(outputs, expected):
+def test_the_rules_of_torch():
     """Tensors are concatenated without a check of their rows; lists as torch does, or with one item per row."""
-    assert_equal(joined(*outputs, sizes=(2, 1), as_torch=True, reduce="stack"), expected)
+    for outputs, expected in (
+        ((torch.zeros(6), torch.zeros(1)), torch.zeros(7)),
+        (([torch.zeros(2, 3)] * 2, [torch.zeros(1, 3)] * 2), [torch.zeros(3, 3)] * 2),
+        ((boxes(5, 3), boxes(4)), boxes(5, 3, 4)),
+        (([None, "a"], [None]), [None, "a", None]),
+        (((["a", "b"], [1, 2]), (["c"], [3])), (["a", "b", "c"], [1, 2, 3])),
+    ):
+        assert_same(joined(*outputs, sizes=(2, 1), as_torch=True, reduce="stack"), expected)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "sizes", "text"),
-    [
+def test_refusals_of_the_rules_of_torch():
+    for outputs, sizes, text in (
         ((1, 1), (2, 1), "each lane returned one int (1, 1), and equal numbers do not make it one number"),
         ((["a"], ["b"]), (2, 1), "the lanes had 2, 1 rows and returned a list of 1, 1 items without tensors"),
         ((["a"], ["b"]), None, "gather alone has no row counts to compare with"),
         (([["a", "b"]] * 2, [["c"]]), (2, 1), "both the list and each list in it follow"),
         ((boxes(2, 2), boxes(1)), (2, 1), "returned as many items of type dict, whose tensors have the rows too"),
         (([torch.zeros(5), torch.zeros(3)], [torch.zeros(4)]), None, "lists of tensors of different sizes"),
-    ],
-    ids=["number", "texts", "unknown", "both", "dicts", "gather"],
-)
-def test_refusals_of_the_rules_of_torch(outputs, sizes, text):
-    message = refusal(*outputs, sizes=sizes, as_torch=True, reduce="stack")
-    assert text in message
-    assert joined(*map(torch.tensor, (1.0, 2.0)), sizes=sizes, as_torch=True, reduce="stack").tolist() == [1, 2]
+    ):
+        assert text in refusal(*outputs, sizes=sizes, as_torch=True, reduce="stack")
+    assert joined(*map(torch.tensor, (1.0, 2.0)), sizes=None, as_torch=True, reduce="stack").tolist() == [1, 2]

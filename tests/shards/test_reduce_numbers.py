@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.properties import assume, given, st
-from tests.helpers.shards import OPTIONS, joined, refusal
+from tests.helpers.shards import joined, refusal
 
 numpy = pytest.importorskip("numpy")
 
@@ -24,19 +24,6 @@ def test_a_mean_is_weighted_by_rows(shards, is_tensor):
     assert float(joined(*map(make, values), sizes=sizes, reduce="mean")) == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_gradients_flow_through_a_mean():
-    values = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
-    loss = joined(values[:3].mean(), values[3:].mean(), reduce="mean")
-    loss.backward()
-    assert (loss.ndim, loss.item()) == (0, pytest.approx(values.mean().item()))
-    assert torch.allclose(values.grad, torch.full((4,), 0.25))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_a_mean_keeps_its_dtype(dtype):
-    assert joined(scalar(1, dtype), scalar(2, dtype), scalar(3, dtype), sizes=(2, 2, 1), reduce="mean").dtype == dtype
-
-
 @pytest.mark.parametrize("make", [scalar, float])
 def test_sum_stack_and_a_function(make):
     values = [make(1.0), make(4.0), make(7.0)]
@@ -49,8 +36,8 @@ def test_sum_stack_and_a_function(make):
     assert joined((torch.zeros(1), make(1.5)), sizes=(1,), reduce="stack")[1].tolist() == [1.5]
 
 
-@pytest.mark.parametrize("values", [(1.0, 2.0), (1, 1), (True, True), (scalar(1.0), scalar(1.0)), (scalar(1.0), 2.0)])
-def test_numbers_without_a_reduction_are_refused(values):
+@pytest.mark.parametrize("values", [(1.0, 2.0), (True, True), (scalar(1.0), scalar(1.0)), (scalar(1.0), 2.0)], ids=range(4))
+def test_numbers_without_a_reduction(values):
     """Even equal numbers. The error names every option."""
     message = refusal({"loss": values[0]}, {"loss": values[1]})
     for part in ('output["loss"]', 'reduce="mean"', '"sum"', '"stack"', "a function", "out_dims=None"):
@@ -58,28 +45,16 @@ def test_numbers_without_a_reduction_are_refused(values):
     assert f"({values[0]!r}, {values[1]!r})" in message
 
 
-def test_only_four_numbers_are_shown():
-    assert "(1, 2, 3, 4, ...)" in refusal(1, 2, 3, 4, 5, sizes=(2, 1, 1, 1, 1))
-    assert "(1, 2, 3, 4)" in refusal(1, 2, 3, 4, sizes=(2, 1, 1, 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, None])
-def test_counts_and_flags_have_no_mean(dtype):
-    """The error names the other reductions."""
-    values = (1, 0) if dtype is None else (scalar(1, dtype), scalar(0, dtype))
-    message = refusal(*values, reduce="mean")
-    for part in ("int" if dtype is None else str(dtype), "has no mean", 'reduce="sum"', 'reduce="stack"', "a function"):
-        assert part in message
-    assert joined(*values, reduce="stack").tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("make", [bool, lambda value: scalar(value, torch.bool)])
-def test_a_flag_has_no_sum(make):
-    assert "torch.any" in refusal(make(1), make(0), reduce="sum")
-    assert joined(make(1), make(0), reduce=torch.any).item() is True
-
-
-def test_scalars_of_numpy_are_numbers():
+def test_counts_and_flags_have_no_mean():
+    """The error names the other reductions. A flag has no sum either."""
+    for make in (int, lambda value: scalar(value, torch.int64), lambda value: scalar(value, torch.bool)):
+        message = refusal(make(1), make(0), reduce="mean")
+        for part in (str(getattr(make(1), "dtype", "int")), "has no mean", 'reduce="sum"', 'reduce="stack"', "a function"):
+            assert part in message
+        assert joined(make(1), make(0), reduce="stack").tolist() == [1, 0]
+    for make in (bool, lambda value: scalar(value, torch.bool)):
+        assert "torch.any" in refusal(make(1), make(0), reduce="sum")
+        assert joined(make(1), make(0), reduce=torch.any).item() is True
     assert "float64" in refusal(numpy.float64(1), numpy.float64(2))
     assert joined(numpy.float64(2), numpy.float64(10), reduce="mean") == pytest.approx(4)
     assert joined(numpy.int64(2), numpy.int64(10), reduce="sum") == 12
@@ -98,35 +73,21 @@ def test_squeezed_rows_are_refused(reduce):
     assert joined(scalar(1.0), sizes=(1,), reduce=reduce) == 1
 
 
-# Tensors and arrays without rows
-
-
-@pytest.mark.parametrize("make", [torch.tensor, numpy.array])
-def test_named_tables_are_summed(make):
+def test_named_tables_are_summed():
     """A confusion matrix, say. The rows of other outputs are joined as usual."""
-    outputs = [{"y": torch.zeros(rows), "t": make([[rows, 0], [0, 1]])} for rows in (3, 1)]
-    found = joined(*outputs, reduce={"t": "sum"})
-    assert (found["y"].shape, found["t"].tolist()) == ((4,), [[4, 0], [0, 2]])
-    assert 'output["t"]' in refusal(*outputs)
+    for make in (torch.tensor, numpy.array):
+        outputs = [{"y": torch.zeros(rows), "t": make([[rows, 0], [0, 1]])} for rows in (3, 1)]
+        found = joined(*outputs, reduce={"t": "sum"})
+        assert (found["y"].shape, found["t"].tolist()) == ((4,), [[4, 0], [0, 2]])
+        assert 'output["t"]' in refusal(*outputs)
 
 
-def test_whole_outputs_are_reduced_if_they_have_no_rows():
+def test_reduced_tensors_and_arrays():
     """With `reduce` for a whole output, a tensor with the rows is joined, and any other is reduced."""
     assert joined(torch.ones(2), torch.ones(2), reduce="sum").tolist() == [2, 2]
     assert joined(torch.ones(2), torch.ones(2), reduce="stack").shape == (2, 2)
     assert joined(torch.ones(3), torch.ones(1), reduce="sum").shape == (4,)
     assert "which reduce cannot put together" in refusal(torch.ones(2), torch.ones(3), reduce="sum")
-
-
-def test_arrays_can_only_be_summed():
-    tables = [{"t": numpy.ones(2)}, {"t": numpy.ones(2)}]
-    assert 'an array can only be reduced by "sum"' in refusal(*tables, reduce={"t": "mean"})
-    shapes = [{"t": numpy.ones(2)}, {"t": numpy.ones(3)}]
-    assert "which reduce cannot put together" in refusal(*shapes, reduce={"t": "sum"})
-
-
-def test_declared_equal_numbers_are_returned_once():
-    assert joined(3, 3, out_dims=None, reduce="sum") == 3
-    message = refusal(3, 4, out_dims=None, reduce="sum")
-    assert "the lanes had 3, 1 rows and returned different values, of values 3, 4" in message
-    assert all(part in message for part in OPTIONS)
+    tables = [{"t": numpy.ones(2)}, {"t": numpy.ones(2)}, {"t": numpy.ones(3)}]
+    assert 'an array can only be reduced by "sum"' in refusal(*tables[:2], reduce={"t": "mean"})
+    assert "which reduce cannot put together" in refusal(*tables[1:], reduce={"t": "sum"})

@@ -8,7 +8,6 @@ from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, register_split
-from parawrap.shards._register_split import splitter_of
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 
@@ -41,7 +40,7 @@ def registered(base=object):
 
 
 @pytest.mark.parametrize("base", [object, list])
-def test_a_registered_class_is_cut_and_joined(base):
+def test_registered_classes(base):
     """With the batch, as the batch, and in outputs, also if the class is a container."""
     words = registered(base)
     shards = cut(Cutter(), torch.zeros(3), {"w": [words("abc")]})
@@ -51,31 +50,30 @@ def test_a_registered_class_is_cut_and_joined(base):
     assert [shard.rows for shard in cut(Cutter(), words("abcde"), lanes=3)] == [2, 2, 1]
 
 
-@pytest.mark.parametrize("held", ["ab", [torch.zeros(1), torch.zeros(2)]], ids=["texts", "tensors"])
-def test_a_class_can_be_registered_late(held):
+def test_a_class_can_be_registered_late():
     """Its values are refused before, and cut afterwards, by the same cutter."""
-    words, split, join = new_class()
-    used, value = Cutter(), words(held)
-    says = "a state that each lane would change" if held == "ab" else "register_split(Words, split=..., join=...)"
-    assert says in uncut(used, torch.zeros(2), value)
-    register_split(words, split=split, join=join)
-    assert cut(used, torch.zeros(2), value)[1].args[1].items == [held[1]]
+    for held, says in (
+        ("ab", "a state that each lane would change"),
+        ([torch.zeros(1)] * 2, "register_split(Words, split="),
+    ):
+        words, split, join = new_class()
+        used, value = Cutter(), words(held)
+        assert says in uncut(used, torch.zeros(2), value)
+        register_split(words, split=split, join=join)
+        assert cut(used, torch.zeros(2), value)[1].args[1].items == [held[1]]
 
 
-def test_rows_can_replace_len():
+def test_rows_and_split_of_a_class():
     class Table:
-        def __init__(self, height):
-            self.height = height
+        height = 5
 
-    register_split(
-        Table,
-        split=lambda table, sizes: [Table(size) for size in sizes],
-        join=lambda parts: Table(sum(part.height for part in parts)),
-        rows=lambda table: table.height,
-    )
-    shards = cut(Cutter(), Table(5))
-    assert [shard.args[0].height for shard in shards] == [3, 2]
-    assert joined(*(shard.args[0] for shard in shards), sizes=(3, 2)).height == 5
+    register_split(Table, split=lambda _, sizes: list(sizes), join=sum, rows=lambda table: table.height)
+    shards = cut(Cutter(), Table())
+    assert [shard.args[0] for shard in shards] == [3, 2]
+    words, _, join = new_class()
+    register_split(words, split=lambda value, sizes: [value] * 3, join=join)
+    with pytest.raises(ShardError, match="the split of Words returned 3 parts for 2 sizes"):
+        cut(Cutter(), torch.zeros(4), words("abcd"))
 
 
 def test_registered_rows_must_agree():
@@ -88,53 +86,33 @@ def test_registered_rows_must_agree():
     assert joined(*outputs, as_torch=True).items == ["a", "b", "c"]
     assert joined(*outputs, out_dims=None) is outputs[0]
     assert joined(words(""), words("")).items == []
-
-
-@pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_split_must_return_one_part_per_size(wrong):
-    words, _, join = new_class()
-    register_split(words, split=lambda value, sizes: [value] * wrong, join=join)
-    with pytest.raises(ShardError, match=f"the split of Words returned {wrong} parts for 2 sizes"):
-        cut(Cutter(), torch.zeros(4), words("abcd"))
-
-
-def test_one_registered_value_is_returned_once():
-    """From all lanes, and from one."""
     value = registered()("ab")
     assert joined(value, value, sizes=(2, 2)) is value
     assert joined([value], sizes=(2,), device=CPU)[0] is value
     assert joined([value], sizes=(2,), device=CPU, reduce="stack")[0] is value
 
 
-# Packed sequences
-
-
 lengths = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 
 
 @given(lengths, st.integers(1, 4), st.booleans())
-def test_packed_sequences_keep_their_order(lengths, lanes, is_sorted):
+def test_packed_sequences_keep_order(lengths, lanes, is_sorted):
     """Parts are whole sequences in the caller's order; the joined data, order, and indices are those of the original."""
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
-    sequences = [torch.randn(length, 2) for length in lengths]
+    sequences = [torch.randn(length, 2, requires_grad=True) for length in lengths]
     packed = rnn.pack_sequence(sequences, enforce_sorted=is_sorted)
     shards = cut(Cutter(), packed, lanes=lanes)
     parts = [shard.args[0] for shard in shards]
     assert all(map(torch.equal, [each for part in parts for each in rnn.unpack_sequence(part)], sequences))
     assert not is_sorted or {part.sorted_indices for part in parts} == {None}
     found = joined(*parts, sizes=tuple(shard.rows for shard in shards), out_dims=0)
+    found.data.sum().backward()
+    assert all(torch.equal(each.grad, torch.ones_like(each)) for each in sequences)
     for one, other in zip(found, packed, strict=True):
         assert one is other is None or torch.equal(one, other)
 
 
-def test_gradients_flow_through_packed_sequences():
-    x = torch.ones(3, requires_grad=True)
-    packed = rnn.pack_sequence([x, x[:2] * 2])
-    sum(shard.args[0].data.sum() for shard in cut(Cutter(), packed)).backward()
-    assert x.grad.tolist() == [3, 3, 1]
-
-
-def test_packed_sequences_follow_the_options():
+def test_options_of_packed_sequences():
     """`in_dims` and `out_dims` of None, a wrong row count, one object from all lanes, and another output device."""
     packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
     for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):
@@ -145,16 +123,3 @@ def test_packed_sequences_follow_the_options():
     assert joined({"p": packed}, {"p": packed})["p"] is packed
     for outputs in ([packed], [packed, again]):
         assert joined(*outputs, sizes=(2,) * len(outputs), device=META).data.device == META
-
-
-# Plain sequences
-
-
-@given(st.text(max_size=8), st.integers(0, 8), st.sampled_from([list, tuple, str]))
-def test_sequences_are_cut_by_slices(text, place, kind):
-    value, rules = kind(text), splitter_of(text)
-    sizes = (min(place, len(text)), len(text) - min(place, len(text)))
-    parts = rules.split(value, sizes)
-    assert (tuple(map(len, parts)), rules.rows(value)) == (sizes, len(text))
-    assert rules.join(parts) == value
-    assert rules.to([torch.zeros(1), "a"], META)[0].device == META

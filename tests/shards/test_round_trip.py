@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+import math
+from collections import OrderedDict, namedtuple
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,20 +18,13 @@ from tests.helpers.shards import CPU
 
 rules = st.sampled_from([balanced, uneven, equal])
 Pair = namedtuple("Pair", "first second")
-DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
-    *(torch.int64, torch.uint8, torch.bool),
-]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
     value: Any
     label: str = "a record"
-
-
-class Fields(UserDict):
-    """A Mapping that is not a dict."""
 
 
 class Tagged(list):
@@ -39,13 +34,11 @@ class Tagged(list):
 def tensors(rows: int, dim: int):
     """Strategy for tensors with `rows` rows on `dim` and different numbers in each row."""
 
-    def made(rest: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        shape = list(rest)
-        shape.insert(len(shape) if dim == -1 else dim, rows)
-        return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    def made(rest: list[int], dtype: torch.dtype) -> torch.Tensor:
+        shape = [*rest, rows] if dim == -1 else [*rest[:dim], rows, *rest[dim:]]
+        return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
 
-    rests = st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2).map(tuple)
-    return st.builds(made, rests, st.sampled_from(DTYPES))
+    return st.builds(made, st.lists(st.integers(1, 3), min_size=1 if dim == 1 else 0, max_size=2), st.sampled_from(DTYPES))
 
 
 def trees(leaves):
@@ -53,7 +46,7 @@ def trees(leaves):
         few = st.lists(values, min_size=1, max_size=3)
         items = st.dictionaries(st.sampled_from("abcd"), values, min_size=1, max_size=3)
         pairs = st.builds(Pair, values, values) | st.builds(Record, values)
-        return few | few.map(tuple) | items | items.map(OrderedDict) | items.map(Fields) | pairs
+        return few | few.map(tuple) | items | items.map(OrderedDict) | pairs
 
     return st.recursive(leaves, grown, max_leaves=6)
 
@@ -76,27 +69,18 @@ def cut(call, sizes):
     return flat, plan, plan.scatter(flat, [CPU] * len(plan.sizes))
 
 
-class Mark:
-    """A leaf that holds the dim of another leaf."""
-
-    def __init__(self, dim):
-        self.dim = dim
-
-
 def declared(plan, value):
     """Return the tree of `out_dims` for the call itself: the dim of each cut leaf, and None for the other leaves."""
     leaves, spec = flatten(value)
-    return as_tree(unflatten(spec, list(map(Mark, plan.dims[: len(leaves)]))))
+    return as_tree(unflatten(spec, [SimpleNamespace(dim=dim) for dim in plan.dims[: len(leaves)]]))
 
 
 def as_tree(value):
-    if isinstance(value, Mark):
+    if isinstance(value, SimpleNamespace):
         return value.dim
     if isinstance(value, Mapping):
         return {key: as_tree(below) for key, below in value.items()}
-    if isinstance(value, Record):
-        return {"value": as_tree(value.value), "label": as_tree(value.label)}
-    return tuple(map(as_tree, value))
+    return as_tree(vars(value)) if isinstance(value, Record) else tuple(map(as_tree, value))
 
 
 def same(one, other):
@@ -118,25 +102,21 @@ def is_number(leaf):
 
 @given(calls(), rules)
 def test_joined_shards_are_the_call(call, sizes):
-    """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes."""
+    """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes.
+
+    Without `out_dims`, uneven shards are joined to the call if it holds neither numbers nor lists.
+    """
     value = call[:2]
     flat, plan, shards = cut(call, sizes)
     assert len(shards) == len(plan.sizes) <= call[4]
     assert [shard.rows for shard in shards] == list(plan.sizes) == list(sizes(plan.rows, call[4]))
     assert plan.rows in (call[2], 0, 1)
-    for shard in shards:
-        for leaf, dim, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, flat.leaves, strict=True):
+    leaves = [flatten((shard.args, shard.kwargs))[0] for shard in shards]
+    for shard, found in zip(shards, leaves, strict=True):
+        for leaf, dim, original in zip(found, plan.dims, flat.leaves, strict=True):
             assert leaf is original if dim is None else leaf.shape[dim] == shard.rows
     rules = JoinRules(call[3], out_dims=declared(plan, value))
     assert_same(join([(shard.args, shard.kwargs) for shard in shards], plan.sizes, rules), value)
-
-
-@given(calls())
-def test_sizes_that_differ_show_the_rows(call):
-    """Without `out_dims`, uneven shards are joined to the call if it holds neither numbers nor lists."""
-    _, plan, shards = cut(call, uneven)
-    if len(plan.sizes) == 1:
-        return
-    outputs = [Tagged(leaf for leaf in flatten((each.args, each.kwargs))[0] if not is_number(leaf)) for each in shards]
-    whole = Tagged(leaf for leaf in flatten(call[:2])[0] if not is_number(leaf))
-    assert_same(join(outputs, plan.sizes, JoinRules(call[3])), whole)
+    if sizes is uneven and len(shards) > 1:
+        outputs = [Tagged(leaf for leaf in found if not is_number(leaf)) for found in (*leaves, flat.leaves)]
+        assert_same(join(outputs[:-1], plan.sizes, JoinRules(call[3])), outputs[-1])
