@@ -99,7 +99,7 @@ class _Queue:
             threading.Thread(target=self._serve, name="parawrap-launch-map", daemon=True).start()
 
     def _serve(self) -> None:
-        while (started := self._started()) is not None:
+        while (started := self._start_next()) is not None:
             running, future = started
             try:
                 future.set_result(running.results())
@@ -108,7 +108,7 @@ class _Queue:
             with self._access:
                 self._running.discard(running)
 
-    def _started(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
+    def _start_next(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
         """Launch the next job that can be launched; return None if no job is left."""
         with self._access:
             while self._waiting:

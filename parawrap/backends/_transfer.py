@@ -35,14 +35,14 @@ def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     if tensor.device.type != "cpu":
         _record(tensor)  # the reading stream may differ from the allocating stream
-    staged = _staged(tensor, device)
+    staged = _stage(tensor, device)
     return staged.to(device, non_blocking=_may_be_queued(staged, device))
 
 
 def bring_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `tensor` into `target` on another device, in the same way as `bring`."""
     _record(tensor)
-    staged = _staged(tensor, target.device)
+    staged = _stage(tensor, target.device)
     target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))
 
 
@@ -96,8 +96,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return backend_of(device.type).pinned(tensor) if _needs_staging(tensor) else tensor
+def _stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return backend_of(device.type).pin(tensor) if _needs_staging(tensor) else tensor
 
 
 def _may_be_queued(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from parawrap.backends import drop_own_frames
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import ChunkCall, Ready, failed_future
+from parawrap.engine._session import ChunkCall, Ready, make_failed_future
 from parawrap.errors import SessionError, add_note
 
 __all__ = ["Stream", "StreamOptions", "stream"]
@@ -88,9 +88,9 @@ def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: Strea
                 failure = error
                 break
             while len(flying) > options.buffersize - options.chunksize:
-                yield _landed(flying.popleft(), options)
+                yield _finish(flying.popleft(), options)
         while flying:
-            yield _landed(flying.popleft(), options)
+            yield _finish(flying.popleft(), options)
         if failure is not None:
             raise failure
     finally:
@@ -181,7 +181,7 @@ class _Submitter:
             self._ready = self._ready or self._session.get_ready()
             return self._session.submit(*self._call(number, batch), self._prepare, self._ready)
         except Exception as error:  # noqa: BLE001
-            return failed_future(error)
+            return make_failed_future(error)
 
     def submit_together(self, chunk: Sequence[_Read]) -> Sequence[Future[Any]]:
         """Submit batches in one message. Return nothing if that is refused: each batch then gets its own error."""
@@ -214,7 +214,7 @@ def _hint(batch: Any) -> str | None:
     return None
 
 
-def _landed(flight: _Flight, options: StreamOptions) -> Any:
+def _finish(flight: _Flight, options: StreamOptions) -> Any:
     """Wait for a batch, and return what the stream yields for it."""
     number, future, batch, hint = flight
     try:

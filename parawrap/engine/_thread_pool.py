@@ -176,11 +176,11 @@ class ThreadPool:
         copy = copies[lane.index]
         if call.prepare is not None:
             call.make_arguments(lane.index)
-        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        function = call.record_call(lane.index, self._function(call.entry, copy, whole=True))
         return call.finish(function(*call.args, **call.kwargs), call, copy, lane.index)
 
     def _run_placed(self, call: WholeCall, copy: LaneReplica, lane: Lane) -> Any:
-        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        function = call.record_call(lane.index, self._function(call.entry, copy, whole=True))
         return call.finish(call.run_placed(function, lane.device), call, copy, lane.index)
 
 

@@ -41,7 +41,9 @@ class Places:
         self.only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
         self._changed: Moment = {}
 
-    def placed(self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
+    def place_tasks(
+        self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]
+    ) -> Sequence[Task]:
         """Return tasks that run on the device and the streams of their lanes, after the work that the caller queued."""
         moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
         if not moment:
@@ -51,7 +53,9 @@ class Places:
             for lane, task in zip(lanes, tasks, strict=True)
         ]
 
-    def staged(self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
+    def stage_task(
+        self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]
+    ) -> Task:
         """Return the task, with the stage before it, in the same way. Its value is returned with events that it follows."""
         moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
         if not moment:

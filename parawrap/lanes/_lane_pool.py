@@ -300,10 +300,10 @@ class LanePool:
         """
         with intra_op_threads(None if turns else self.threads):
             if self._places.only_cpu and not sources:
-                return self._run_groups(self._grouped(tasks, modes, turns))
+                return self._run_groups(self._group_tasks(tasks, modes, turns))
             lanes = self.lanes[: len(tasks)]
             try:
-                return self._run_groups(self._grouped(self._places.placed(lanes, tasks, sources), modes, turns))
+                return self._run_groups(self._group_tasks(self._places.place_tasks(lanes, tasks, sources), modes, turns))
             finally:
                 if not modes.grad:
                     self._places.wait_for(lanes)
@@ -327,7 +327,7 @@ class LanePool:
             record_use(flatten(values)[0])
         return values
 
-    def _grouped(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
+    def _group_tasks(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
         """Return the tasks of each thread, each under the modes of the caller."""
         home = self._places.home
         groups: dict[object, _Group] = {}
@@ -384,7 +384,7 @@ class LanePool:
         `stage` runs before it; if the device can, next to the lane's earlier work.
         """
         future = LaneFuture()
-        work = partial(modes.run, self._places.staged(lane, task, stage, sources), lane.device, self.home)
+        work = partial(modes.run, self._places.stage_task(lane, task, stage, sources), lane.device, self.home)
         errand = _Queued(lambda _: work(), future)
         lane.given += 1
         if modes.profiling:

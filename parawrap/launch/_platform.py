@@ -22,7 +22,7 @@ from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
 from parawrap.launch._launcher_registry import LAUNCHERS
-from parawrap.launch._world import surrounding_world
+from parawrap.launch._world import find_world
 
 if TYPE_CHECKING:
     from parawrap.launch.coordinator._ranks import Ranks
@@ -370,7 +370,7 @@ def _check_launcher(platform: Platform) -> None:
 
 def _starts_here(platform: Platform) -> bool:
     """True if this process starts the ranks on this machine."""
-    return platform.launcher == "local" or (platform.launcher is None and surrounding_world() is None)
+    return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
 
 
 def _check_backend(given: object, name: str) -> None:
@@ -412,7 +412,7 @@ def _set_print_ranks(platform: Platform) -> None:
 
 def _open_world_size(platform: Platform) -> int:
     """Return the number of ranks. If the platform leaves it open, it is the size of the surrounding world."""
-    world = surrounding_world()
+    world = find_world()
     joins = not _starts_here(platform) and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
     return world.world_size if world is not None and joins else platform.world_size
 

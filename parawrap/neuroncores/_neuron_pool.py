@@ -136,7 +136,7 @@ class NeuronPool:
         with self._placed.in_use():
             call.make_arguments(lane.index)
             function = call.entry.of(self._placed.on(cores[lane.index % len(cores)]))
-            output = self._run_chunks(*call.flatten(), call.recorded(lane.index, function))
+            output = self._run_chunks(*call.flatten(), call.record_call(lane.index, function))
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
     def _run_chunks(self, plan: ShardPlan, flat: FlatCall, function: Callable[..., Any]) -> Any:

@@ -67,7 +67,7 @@ class _VendorRuntime(NeuronRuntime):
     ) -> torch.jit.ScriptModule:
         """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
         example = ExampleCall.of(model, example_inputs, example_kwarg_inputs)
-        trace = self._documented("trace")
+        trace = self._find_documented("trace")
         if example_kwarg_inputs is not None:
             self._refuse_without(trace, "example_kwarg_inputs")
         signature = _observe(model, example)
@@ -93,7 +93,7 @@ class _VendorRuntime(NeuronRuntime):
                 "model again with that runtime, or set PARAWRAP_NEURON_RUNTIME=host"
             )
             raise DeviceUnavailableError(msg)
-        context = self._documented("neuron_cores_context")
+        context = self._find_documented("neuron_cores_context")
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
         for part, copied in zip(parts, loaded, strict=True):
@@ -114,7 +114,7 @@ class _VendorRuntime(NeuronRuntime):
             )
             raise DeviceUnavailableError(msg)
 
-    def _documented(self, name: str) -> Any:
+    def _find_documented(self, name: str) -> Any:
         """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
         for module in (self._vendor, getattr(self._vendor, "experimental", None)):
             found = getattr(module, name, None)
@@ -145,7 +145,7 @@ class TorchNeuronx(_VendorRuntime):
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
         """Call the vendor's function. Its runtime cuts and fills the chunks."""
         try:
-            self._documented("dynamic_batch")(part)
+            self._find_documented("dynamic_batch")(part)
         except (ValueError, RuntimeError) as error:
             raise no_dynamic_batching(error) from error
 

@@ -26,7 +26,7 @@ class Parcel:
         if tensors:
             backend_of(tensors[0].device.type).flush(tensors)  # all at once: otherwise each pack computes its part again
         self._tensors = tensors
-        self._packs = [(pack, _packed([tensors[index] for index in pack])) for pack in _packs(tensors)]
+        self._packs = [(pack, _pack([tensors[index] for index in pack])) for pack in _packs(tensors)]
         packed = {index for pack, _ in self._packs for index in pack}
         self._single = [index for index in range(len(tensors)) if index not in packed]
 
@@ -80,7 +80,7 @@ def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [pack for pack in packs if len(pack) > 1]
 
 
-def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

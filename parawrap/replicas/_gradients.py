@@ -78,7 +78,7 @@ class Mirror:
         """Make new links at the next use."""
         self._links = {}
 
-    def linked(self, original: torch.Tensor) -> torch.Tensor:
+    def link(self, original: torch.Tensor) -> torch.Tensor:
         """Return the copy of a parameter. Its gradients reach the parameter."""
         key = id(original)
         if not original.requires_grad:

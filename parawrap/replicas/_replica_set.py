@@ -386,7 +386,7 @@ def _refuse_left_behind(survey: Survey) -> None:
             raise ReplicaError(msg)
 
 
-def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
+def _iterate_registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
     """Yield the parameters and buffers of all modules, with the module and the name; else a tensor in a plain attribute."""
     found = False
     for node in survey.modules:
@@ -399,12 +399,12 @@ def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
 
 
 def _find_first_tensor(survey: Survey) -> torch.Tensor | None:
-    return next((tensor for *_, tensor in _registered(survey)), None)
+    return next((tensor for *_, tensor in _iterate_registered(survey)), None)
 
 
 def _refuse_meta(survey: Survey, home: torch.device | None) -> None:
     if home is not None and home.type == "meta":
-        node, name, _ = next(_registered(survey))
+        node, name, _ = next(_iterate_registered(survey))
         msg = f"no replica of the module can be made: {node.path_of(name)!r} is on the meta device and has no data to copy"
         raise ReplicaError(msg)
 
@@ -423,7 +423,7 @@ def _refuse_cuda_graphs(survey: Survey, devices: Collection[torch.device]) -> No
 
 def _home_of(survey: Survey) -> torch.device | None:
     first: tuple[Node, str, torch.Tensor] | None = None
-    for node, name, tensor in _registered(survey):
+    for node, name, tensor in _iterate_registered(survey):
         if first is None:
             first = node, name, tensor
         elif tensor.device != first[2].device:

@@ -79,7 +79,7 @@ class LocalWorker:
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
-        known = self._ending()
+        known = self._find_ending()
         self.close()
         signal, code = (known.signal, known.exit_code) if isinstance(known, RankDiedError) else (None, None)
         how = f"was killed by {getattr(signal, 'name', signal)}" if signal is not None else f"exited with code {code or 0}"
@@ -96,10 +96,10 @@ class LocalWorker:
         """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
         self._line.close()
         if not at_once:
-            self._ending()
+            self._find_ending()
         self._launch.cancel()
 
-    def _ending(self) -> BaseException | None:
+    def _find_ending(self) -> BaseException | None:
         """Return how the launch ended. A process that closed its connection and still runs is not waited for."""
         try:
             self._launch.results(_LAST_S)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parawrap.launch import pickled_apart, traceback_of, unpack_from
+from parawrap.launch import pickle_apart, traceback_of, unpack_from
 from parawrap.workers._server import Server, pack_error
 
 __all__ = ["Actor", "Parcel"]
@@ -44,17 +44,17 @@ class Actor:
     def _answer(self, word: str, load: Callable[[], Any]) -> tuple[bool, int, Parcel]:
         start = perf_counter_ns()
         try:
-            value = packed_apart(self._server.answer(word, load()), "the output")
+            value = pack_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
             return True, perf_counter_ns() - start, (pack_error(error), [traceback_of(error)])
         return False, perf_counter_ns() - start, value
 
 
-def packed_apart(value: Any, address: str) -> Parcel:
+def pack_apart(value: Any, address: str) -> Parcel:
     """Return a pickle and its buffers, as Ray takes them. Raises UnsendableError."""
     import numpy as np
 
-    pickled, buffers = pickled_apart(value, address)
+    pickled, buffers = pickle_apart(value, address)
     return bytes(pickled), [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from parawrap.errors import UnsendableError
 from parawrap.lanes import Lane, Modes
-from parawrap.launch import pickled_apart
+from parawrap.launch import pickle_apart
 from parawrap.workers._server import Answered, Call, Returned, SentModes, SentWarning, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
@@ -61,7 +61,7 @@ class CallRequest(Request):
         try:
             worker.send(self.number, "call", fields, "the call")
         except UnsendableError:
-            pickled_apart({"args": self._call.args, "kwargs": self._call.kwargs}, "")  # raises with the argument's address
+            pickle_apart({"args": self._call.args, "kwargs": self._call.kwargs}, "")  # raises with the argument's address
             raise
         worker.function = function
 

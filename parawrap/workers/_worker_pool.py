@@ -32,7 +32,7 @@ from parawrap.workers._build import Build
 from parawrap.workers._given_arguments import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
-from parawrap.workers._server import Call, Returned, pickled_function
+from parawrap.workers._server import Call, Returned, pickle_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
 __all__ = ["WorkerPool", "Workers"]
@@ -197,7 +197,7 @@ class WorkerPool:
             raise SessionError(msg)
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
-        prepare = None if call.prepare is None else self._numbered(call.prepare)
+        prepare = None if call.prepare is None else self._number_function(call.prepare)
         given = GivenArguments(call.args, call.kwargs)  # now: the caller may change the arguments
         request = CallRequest(sent, partial(self._finish, call, given), prepare, is_inference=modes.inference)
         rows = call.rows  # counted now: the caller may change the arguments
@@ -283,15 +283,15 @@ class WorkerPool:
             if returned.buffers:
                 with self._changing:
                     self._model.take_buffers(returned.buffers)
-            return Outcome(self._landed(returned, GivenArguments(call.args, call.kwargs)))
+            return Outcome(self._take_output(returned, GivenArguments(call.args, call.kwargs)))
         except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
             return Outcome(error=refused)
 
     def _finish(self, call: WholeCall, given: GivenArguments, returned: Returned, lane: Lane) -> Any:
-        output = self._landed(returned, given)
+        output = self._take_output(returned, given)
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
-    def _landed(self, returned: Returned, given: GivenArguments) -> Any:
+    def _take_output(self, returned: Returned, given: GivenArguments) -> Any:
         """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
         warn_again(returned.warned)
         given.take(returned.written, returned.changed)
@@ -307,9 +307,9 @@ class WorkerPool:
         if any(parameter.requires_grad for parameter in self._parameters):
             raise SessionError(_GRADIENTS.format("a parameter of the model"))
 
-    def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
+    def _number_function(self, prepare: Prepare) -> tuple[int, bytes]:
         """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""
-        pickled = pickled_function(prepare, "prepare")
+        pickled = pickle_function(prepare, "prepare")
         if pickled != self._prepare[1]:
             self._prepare = next(self._prepares), pickled
         return self._prepare

@@ -122,12 +122,12 @@ class Attempts:
                 wants_more = self._wants_more()
                 is_unfinished = wants_more or self._may_restart()
                 if self._cancelled and is_unfinished:
-                    return self._ending(cancelled=True)
+                    return self._make_ending(cancelled=True)
                 elsewhere = self._requeues and (wants_more or self._preempted or self._has_lost_a_node())
                 if is_unfinished and not wants_more:
                     self.failures += 1
                 if not is_unfinished or elsewhere:
-                    return self._ending(requeued=is_unfinished)
+                    return self._make_ending(requeued=is_unfinished)
                 self._history.append(f"attempt {self.restart} {self._summary()}")
                 self.restart += 1
                 self._attempt = self._next_attempt()
@@ -199,7 +199,7 @@ class Attempts:
         self._preempted = True
         self._attempt.preempt(ends_late=ends_late)
 
-    def _ending(self, *, requeued: bool = False, cancelled: bool = False) -> Ending:
+    def _make_ending(self, *, requeued: bool = False, cancelled: bool = False) -> Ending:
         attempt = self._attempt
         return Ending(
             outcomes=attempt.outcomes(),

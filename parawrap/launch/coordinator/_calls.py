@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from parawrap.errors import LaunchError, SessionError
 from parawrap.launch._platform import Platform
-from parawrap.launch._system_limits import explained
+from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._interruptible_event import Latch
@@ -242,7 +242,7 @@ class Calls:
         self.ended_in = self._current.call.name if self._current is not None else ""
         current, self._current = self._current, None
         if current is not None:
-            self._finish(current, self._ending_with(current, ending))
+            self._finish(current, self._make_ending(current, ending))
         self._fail_queue()
         self.ready.set()
         self.idle.set()
@@ -321,7 +321,7 @@ class Calls:
                 except SessionError as error:  # no room for its tensors
                     refused[state.rank] = error
                 except OSError as error:
-                    msg = f"the call of {call.name} cannot be sent to rank {state.rank}: {explained(error)}"
+                    msg = f"the call of {call.name} cannot be sent to rank {state.rank}: {explain_error(error)}"
                     refused[state.rank] = LaunchError(msg)
         return refused
 
@@ -525,7 +525,7 @@ class Calls:
         self._finish(current, ending)
         self._start_next()
 
-    def _ending_with(self, current: _Current, ending: Ending | BaseException) -> Ending:
+    def _make_ending(self, current: _Current, ending: Ending | BaseException) -> Ending:
         """Return how a call ended that the end of its ranks has ended."""
         if isinstance(ending, BaseException):
             return Ending({}, broken=f"the ranks ended: {ending}")

@@ -212,7 +212,7 @@ class Coordinator:
     def _is_over(self) -> bool:
         return all(guard.is_over for guard in self._guards)
 
-    def _living(self) -> list[RankState]:
+    def _list_living(self) -> list[RankState]:
         return [state for state in self._states if state.is_alive]
 
     # -- the clock
@@ -261,7 +261,7 @@ class Coordinator:
 
     def _end_with_stacks(self) -> None:
         """Request the stacks of every rank, then end the ranks."""
-        for state in self._living():
+        for state in self._list_living():
             if state.is_running and (self._calls is None or self._calls.is_running(state.rank)):
                 state.stacks = _NO_ANSWER if state.pid else _NOT_STARTED
                 state.request_stacks()
@@ -279,11 +279,11 @@ class Coordinator:
             self._kill()
 
     def _kill(self) -> None:
-        for state in self._living():
+        for state in self._list_living():
             state.kill()
 
     def _request_stacks(self) -> None:
-        for state in self._living():
+        for state in self._list_living():
             state.request_stacks()
 
     # -- reports from guards
@@ -325,7 +325,7 @@ class Coordinator:
         state.is_alive = False
         state.began["end"] = time.time()
         if state.outcome is None:
-            self._settle(state, self._died(state, code, lost_with))
+            self._settle(state, self._judge_death(state, code, lost_with))
 
     def on_trouble(self, what: str) -> None:
         self.broken = self.broken or what
@@ -348,8 +348,8 @@ class Coordinator:
         self._standstill.hint()
         self._end_deadlock()
 
-    def _died(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
-        ended_by_us = state.ordered_to_end and not lost_with and _caused_by_order(state, code)
+    def _judge_death(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
+        ended_by_us = state.ordered_to_end and not lost_with and _is_caused_by_order(state, code)
         if ended_by_us or self.broken is not None:  # a failing node may have missed the rank's last message
             return Ended(time.time())
         last_words = state.transcript.last_words(_LAST_WORDS)
@@ -392,7 +392,7 @@ class Coordinator:
     def _release(self) -> None:
         """Let ranks that have returned end, once all others have joined the process groups."""
         if all("run" in state.began or not state.is_running for state in self._states):
-            for state in self._living():
+            for state in self._list_living():
                 if not state.is_running:
                     state.guard.send(state.rank, "met")
         if self._calls is not None and all("run" in state.began for state in self._states):
@@ -421,7 +421,7 @@ def _failure_in(outcome: Outcome | None) -> str | None:
     return outcome.summary if isinstance(outcome, (Raised, Died)) else None
 
 
-def _caused_by_order(state: RankState, code: int | None) -> bool:
+def _is_caused_by_order(state: RankState, code: int | None) -> bool:
     """True if the order to end, or a kill by the coordinator, explains the rank's exit code."""
     return code in (None, FORCED, -signal.SIGTERM) or (state.killed and code == -signal.SIGKILL)
 

@@ -68,7 +68,7 @@ class Printer:
         with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
             encoding = getattr(target, "encoding", None) or "utf-8"
             data = text.encode(encoding, "backslashreplace")
-            file = _blocking_file(target)
+            file = _find_blocking_file(target)
             for piece in [data] if file is None else _pieces(data):
                 if file is not None:
                     _await_writable(file)
@@ -145,7 +145,7 @@ class Lines:
         self._printer.write(self._stream, "".join(self._prefix + line for line in shown))
 
 
-def _blocking_file(target: TextIO) -> int | None:
+def _find_blocking_file(target: TextIO) -> int | None:
     """Return the descriptor of a stream if a write to it may block until another process reads. Else None."""
     try:
         file = target.fileno()

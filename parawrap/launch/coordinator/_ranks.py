@@ -113,7 +113,7 @@ class Ranks:
 
         `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks. `Launch.preempt` has no effect.
         """
-        bare, sent_as, arguments = _checked(function, args, kwargs)
+        bare, sent_as, arguments = _check_call(function, args, kwargs)
         call = self._new_call(bare, self._all())
         job = Job(_quiet(self.platform), bare, arguments, kwargs)
         launch: Launch[R] = Launch(job, _CallBackend(self, call))
@@ -148,7 +148,7 @@ class Ranks:
         return Call(next(self._numbers), name, ranks)
 
     def _run(self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankResults[Any]:
-        bare, sent_as, arguments = _checked(function, args, kwargs)
+        bare, sent_as, arguments = _check_call(function, args, kwargs)
         call = self._new_call(bare, ranks)
         try:
             self._submit(call, sent_as, arguments, kwargs)
@@ -398,7 +398,7 @@ def _abandon(launch: Launch[Any], pid: int) -> None:
         launch.request_cancel()
 
 
-def _checked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """Return the function, what to send for it, and the arguments. A function that `wrapper` decorated is unwrapped.
 
     Raises:

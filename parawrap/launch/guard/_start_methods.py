@@ -24,7 +24,7 @@ import torch
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
-from parawrap.launch._system_limits import explained
+from parawrap.launch._system_limits import explain_error
 from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._first_rank_failure import exit_text
@@ -145,7 +145,7 @@ class _Server:
                 self._process = _fresh_server(its) if forked_with is None else _ForkedServer(its, forked_with)
             except OSError as error:
                 ours.close()
-                msg = f"the process that forks ranks cannot be started: {explained(error)}"
+                msg = f"the process that forks ranks cannot be started: {explain_error(error)}"
                 raise LaunchError(msg) from error
         self._sending = threading.Lock()
         self._loaded: set[str] = set()
@@ -168,7 +168,7 @@ class _Server:
         except OSError as error:
             os.close(status)
             self.retire()
-            msg = f"{self.describe()} does not accept requests: {explained(error)}. The next launch starts another one"
+            msg = f"{self.describe()} does not accept requests: {explain_error(error)}. The next launch starts another one"
             raise LaunchError(msg) from error
         finally:
             written.close()

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.launch.messages._pickle_values import pickled_apart
-from parawrap.launch.messages._plain_values import pickled_plain
+from parawrap.launch.messages._pickle_values import pickle_apart
+from parawrap.launch.messages._plain_values import pickle_plain
 from parawrap.launch.messages._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 from parawrap.tree import flatten, unflatten
 
-__all__ = ["Arrival", "Line", "Message", "pickle_value", "trimmed"]
+__all__ = ["Arrival", "Line", "Message", "pickle_value", "trim_tensors"]
 
 _WORDS = (
     *("model", "build", "tensors_changed", "call", "calls"),  # requests to workers; "call" also to ranks
@@ -136,7 +136,7 @@ class Line:
         offsets, size = layout(lengths)
         slab, retired = (None, []) if size <= _INLINE else self._own.take(size)
         try:
-            inline = _padded(buffers, offsets) if slab is None else _copied_into(slab, buffers, offsets)
+            inline = _pad(buffers, offsets) if slab is None else _copy_into(slab, buffers, offsets)
             released = self._others.released()
             numbers = array("q", (*lengths, *retired, *released))
             head = _HEAD.pack(
@@ -252,10 +252,10 @@ class Line:
 
 def pickle_value(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors, which is not copied. Raises UnsendableError."""
-    return pickled_plain(value) or pickled_apart(trimmed(value), address)
+    return pickle_plain(value) or pickle_apart(trim_tensors(value), address)
 
 
-def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+def _pad(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
     """Return buffers and the bytes between them."""
     pieces: list[memoryview | bytes] = []
     end = 0
@@ -265,7 +265,7 @@ def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memor
     return pieces
 
 
-def _copied_into(slab: Slab, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+def _copy_into(slab: Slab, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
     """Copy buffers into a slab. Nothing is left for the message itself."""
     memory = memoryview(slab.memory)
     for buffer, offset in zip(buffers, offsets, strict=True):
@@ -288,7 +288,7 @@ def _copy(memory: memoryview, offset: int, length: int, buffer: memoryview) -> N
     target.copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
-def trimmed(value: Any) -> Any:
+def trim_tensors(value: Any) -> Any:
     """Return the value with tensors whose storages hold their own elements only: a shard is a view of the whole batch.
 
     Tensors that share memory share it in the result too.

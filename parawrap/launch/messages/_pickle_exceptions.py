@@ -6,10 +6,10 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["reduced_exception"]
+__all__ = ["reduce_exception"]
 
 
-def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> Any:
+def reduce_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> Any:
     """Return the pickle reduction of an exception: the state of its builtin base class, its attributes, and its cause.
 
     The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` often fail, so they are not called. Arguments

@@ -27,7 +27,7 @@ from parawrap.launch.messages._first_rank_failure import (
     Requeued,
     Returned,
     error_of,
-    missed_collective,
+    make_collective_error,
     values_of,
 )
 from parawrap.launch.messages._pickle_values import memory_file, packed
@@ -108,7 +108,7 @@ class Exchange:
         self._place = f"node {world.node}, {socket.gethostname()}"
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
 
-    def shared_seed(self, own: int) -> int:
+    def share_seed(self, own: int) -> int:
         """Return the seed of rank 0, which gives its own."""
         if self._world.global_rank == 0:
             self._store.set(_SEED, b"%d" % own)
@@ -141,7 +141,7 @@ class Exchange:
         if self._store.check([_FAILED]):
             return self._failure()
         if is_echo and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
-            error = missed_collective(self._world.global_rank, returned, error)
+            error = make_collective_error(self._world.global_rank, returned, error)
         file = failures.pack_exception(error)
         try:
             body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}

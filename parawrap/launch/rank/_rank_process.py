@@ -24,7 +24,7 @@ import torch
 from parawrap.backends import neuron_is_device
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device, core_of
-from parawrap.launch._packed_call import Job, unpacked_call
+from parawrap.launch._packed_call import Job, unpack_call
 from parawrap.launch._platform import Platform
 from parawrap.launch._private_names import join_threads, run_exit_handlers
 from parawrap.launch._rank import IN_RANK, Rank, being
@@ -74,7 +74,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     gc.enable()
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
     channel = Channel(sock)
-    _own_session()
+    _start_session()
     streams = _streams()
     channel.send("hello", None, streams)
     for stream in streams:
@@ -91,7 +91,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     _leave(_SUCCEEDED if has_succeeded else body.get("code") or _FAILED)
 
 
-def _own_session() -> None:
+def _start_session() -> None:
     """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed.
 
     The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
@@ -169,7 +169,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     payload, *line = files
     assignment.surroundings.take_over()
     faulthandler.enable()
-    job = _unpacked(payload)
+    job = _unpack(payload)
     _refuse_prompts("function" if assignment.stays else job.name)
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
@@ -209,9 +209,9 @@ def _explain(error: Exception, job: Job) -> None:
                 failures.add_note(error, remedy)
 
 
-def _unpacked(payload: int) -> Job:
+def _unpack(payload: int) -> Job:
     try:
-        return unpacked_call(payload)
+        return unpack_call(payload)
     except BaseException as error:
         error.add_note("raised while the rank unpickled the function and its arguments, before the call")
         if isinstance(error, ModuleNotFoundError):

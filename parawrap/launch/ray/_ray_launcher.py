@@ -26,7 +26,7 @@ from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.ray._node_actor import address_of_node
 from parawrap.launch.ray._ray_guard import RayGuard
-from parawrap.launch.ray._reservation import Reservation, joined
+from parawrap.launch.ray._reservation import Reservation, join_cluster
 
 __all__ = ["launcher"]
 
@@ -66,7 +66,7 @@ class _RayBackend(AttemptsBackend):
         with os.fdopen(job.packed(), "rb") as packed:
             packed.seek(0)
             self._payload = packed.read()
-        self._ray = joined(job.platform)
+        self._ray = join_cluster(job.platform)
         self._reservation = Reservation(self._ray, job.platform)
 
     def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:

@@ -114,10 +114,10 @@ def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int
     if len(folders) > 1:
         parameters["array_parallelism"] = max_parallel or len(folders)
     calls = [partial(_run_task, str(folder.path)) for folder in folders]
-    return partial(_submit, str(folders[0].submitit), _guarded_python(), parameters, calls)
+    return partial(_submit, str(folders[0].submitit), _guard_python(), parameters, calls)
 
 
-def _guarded_python() -> str:
+def _guard_python() -> str:
     return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
 
 

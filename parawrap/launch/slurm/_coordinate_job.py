@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import own_addresses
+from parawrap.launch._network import list_addresses
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
@@ -94,7 +94,7 @@ class JobCoordinator:
             folder.mark_over()
             msg = f"attempt {restart} follows a lost node or task, and max_restarts={self._platform.max_restarts}"
             raise LaunchError(msg)
-        hosts = own_addresses() if self._platform.n_nodes > 1 else [LOOPBACK]
+        hosts = list_addresses() if self._platform.n_nodes > 1 else [LOOPBACK]
         hosts = hosts if self._platform.master_addr is None else [self._platform.master_addr]
         with socket.create_server((LOOPBACK if self._platform.n_nodes == 1 else "", 0), backlog=_BACKLOG) as listener:
             port = listener.getsockname()[1]
@@ -192,7 +192,7 @@ class JobCoordinator:
         history, times = self._folder.earlier()
         ending = replace(ending, history=[*history, *ending.history], times=[*times, *ending.times])
         if ending.requeued and not self._cancelled.is_set():
-            ending = self._requeued(ending)
+            ending = self._requeue(ending)
         failed = first_failure(ending.outcomes)
         given_up = ending.cancelled or ending.stuck or ending.timed_out or ending.broken
         restarts = failed is not None and not given_up and self._failures < self._platform.max_restarts
@@ -211,7 +211,7 @@ class JobCoordinator:
         raised = "raised " if isinstance(outcome, Raised) else ""
         return [*ending.history, f"attempt {self.address.restart} failed: rank {failed} {raised}{outcome.summary}"]
 
-    def _requeued(self, ending: Ending) -> Ending:
+    def _requeue(self, ending: Ending) -> Ending:
         self._folder.mark_preempted(self._start)
         self._folder.note_earlier((list(ending.history), list(ending.times)))  # before Slurm ends this task
         reason = requeue_job(os.environ["SLURM_JOB_ID"])

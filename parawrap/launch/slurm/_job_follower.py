@@ -210,7 +210,7 @@ class JobFollower:
             if isinstance(outcome, (Returned, Raised)):
                 while (result := self.result_of(rank)) is None or result.attempt != attempt:
                     if time.monotonic() > until:
-                        return replace(ending, outcomes={}, broken=self._missing(rank))
+                        return replace(ending, outcomes={}, broken=self._describe_missing(rank))
                     time.sleep(_LOOK_S)
                 file = memory_file("parcel")
                 with open(file, "wb", closefd=False) as copy:
@@ -224,7 +224,7 @@ class JobFollower:
         self._record_tracebacks(ending)
         return ending
 
-    def _missing(self, rank: int) -> str:
+    def _describe_missing(self, rank: int) -> str:
         logs = log_ends(self._folder, self._number, _LOG_END)
         return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
 

@@ -131,7 +131,7 @@ class _Task:
             if self._rank == 0:
                 self._coordinator = JobCoordinator(self._folder, plan, self.start, self._attempt, cleanup)
             address = self._await_address(plan)
-            host, own = self._reached(address)
+            host, own = self._find_addresses(address)
             self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
             self._began = time.time()
             guard.start(_assignment(self._rank, plan, address, host, own), self)  # before this process has threads
@@ -156,7 +156,7 @@ class _Task:
             time.sleep(look_s)
         return address
 
-    def _reached(self, address: Address) -> tuple[str, str]:
+    def _find_addresses(self, address: Address) -> tuple[str, str]:
         """Return the address at which this task reaches rank 0's machine, and its own address of that connection."""
         until = time.monotonic() + _REACH_S
         while (found := reachable(address.hosts, address.port)) is None:
