@@ -318,23 +318,28 @@ class _Join:
         if follows and any(len(set(place)) > 1 for place in zip(*kinds, strict=False)):
             return True  # nothing that torch joins item by item
         tensors = [[leaf for leaves, _ in value for leaf in leaves if isinstance(leaf, torch.Tensor)] for value in items]
-        forms = {(spec, *map(_form_of, leaves)) for value in items for leaves, spec in value}
-        if len(forms) > 1 or not all(leaf.ndim for found in tensors for leaf in found):
+        if not all(leaf.ndim for found in tensors for leaf in found):
             return False
         counts = [{leaf.shape[0] for leaf in found} for found in tensors]
-        if self.rows is None and any(len(each) > 1 for each in counts):
+        are_alike = _are_alike([item for value in items for item in value])
+        if self.rows is None and are_alike and any(len(each) > 1 for each in counts):
             msg = (
                 "the lanes returned lists of tensors of different sizes, which may have one item per row, and gather alone "
                 "has no row counts to compare with. Concatenate lists of detections, or return a tuple to join its items"
             )
             raise Refusal(msg)
-        if not follows or counts != [{each} for each in self.rows or ()]:
-            return follows
-        if isinstance(column[0][0], torch.Tensor | tuple | list):
+        if not follows:
             return False
-        kind = type(column[0][0]).__name__
+        has_rows = counts == [{each} for each in self.rows or ()]
+        if are_alike and not has_rows:
+            return True
+        first = next(item for value in column for item in value if item is not None)
+        if has_rows and (not are_alike or isinstance(first, torch.Tensor | tuple | list)):
+            return False
+        kind = type(first).__name__
+        why = "whose tensors have the rows too" if has_rows else "which differ, and whose tensors do not have the rows"
         msg = (
-            f"{self._lanes_had()} returned as many items of type {kind}, whose tensors have the rows too: one item per "
+            f"{self._lanes_had()} returned as many items of type {kind}, {why}: one item per "
             'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
             "together. Return a tuple to join its items"
         )
@@ -424,6 +429,17 @@ class _Join:
 def _form_of(leaf: Any) -> object:
     """Return what tensors that can be concatenated on dim 0 have in common; of any other leaf, nothing."""
     return (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None
+
+
+def _are_alike(items: Sequence[tuple[Sequence[Any], Any]]) -> bool:
+    """True if all flattened items have the same structure, and tensors at the same places that can be concatenated.
+
+    A place may be None in some items.
+    """
+    if len({spec for _, spec in items}) > 1:
+        return False
+    places = zip(*(leaves for leaves, _ in items), strict=True)
+    return all(len({_form_of(leaf) for leaf in place if leaf is not None}) <= 1 for place in places)
 
 
 def _holds_only_values(column: Sequence[Any]) -> bool:
