@@ -41,7 +41,7 @@ def missing_name(path: str, feature: str) -> VersionError:
 
 
 def private_name(path: str, feature: str) -> Any:
-    """Return the object at a dotted path. If it is missing, return an object whose use raises VersionError.
+    """Return the object at a dotted path. If it is missing, return an object that raises VersionError when it is used.
 
     `feature` is the subject of the message, in the plural.
 

@@ -22,7 +22,7 @@ if sys.platform != "win32":
 __all__ = ["cores_of_others", "memory_growth", "page_faults", "turn"]
 
 _PROC = Path("/proc")
-_SHORTEST_S = 0.3  # 30 ticks of the kernel's clock per core; a shorter time cannot be told from an idle one
+_SHORTEST_S = 0.3  # 30 ticks of the kernel's clock per core; a shorter time looks like an idle one
 
 
 @contextlib.contextmanager

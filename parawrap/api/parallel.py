@@ -94,7 +94,7 @@ class Parallel(Streams, Generic[TargetT]):
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.
         unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
-        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a separate process, without a shared
             interpreter lock, for inference only.
         retries: With ``workers="process"``, how often a call runs again after its worker died.
 

@@ -27,7 +27,7 @@ def last_shown_line(output: str) -> str:
 
 
 def _overwrite(line: str) -> str:
-    """Return a line in which each part after a carriage return overwrites the start."""
+    """Return a line as a terminal shows it: each part after a carriage return overwrites the start."""
     shown = ""
     for part in line.split("\r"):
         text = _UNSEEN.sub("", part)

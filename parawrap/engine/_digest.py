@@ -69,7 +69,7 @@ def _digest_memory(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     start, size = data.data_ptr(), data.nbytes
     if size and not start:
-        msg = f"a {type(tensor).__qualname__} has no memory of its own"
+        msg = f"a {type(tensor).__qualname__} shares memory with others"
         raise pickle.PicklingError(msg)
     memory = (ctypes.c_char * size).from_address(start) if size else b""
     return hashlib.blake2b(memory, digest_size=DIGEST_BYTES).digest()

@@ -45,7 +45,7 @@ class PatchedMethods:
         self._route.caller = _no_caller if caller is None else weakref.ref(caller)
 
     def make_plain(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another one, in which the stand-ins call plainly."""
+        """Return a function that calls another one. The stand-ins call plainly inside it."""
         return functools.partial(_plainly, self._running, function)
 
     def install(self) -> None:

@@ -47,7 +47,7 @@ class Platform:
     Args:
         name: The name of the job on a Slurm or Ray cluster.
         device: The kind of device: ``"cpu"``, ``"gpu"`` or ``"cuda"`` (the same), ``"mps"``, or ``"neuron"``. Each rank
-            gets one. On NeuronCores that are no torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
+            gets one. On NeuronCores without torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
             ``"auto"`` selects the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that
             launcher, with GPUs if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with
             ``Device.from_str(name)``.
@@ -251,7 +251,7 @@ def _set(platform: Platform, name: str, value: object) -> None:
 
 
 class _Rule(NamedTuple):
-    """What a field accepts, as a function and in words."""
+    """The values that a field accepts, as a function and in words."""
 
     accepts: Callable[[Any], bool]
     allowed: str

@@ -192,7 +192,7 @@ class Copies:
 
 
 def _needs_shell(node: Node) -> bool:
-    """True for an object whose copy is made empty, before `copy.deepcopy`, and filled after it."""
+    """True if the copy of an object is made empty before `copy.deepcopy`, and filled after it."""
     return node.kind in (Kind.SCRIPT, Kind.COMPILED, Kind.WEAK_DICT) or _is_graph(node)
 
 

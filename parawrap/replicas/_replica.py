@@ -91,7 +91,7 @@ class Replica:
 
     @property
     def has_own(self) -> bool:
-        """True if the replica has tensors of its own, or places for buffers."""
+        """True if the replica has its own tensors, or places for buffers."""
         return bool(self._buffers or self.tensors.held())
 
     def __del__(self) -> None:

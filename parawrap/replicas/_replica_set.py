@@ -173,7 +173,7 @@ class ReplicaSet:
         return [replica._replace(versions=versions if shares else None) for replica, shares in pairs]
 
     def warn(self) -> None:
-        """Warn once of attributes and items that calls wrote: they do not come back to the model."""
+        """Warn once of attributes and items that calls wrote: they do not reach the model."""
         if not self._written_state or self._has_warned:
             return
         self._has_warned = True

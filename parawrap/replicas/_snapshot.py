@@ -128,7 +128,7 @@ class Snapshot:
         self._keys_are_names = {str}.issuperset(map(type, self._keys))
 
     def _find_changed_dicts(self) -> Iterator[tuple[Node, Any, dict[Any, Any]]]:
-        """Yield each dict that has changed, with what it held."""
+        """Yield each dict that has changed, with its earlier items."""
         for node, own in self._dicts:
             before = self._before[id(own)]
             if not (before or own):

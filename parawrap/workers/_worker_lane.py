@@ -243,7 +243,7 @@ class WorkerLane(Lane):
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
-            SessionError: If the lane has ended, or there is no room for the tensors of the value.
+            SessionError: If the lane has ended, or memory lacks room for the tensors of the value.
         """
         try:
             self._post(request)

@@ -292,7 +292,7 @@ class WorkerPool:
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
     def _take_output(self, returned: Returned, given: GivenArguments) -> Any:
-        """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
+        """Return the output of a call. Repeat its warnings here, and its writes into arguments."""
         warn_again(returned.warned)
         given.take(returned.written, returned.changed)
         return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output

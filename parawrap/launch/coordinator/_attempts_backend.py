@@ -1,4 +1,4 @@
-"""The backend of launches whose ranks this process supervises: on this machine and on Ray."""
+"""The backend of launches on this machine and on Ray: this process supervises their ranks."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Call:
         has_begun: True once it was sent to the ranks.
         records: Receive the output of the ranks during the call, by rank.
         done: Set once the call has ended.
-        ending: How the call ended; None until then.
+        ending: How the call ended; None before its end.
         has_output: True if a rank wrote output during the call.
         took_s: Seconds between the begin and the end of the call.
     """
@@ -150,7 +150,7 @@ class Calls:
     Attributes:
         ready: Set once all ranks can be called, or the launch has ended.
         idle: Set once the last call has ended after `close`, or the launch has ended.
-        ending: How the launch ended; None until then.
+        ending: How the launch ended; None before its end.
         lost: The reason why the ranks had to be ended, other than a death or a time limit.
         transcripts: The output of the ranks. Set by their owner.
         ended_in: The name of the function that the ranks ran when the launch ended.
@@ -486,7 +486,7 @@ class Calls:
         return _NEVER if current is None else min(current.until, current.up_at if current.step == "call" else _NEVER)
 
     def silent_from(self) -> float | None:
-        """Return the begin of the call that runs, from which on ranks may be silent. None if all ranks are idle."""
+        """Return the begin of the call that runs: ranks may be silent since then. None if all ranks are idle."""
         current = self._current
         return None if current is None or current.step != "call" or current.halts else current.began
 

@@ -199,7 +199,7 @@ class Launch(Generic[R]):
 
     @property
     def records(self) -> Sequence[Transcript]:
-        """What keeps the output of each rank."""
+        """The output of each rank."""
         return self._transcripts
 
     def flush_output(self) -> None:

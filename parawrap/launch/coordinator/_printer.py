@@ -155,7 +155,7 @@ def _find_blocking_file(target: TextIO) -> int | None:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Split encoded text into pieces of whole lines of at most `_PIECE` bytes. Longer lines are pieces of their own."""
+    """Split encoded text into pieces of whole lines of at most `_PIECE` bytes. A longer line is one piece."""
     piece = b""
     for line in data.splitlines(keepends=True):
         if piece and len(piece) + len(line) > _PIECE:

@@ -126,7 +126,7 @@ class Ranks:
         """Return one rank. Calling it runs a function on that rank only.
 
         Raises:
-            IndexError: If there is no such rank.
+            IndexError: If the world does not have this rank.
         """
         size = self.platform.world_size
         if not -size <= rank < size:
@@ -415,7 +415,7 @@ def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _quiet(platform: Platform) -> Platform:
-    """Return a platform whose launch neither prints nor writes files: that of the ranks does."""
+    """Return the platform without output and files: the launch of the ranks makes them."""
     quiet = copy.copy(platform)
     for name, value in {"verbose": False, "console_logs": None, "trace": None, "upon_finish": None}.items():
         object.__setattr__(quiet, name, value)

@@ -105,7 +105,7 @@ class CallGuard(Guard, Protocol):
         """Send a request to a rank that stays, unless it has ended. `pickled` and `buffers` are the value of `message`.
 
         Raises:
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
         """
 
     def end_calls(self, rank: int) -> None:

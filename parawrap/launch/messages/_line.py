@@ -118,7 +118,7 @@ class Line:
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
         self.send_pickled(message, *pickle_value(message.value, address))
@@ -127,7 +127,7 @@ class Line:
         """Send a message whose value is pickled already. Its own value is ignored.
 
         Raises:
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
         if len(pickled) > _INLINE:

@@ -159,7 +159,7 @@ def explain_unpicklable(value: Any, address: str, buffers: list[memoryview]) -> 
         place, found, reason = find_unpicklable(value, address, _refusal)
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
-        del found, reason  # the context of `reason` is `error`, whose traceback holds this frame
+        del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
         raise UnsendableError(msg) from error
 
 
@@ -331,9 +331,9 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _name_of_module(value: Any) -> str | None:
-    """Return the name under which a module of a class of its own can be imported. None for any other object.
+    """Return the name to import a module by, if it has its own class. None for any other object.
 
-    cloudpickle handles objects whose class is ``types.ModuleType`` itself.
+    cloudpickle handles instances of ``types.ModuleType`` itself.
     """
     if type(value) is types.ModuleType:
         return None

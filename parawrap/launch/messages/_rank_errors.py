@@ -49,7 +49,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text, from its first frame outside parawrap on; all of it if there is no such frame."""
+    """Return the traceback as text, from its first frame outside parawrap on; all of it without such a frame."""
     trace = user_frames(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 

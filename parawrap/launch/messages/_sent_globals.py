@@ -1,6 +1,6 @@
 """The globals of ``__main__`` that ranks that stay receive with a call.
 
-A rank has a ``__main__`` of its own, in which the functions of calls run. Before a call, it receives the globals that the
+A rank has its own ``__main__``. The functions of calls run in it. Before a call, it receives the globals that the
 function uses, also through other functions, if they are new here or have changed here since the ranks received them:
 
 * definitions (functions, classes, modules) and plain values (numbers, strings, settings) are compared by their content,

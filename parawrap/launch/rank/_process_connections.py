@@ -1,7 +1,7 @@
 """Break the collectives that block ranks, by closing the connections between the ranks of a world.
 
 torch offers this for NCCL only (`ProcessGroup.abort`). A thread that waits in gloo returns when its connections close. They
-are the TCP connections whose two ends are processes of the same world.
+are the TCP connections between processes of the same world.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _unpack(payload: int) -> Job:
 def _refuse_prompts(name: str) -> None:
     """Have breakpoints and `input` raise an error that names ``inline``, because a rank has no terminal.
 
-    Debuggers with a connection of their own, and those of PYTHONBREAKPOINT, still work.
+    Debuggers with their own connection, and those of PYTHONBREAKPOINT, still work.
     """
     short = name.rpartition("<locals>.")[2]
     msg = (

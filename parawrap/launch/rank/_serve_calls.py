@@ -110,7 +110,7 @@ class _Server:
             del result  # its tensors lend their memory until here
 
     def _result_of(self, request: Arrival) -> tuple[Any, tuple[memoryview, list[memoryview]]]:
-        """Call the function. Return the result and its pickle, whose memory is that of the result."""
+        """Call the function. Return the result and its pickle, which share memory."""
         function, args, kwargs = self._load(request)
         result = function(*args, **kwargs)
         return result, pickle_with_names(result, "the result", self._is_shared)
