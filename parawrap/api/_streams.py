@@ -18,7 +18,7 @@ from parawrap.errors import ShardError
 
 __all__ = ["Streams"]
 
-_CHUNKS_PER_LANE = 2
+_CHUNKS_PER_LANE = 2  # one runs, and one waits so that the lane never idles
 
 
 class Streams(ABC):

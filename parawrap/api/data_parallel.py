@@ -26,7 +26,7 @@ __all__ = ["DataParallel", "data_parallel"]
 
 T = TypeVar("T", bound=torch.nn.Module)
 
-_UNEQUAL_BELOW = 0.75
+_UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 

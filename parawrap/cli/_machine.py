@@ -17,7 +17,7 @@ __all__ = ["machine_checks"]
 
 _FEW_FILES = 1024  # the usual default
 _SMALL_SHM = 64 << 20  # the default of docker
-_GIB = 1 << 30
+_GIB = 1 << 30  # bytes
 _SCONTROL_LIMIT_S = 5.0  # scontrol retries for minutes if the controller's machine does not answer
 
 

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["DIGEST_BYTES", "digest_value"]
 
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of SHA-256
 _PROTOCOL = 4  # fixed, because another protocol gives other digests
 
 

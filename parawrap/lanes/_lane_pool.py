@@ -52,8 +52,8 @@ _Group = list[tuple["Lane", Task]]
 
 _thread_of = attrgetter("thread")
 _LOG = logging.getLogger("parawrap.lanes")
-_LONG_WAIT_S = 60.0
-_EXIT_PATIENCE_S = 5.0
+_LONG_WAIT_S = 60.0  # between two looks for a dead thread; a notification ends the wait before
+_EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _forks = 0
 
 

@@ -29,7 +29,7 @@ from parawrap.tree import flatten
 __all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of", "wait_for_moment"]
 
 T = TypeVar("T")
-_AHEAD = 2
+_AHEAD = 2  # batches on the device: one runs while the next one is copied
 _HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
 
 

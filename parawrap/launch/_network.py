@@ -11,7 +11,7 @@ from parawrap.launch.rank._process_groups import LOOPBACK
 
 __all__ = ["interface_of", "list_addresses"]
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
 def list_addresses() -> list[str]:

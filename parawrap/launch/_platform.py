@@ -35,7 +35,7 @@ _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
 _BIGGEST_SEED = 2**32 - 1  # the limit of numpy
-_BIGGEST_PORT = 65535
+_BIGGEST_PORT = 65535  # of TCP
 _LONGEST = 1e7  # 19 years in minutes, 115 days in seconds; larger values would overflow
 
 

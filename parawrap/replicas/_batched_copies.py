@@ -15,8 +15,8 @@ from parawrap.replicas._private_names import copy_all
 
 __all__ = ["Parcel", "bytes_of", "can_be_sent", "copies_at", "lasting"]
 
-_SMALL = 1 << 20
-_MOST = 32 << 20
+_SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
+_MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 
 
 class Parcel:

@@ -25,7 +25,7 @@ from parawrap.replicas._survey import Node, Survey
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
-_MOST_NAMED = 3
+_MOST_NAMED = 3  # names in a message: more would not fit a line
 
 
 @dataclass(slots=True)

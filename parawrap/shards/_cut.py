@@ -57,7 +57,7 @@ InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | li
 """Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
 dict, tuple, or dataclass of these declares the parts of an argument."""
 
-_MOST_PLANS = 1024
+_MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 _MOST_NAMED = 4  # arguments, in the note of an error
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")

@@ -38,7 +38,7 @@ from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 __all__ = ["WorkerPool", "Workers"]
 
 _CPU = torch.device("cpu")
-_EXIT_PATIENCE_S = 5.0
+_EXIT_PATIENCE_S = 5.0  # for a thread that only waits for its worker
 _NO_KWARGS: Mapping[str, Any] = {}
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 _GRADIENTS = (

@@ -41,7 +41,7 @@ _HALT_S = 30.0  # to interrupt the ranks; a stopped process never does, and one 
 _LEAST_GRACE_S = 1.0  # for the errors of closed connections to arrive
 _REMEMBERED = 100  # calls whose globals a late answer may report as not set; ranks answer one call after the other
 _REGROUP_S = 60.0  # for all ranks to meet again; a guess that no test has contradicted
-_NEVER = float("inf")
+_NEVER = float("inf")  # by the monotonic clock
 _log = logging.getLogger("parawrap.launch")
 
 

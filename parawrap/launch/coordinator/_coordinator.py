@@ -38,11 +38,11 @@ from parawrap.launch.rank._rank_assignment import Assignment
 __all__ = ["Coordinator"]
 
 _ECHO_WAIT_S = 1.0  # time for the original failure to arrive after an echo of it
-_STACKS_WAIT_S = 1.0
+_STACKS_WAIT_S = 1.0  # a rank answers at once, unless C code holds the GIL
 _WATCHING_S = 1.0  # a longer delay of the loop means that this process itself was stopped
 _GIVE_UP_S = 20.0  # time for guards to report the end of killed ranks and their leftovers
-_LAST_WORDS = 2500
-_NEVER = float("inf")
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
+_NEVER = float("inf")  # by the monotonic clock
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _NOT_STARTED = "its process has not started yet"
 

@@ -18,7 +18,7 @@ from typing import TextIO
 
 __all__ = ["Lines", "Printer"]
 
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 16  # characters that are held back; a longer line is shown in parts
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _PIECE = 4096  # a pipe that is ready for writing takes this many bytes without blocking (PIPE_BUF of Linux)
 _PATIENCE_S = 1.0  # `finish` gives up if standard output takes nothing for this long; a guess that no test has contradicted

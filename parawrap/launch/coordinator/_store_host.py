@@ -26,7 +26,7 @@ from parawrap.launch.rank._process_groups import LOOPBACK, StoreAddress, plan_st
 
 __all__ = ["open_store_host"]
 
-_BACKLOG = 4096
+_BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _FOLDER = f"parawrap-store-{os.getuid()}-"
 _EVERYWHERE = "0.0.0.0"
 

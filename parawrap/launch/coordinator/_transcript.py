@@ -26,7 +26,7 @@ __all__ = ["Record", "Transcript", "end_of", "new_log_folder"]
 
 _log = logging.getLogger("parawrap.launch")
 
-_IN_MEMORY = 1 << 20
+_IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
 _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _SEARCHED = 1 << 16  # the last bytes of the output, which are searched for a crash report
 _CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)  # the first line of faulthandler's report

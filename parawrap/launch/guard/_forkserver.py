@@ -43,9 +43,9 @@ STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 ENDED = b"e"  # with the exit code, or the negative signal number
 
-_LOOK_FOR_PARENT_S = 0.5
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_FOR_PARENT_S = 0.5  # the kernel reports a dead parent on Linux only
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 class _Rank(NamedTuple):

@@ -29,7 +29,7 @@ from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["CallGuard", "CallWatcher", "Guard", "LocalGuard", "Watcher"]
 
-_PIECE = 1 << 16
+_PIECE = 1 << 16  # the size of a pipe in Linux
 _PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
 _LINE_TIMEOUT_S = 10.0  # the longest time that a rank stopped in the middle of a message blocks the launch
 

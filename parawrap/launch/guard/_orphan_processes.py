@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 __all__ = ["LOOK_S", "Leftovers", "kill_group"]
 
-LOOK_S = 0.02
+LOOK_S = 0.02  # a leftover process ends soon after its signal
 _PATIENCE_S = 10.0  # enough for a Python process that is still starting on a busy machine
 _PF_EXITING = 0x4  # of include/linux/sched.h
 

@@ -45,10 +45,10 @@ _FLAGS = {
 
 _Around = Callable[[], AbstractContextManager[None]]
 
-_SEND_S = 10.0
-_EXIT_S = 1.0
-_LOOK_S = 0.02
-_STOP_S = 60.0
+_SEND_S = 10.0  # the process reads at once, unless it was stopped
+_EXIT_S = 1.0  # then it is killed
+_LOOK_S = 0.02  # a process starts in some tens of milliseconds
+_STOP_S = 60.0  # it ends the ranks first; a guess that no test has contradicted
 
 
 class Starter(Protocol):

@@ -31,7 +31,7 @@ __all__ = [
 
 _HEAD = struct.Struct("<QB?")  # the length of the body, the number of attached files, and if the last one holds the body
 _LARGEST_BODY = 1 << 14  # larger ones are attached: a socket buffers about 200 KiB
-_MOST_FILES = 8
+_MOST_FILES = 8  # the payload, the line of a rank, and an attached body need three
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -39,9 +39,9 @@ __all__ = [
     "values_of",
 ]
 
-_MOST_NAMED = 8
-_LAST_WORDS = 2500
-_PIECE = 1 << 24
+_MOST_NAMED = 8  # ranks in a message: more would not fit a line
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
+_PIECE = 1 << 24  # bytes in memory while a file is copied
 _TIMED_OUT = re.compile(
     r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE
 )  # of gloo, NCCL, and stores

@@ -34,12 +34,12 @@ _WORDS = (
 )
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _ROOM = 2 * _INLINE  # for messages that arrive with one system call
-_WORTH_LENDING = 1 << 20
-_MOST_LENT = 4
+_WORTH_LENDING = 1 << 20  # bytes; copying fewer takes less time than renewing a slab
+_MOST_LENT = 4  # slabs that the reader holds: later values are copied, so that memory stays bounded
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _FILE_BYTES = array("i").itemsize
 _MOST_FILES = 8  # that arrive with one system call
-_NO_SLAB = -1
+_NO_SLAB = -1  # slabs are numbered from 0
 
 
 class Message(NamedTuple):

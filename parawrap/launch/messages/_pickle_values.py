@@ -51,8 +51,8 @@ __all__ = [
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
-_ALIGNMENT = 64
-_WORTH_MAPPING = 1 << 20
+_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # also of higher order

@@ -27,7 +27,7 @@ _ECHO = re.compile(
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
     re.IGNORECASE,
 )
-_LONGEST_CHAIN = 20
+_LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
 
 
 def pack_exception(error: BaseException) -> int:

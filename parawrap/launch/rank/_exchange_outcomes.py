@@ -37,11 +37,11 @@ from parawrap.launch.rank._signed_values import REFUSAL, SignedStore, Signer
 __all__ = ["Exchange", "agree_on_session"]
 
 _PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
-_LOOK_S = 0.01
-_ECHO_WAIT_S = 1.0
-_LINGER_S = 1.0
-_LONGEST_READ_S = 60.0
-_NONCE_BYTES = 16
+_LOOK_S = 0.01  # short against a call; a guess that no test has contradicted
+_ECHO_WAIT_S = 1.0  # for the rank that failed first to report it
+_LINGER_S = 1.0  # for ranks that wait in a collective to notice that this one has ended
+_LONGEST_READ_S = 60.0  # for all ranks to read a large result; a guess that no test has contradicted
+_NONCE_BYTES = 16  # so many that two calls never share one
 _SEED, _FAILED, _REQUEUED, _JOINED, _READERS = "seed", "failed", "requeued", "joined", "readers"
 
 

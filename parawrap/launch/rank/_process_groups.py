@@ -117,8 +117,8 @@ def enter_groups(
 def _number_groups_anew() -> None:
     """Make torch number the next groups as the first ones.
 
-    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks whose groups
-    have different numbers would wait for each other forever.
+    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks with
+    different numbers of groups would wait for each other forever.
     """
     with contextlib.suppress(Exception):  # the first error is raised
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -43,10 +43,10 @@ from parawrap.launch.rank._share_cores import share_cores
 
 __all__ = ["run_rank"]
 
-_LINGER_S = 1.0
+_LINGER_S = 1.0  # as docs/launching.md promises
 _SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
-_SUCCEEDED = 0
-_FAILED = 1
+_SUCCEEDED = 0  # the exit code
+_FAILED = 1  # the exit code
 
 _CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 

@@ -30,8 +30,8 @@ from parawrap.launch.ray._node_messages import Inbox, pack_message
 
 __all__ = ["serve"]
 
-_PIECE = 1 << 20
-_NEVER = float("inf")
+_PIECE = 1 << 20  # bytes of one item of Ray's generator
+_NEVER = float("inf")  # by the monotonic clock
 
 
 def serve(payload: int, spawn_method: str, grace_s: float, address: str) -> NoReturn:

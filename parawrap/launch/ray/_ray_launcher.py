@@ -30,7 +30,7 @@ from parawrap.launch.ray._reservation import Reservation, join_cluster
 
 __all__ = ["launcher"]
 
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
 _LEAVING_S = 10.0  # for the guard processes to end, which have no ranks left
 
 

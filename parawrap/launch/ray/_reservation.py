@@ -19,9 +19,9 @@ from parawrap.launch.ray import _node_actor
 
 __all__ = ["Reservation", "join_cluster"]
 
-_LOOK_S = 0.2
-_ANSWER_S = 5.0
-_GB = 1 << 30
+_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
+_ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
+_GB = 1 << 30  # bytes
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 

@@ -44,8 +44,8 @@ __all__ = ["ARRIVAL_S", "JobCoordinator"]
 ARRIVAL_S = 300.0
 """Seconds for the tasks of a launch to arrive: Slurm starts them, and file systems show files, at different times."""
 
-_LOOK_S = 0.2
-_BACKLOG = 4096
+_LOOK_S = 0.2  # a guess that no test has contradicted
+_BACKLOG = 4096  # the most that Linux queues by default: all tasks connect at once
 _NO_VALUE = Path(os.devnull)  # values stay in the tasks, which return them themselves
 
 _log = logging.getLogger("parawrap.launch")

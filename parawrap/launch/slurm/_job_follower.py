@@ -36,10 +36,10 @@ __all__ = ["JobFollower"]
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 0.5  # pause between two reads of the folder; it grows while the job writes nothing
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
-_SIGN_S = 5.0
+_SIGN_S = 5.0  # a network file system shows a new file within seconds
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 15.0  # time for the tasks to exit after the ending
-_LOG_END = 2000
+_LOG_END = 2000  # characters: about thirty lines, enough for a traceback
 _DEATH = re.compile(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")  # a task that could not report anything
 
 _log = logging.getLogger("parawrap.launch")

@@ -27,8 +27,8 @@ from parawrap.launch.slurm._launch_folder import Folder, Plan
 __all__ = ["launcher"]
 
 _LEASE_S = 120.0  # the tasks end the launch if this process is silent for this long
-_STACKS_S = 5.0
-_LOOK_S = 0.05
+_STACKS_S = 5.0  # as docs/launch_slurm.md promises
+_LOOK_S = 0.05  # a rank answers within a second, and a user waits
 
 
 class _Slurm:

@@ -43,15 +43,15 @@ from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
 
 __all__ = ["TaskResult", "guard_rank"]
 
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # a guess that no test has contradicted
 _TASKS_PER_LOOK = 100  # with more tasks, each reads the shared folder less often
 _REACH_S = 30.0  # rank 0 listens before it publishes its address, so only a broken network takes longer
 _ALIVE_S = 0.5  # between two reports of output or progress
 _KEPT = 1 << 16  # the end of the rank's output, which may have a crash report
-_LAST_WORDS = 2500
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _RESULTS_S = 5.0  # time for other tasks to write their files
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
-_NEVER = float("inf")
+_NEVER = float("inf")  # by the monotonic clock
 
 
 @dataclass(frozen=True)
