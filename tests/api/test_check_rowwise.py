@@ -20,12 +20,10 @@ def layer_and(function):
     "function",
     [
         lambda y: {"scores": y, "best": y.argmax(1), "finite": y > 0},
-        lambda y: y / 0,
-        lambda y: (y - y) / 0,
-        lambda y: y.to(torch.complex64),
+        lambda y: (y / 0, (y - y) / 0),
         lambda y: y.half(),
     ],
-    ids=["dict", "inf", "nan", "complex", "half"],
+    ids=["dict", "infinite", "half"],
 )
 def test_row_wise_model_passes(function):
     """Rounding does not count, and infinities and NaNs in the same places are equal."""
@@ -35,12 +33,10 @@ def test_row_wise_model_passes(function):
 @pytest.mark.parametrize(
     ("function", "place"),
     [
-        (lambda y: y.softmax(0), "output differs by up to "),
         (lambda y: {"a": y, "b": y - y.mean(0)}, 'output["b"] differs by up to '),
-        (lambda y: y.argsort(0), "output differs by up to "),
         (lambda y: y.cumsum(0) > 0, "output differs by up to 1.0e+00"),
     ],
-    ids=["softmax", "dict", "integers", "bools"],
+    ids=["dict", "bools"],
 )
 def test_mixed_rows_are_refused(function, place):
     """The message names the output, the cut, and the greatest difference."""

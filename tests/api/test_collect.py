@@ -51,14 +51,11 @@ def test_a_layer_must_run_once(layer, times):
     assert not model.get_submodule(layer)._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("layers", "says"),
-    [(["fourth"], "Net has no submodule 'fourth'"), ("first", r"Give a sequence of names: \['first'\]")],
-    ids=["unknown", "text"],
-)
-def test_wrong_names_are_refused(layers, says):
-    with pytest.raises(ShardError, match=says):
-        collect(Net(), layers)
+def test_wrong_names_are_refused():
+    with pytest.raises(ShardError, match="Net has no submodule 'fourth'"):
+        collect(Net(), ["fourth"])
+    with pytest.raises(ShardError, match=r"Give a sequence of names: \['first'\]"):
+        collect(Net(), "first")
 
 
 def test_an_output_that_is_overwritten():

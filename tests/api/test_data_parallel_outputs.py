@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.testing import assert_close
 
-from parawrap import DataParallel, GatherError, gather, parallel
+from parawrap import DataParallel, GatherError, parallel
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
 CLASSES = torch.eye(3)[[0, 1, 0, 1]]  # equal labels in both lanes
-
-
-@dataclasses.dataclass
-class Labeled:
-    """An output with one label per row."""
-
-    scores: torch.Tensor
-    labels: list
 
 
 def labels(x):
@@ -29,11 +19,9 @@ def labels(x):
 
 LISTS = {
     "numbers": labels,
-    "tokens": lambda x: [[7] * 5 for _ in x],
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
-    "in a dataclass": lambda x: Labeled(x, labels(x)),
-    "empty lists": lambda x: [[] for _ in x],
+    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "nothing": lambda x: (None, [None, None], [], x),
 }
@@ -55,117 +43,18 @@ def boxes(x):
     return [torch.full((1 + label, 4), float(label)) for label in labels(x)]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)],
-        lambda x: [torch.full((5, 4), float(label)) for label in labels(x)],
-        lambda x: [each if value else None for each, value in zip(boxes(x), x[:, 2].tolist(), strict=True)],
-    ],
-    ids=["dicts", "one size", "some None"],
-)
-def test_detections_are_joined(function):
+def test_detections_are_joined():
     """A list with the boxes of each image has one item per image, in order, as plainly."""
-    model = Calls(function)
-    x = CLASSES.clone()
-    x[1, 2] = 0.5  # the rows of the lanes differ in what the last function reads
-    assert_close(DataParallel(model, TWO)(x), model(x))
+    model = Calls(lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)])
+    assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
 
 
-@pytest.mark.parametrize(("rows", "count"), [(2, 1), (4, 2)])
-def test_ambiguous_detections(rows, count):
-    """Two lanes with one image and one box each may mean either. Both cures of the error work."""
-    model = Calls(lambda x: [{"boxes": torch.full((count, 4), float(label))} for label in labels(x)])
-    x = CLASSES[:rows]
+def test_ambiguous_detections():
+    """Two lanes with two images and two boxes each may mean either. Both cures of the error work."""
+    model, x = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)]), CLASSES
     with pytest.raises(GatherError, match=r'out_dims="items".*Return a tuple'):
         DataParallel(model, TWO)(x)
     with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
         assert_close(p(x), model(x))
-    levels = Calls(lambda x: tuple({"f": x * level} for level in range(rows // 2)))
+    levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
     assert_close(DataParallel(levels, TWO)(x), levels(x))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: [x * level for level in range(3)],
-        lambda x: [x],
-        lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
-    ],
-    ids=["feature maps", "one map", "caches"],
-)
-def test_lists_of_tensors_with_the_rows(function):
-    """As in torch, a list of tensors that all have the rows is joined item by item."""
-    model = Calls(function)
-    for rows in range(2, 9):
-        x = torch.randn(rows, 3)
-        assert_close(DataParallel(model, TWO)(x), model(x))
-
-
-def test_losses_in_a_list_are_vectors():
-    model = Calls(lambda x: [x.mean(), x.sum()])
-    for rows in (4, 8):
-        with pytest.warns(UserWarning, match="0-d tensors"):
-            joined = DataParallel(model, TWO)(torch.ones(rows, 4))
-        assert_close(joined, [torch.ones(2), torch.full((2,), 2.0 * rows)])
-
-
-@pytest.mark.parametrize(
-    ("function", "place", "why"),
-    [
-        (lambda x: [3, 4, 5, 6], "output", "returned a list of 4, 4 items without tensors"),
-        (lambda x: {"y": x, "size": (8, 8, 8, 8)}, r'output\["size"\]', "returned a tuple of 4, 4 items"),
-        (lambda x: {"y": x, "n": len(x)}, r'output\["n"\]', r"one int \(3, 3\).*two lanes that both count 3 are 6"),
-        (lambda x: (x, [x, 2]), r"output\[1\]\[1\]", r"each lane returned one int \(2, 2\)"),
-        (lambda x: [[7] * len(x) for _ in x], "output", "both the list and each list in it follow"),
-    ],
-    ids=["list", "tuple", "count", "number", "square"],
-)
-def test_equal_values_are_refused(function, place, why):
-    """Values that are equal in all lanes may be counts of rows, or half of the rows."""
-    net = DataParallel(Calls(function), TWO)
-    with pytest.raises(GatherError, match=f"(?s){place} cannot be joined: .*{why}"):
-        net(torch.eye(6))
-
-
-def test_row_counts_reach_gather():
-    """`gather` of the call's outputs has the row counts of the call. A list of its own has none, so lists are refused."""
-
-    class Passing(DataParallel):
-        def gather(self, outputs, output_device):
-            return super().gather(outputs, output_device)
-
-    class Own(DataParallel):
-        def gather(self, outputs, output_device):
-            return super().gather(list(outputs), output_device)
-
-    model = Calls(boxes)
-    assert_close(Passing(model, TWO)(CLASSES), model(CLASSES))
-    with pytest.raises(GatherError, match="gather alone has no row counts"):
-        Own(Calls(LISTS["in a dict"]), TWO)(torch.eye(6))
-
-
-def test_gather_refuses_detections():
-    """Gather joins lists of feature maps, and refuses lists of tensors of other sizes."""
-    x, y = torch.ones(2, 4), torch.zeros(1, 4)
-    assert_close(gather([[x, x], [y, y]], "cpu"), [torch.cat([x, y])] * 2)
-    with pytest.raises(GatherError, match="may have one item per row"):
-        gather([[x, y], [y, x]], "cpu")
-    assert_close(gather([(x, y), (y, x)], "cpu"), (torch.cat([x, y]), torch.cat([y, x])))  # the cure
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize")
-def test_quantized_outputs_are_refused():
-    """torch.cat would give all rows the scale of lane 0. The cure of the error works, and one scale is joined."""
-
-    def quantized(x):
-        return torch.quantize_per_tensor(x, float(x.max()) / 255, 0, torch.quint8)
-
-    x = torch.cat([torch.ones(3, 2), torch.full((3, 2), 100.0)])
-    with pytest.raises(GatherError, match=r"different scales.*Return tensor.dequantize\(\)"):
-        DataParallel(Calls(quantized), TWO)(x)
-    with pytest.raises(GatherError, match="different scales"):
-        gather([quantized(x[:3]), quantized(x[3:])], "cpu")
-    assert_close(DataParallel(Calls(lambda x: quantized(x).dequantize()), TWO)(x), x)
-    one_scale = Calls(lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.quint8))
-    assert_close(DataParallel(one_scale, TWO)(x).dequantize(), x)

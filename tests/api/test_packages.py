@@ -1,4 +1,4 @@
-"""`parallel` with values of tensordict and PyTorch Geometric, and metrics of torchmetrics."""
+"""`parallel` with graphs of PyTorch Geometric, and metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from tests.helpers.tiers import require_packages
 
 TWO = ["cpu"] * 2
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.mark.parametrize("lanes", [2, 4])
-def test_tensordict_keeps_batch_size(lanes):
-    """A TensorDict argument is cut on its batch dim, and the outputs are joined to one TensorDict."""
-    require_packages("tensordict")
-    from tensordict import TensorDict
-
-    def double(batch):
-        return TensorDict({"y": batch["x"] * 2, "deep": {"z": batch["x"].sum(1)}}, batch_size=batch.batch_size)
-
-    batch = TensorDict({"x": torch.randn(11, 3)}, batch_size=[11])
-    expected = double(batch)
-    with parallel(double, ["cpu"] * lanes) as p:
-        for _ in range(2):
-            output = p(batch)
-            assert output.batch_size == expected.batch_size
-            torch.testing.assert_close(output["y"], expected["y"])
-            torch.testing.assert_close(output["deep", "z"], expected["deep", "z"])
 
 
 def test_graph_batch_is_cut_by_graph():
@@ -51,17 +32,12 @@ def test_graph_batch_is_cut_by_graph():
         torch.testing.assert_close(p(batch), convolve(batch))
 
 
-@pytest.fixture
-def accuracy():
-    """An accuracy over four classes."""
+def test_metrics_count_each_row_once():
+    """In the caller, next to calls and to a stream; the last batch is short."""
     require_packages("torchmetrics")
     from torchmetrics.classification import MulticlassAccuracy
 
-    return MulticlassAccuracy(4, average="micro")
-
-
-def test_metrics_count_each_row_once(accuracy):
-    """In the caller, next to calls and to a stream; the last batch is short."""
+    accuracy = MulticlassAccuracy(4, average="micro")
     model, x, y = nn.Linear(8, 4), torch.randn(68, 8), torch.randint(0, 4, (68,))
     batches = list(zip(x.split(8), y.split(8), strict=True))
     expected = (model(x).argmax(1) == y).float().mean()
@@ -73,21 +49,3 @@ def test_metrics_count_each_row_once(accuracy):
         for (_, labels), scores in p.map(batches, prepare=lambda batch: batch[:1], with_inputs=True):
             accuracy.update(scores, labels)
     torch.testing.assert_close(accuracy.compute(), expected)
-
-
-def test_metric_in_forward_warns(accuracy):
-    """The lanes count apart, and the counts do not come back: the warning names the metric's state."""
-
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.accuracy = accuracy
-
-        def forward(self, scores, y):
-            self.accuracy.update(scores, y)
-            return scores
-
-    model, scores, labels = Counting(), torch.randn(8, 4), torch.randint(0, 4, (8,))
-    with torch.no_grad(), parallel(model, TWO, out_dims=0), pytest.warns(UserWarning, match=r"accuracy\._update_count"):
-        model(scores, labels)
-    assert accuracy._update_count == 0

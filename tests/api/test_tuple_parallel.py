@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
-from collections import OrderedDict, UserDict, namedtuple
-from types import MappingProxyType
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parawrap import DataParallel, GatherError, ShardError, TupleParallel, cat, default_collate, tp_collate, tuple_fn
 from tests.helpers.calling import Calls, lane_threads
-from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -30,35 +26,18 @@ def pairs(samples):
     return torch.stack(xs), torch.stack(ys)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"])
-def test_epoch_of_a_loader(collate, workers):
-    """100 rows in batches of 30 on two devices have the plain outputs, also in the short last batch."""
-    data, model = TensorDataset(torch.randn(100, 5), torch.arange(100)), nn.Linear(5, 2)
-    net, joined = TupleParallel(model, TWO), TupleParallel(model, TWO, reduction=cat)
-    context = "fork" if workers else None
-    loader = DataLoader(data, 30, collate_fn=collate, num_workers=workers, multiprocessing_context=context)
-    outputs, targets, parts = [], [], []
-    for xs, ys in loader:
-        out = net(xs)
-        parts.append([len(part) for part in out])
-        outputs.append(cat(out))
-        targets.append(cat(ys))
-        assert_close(joined(xs), outputs[-1])
-    assert parts == [[15, 15]] * 3 + [[5, 5]]
-    assert_close(torch.cat(outputs), model(data.tensors[0]))
-    assert torch.equal(torch.cat(targets), data.tensors[1])
-
-
-def test_training_equals_plain_training():
+def test_epoch_trains_like_the_model(collate):
     """With one loss per part, averaged over equal parts, the weights are those of plain training."""
     plain = nn.Linear(5, 1)
     model = copy.deepcopy(plain)
     net, mse = TupleParallel(model, TWO), tuple_fn(nn.functional.mse_loss)
-    data = TensorDataset(torch.randn(60, 5), torch.randn(60, 1))
-    parts, whole = DataLoader(data, batch_size=20, collate_fn=default_collate(2)), DataLoader(data, batch_size=20)
-    for (xs, ys), (x, y) in zip(parts, whole, strict=True):
-        for module, loss in ((model, sum(mse(net(xs), ys)) / 2), (plain, nn.functional.mse_loss(plain(x), y))):
+    data = TensorDataset(torch.randn(50, 5), torch.randn(50, 1))
+    for (xs, ys), (x, y) in zip(DataLoader(data, 20, collate_fn=collate), DataLoader(data, 20), strict=True):
+        out = net(xs)
+        assert [len(part) for part in out] == [len(x) // 2] * 2
+        assert_close((cat(out), cat(ys)), (plain(x), y))
+        for module, loss in ((model, sum(mse(out, ys)) / 2), (plain, nn.functional.mse_loss(plain(x), y))):
             module.zero_grad()
             loss.backward()
             torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -66,46 +45,18 @@ def test_training_equals_plain_training():
 
 
 def test_is_a_data_parallel():
-    """The options have the order of tuple_parallel. As there, the module moves to its first device."""
-    moved = []
-
-    class Model(nn.Linear):
-        def to(self, device):
-            moved.append(device)
-            return super().to(device)
-
-    net = TupleParallel(Model(5, 2), TWO, True, False, cat)
+    """The options have the order of tuple_parallel."""
+    net = TupleParallel(nn.Linear(5, 2), TWO, True, False, cat)
     assert isinstance(net, DataParallel)
     assert list(net.state_dict()) == ["module.weight", "module.bias"]
-    assert moved == [torch.device("cpu")]
     assert (net.transfer_output, net.transfer_input, net.reduction) == (True, False, cat)
     assert (net.ndevices, net.home_device, net.output_device) == (2, torch.device("cpu"), torch.device("cpu"))
 
 
 def test_outputs_are_transposed():
     """A module with two outputs returns ((a1, a2), (b1, b2)). Keyword arguments have one part per device too."""
-    x1, x2, y1, y2 = (torch.full((n,), float(v)) for n, v in ((3, 1), (2, 2), (3, 3), (2, 4)))
     net = TupleParallel(Calls(lambda x, y, *, k: ((x + y) * k, x - y)), TWO)
-    (a1, a2), (b1, b2) = net((x1, x2), [y1, y2], k=(1, 2))
-    assert [t.tolist() for t in (a1, a2, b1, b2)] == [[4.0] * 3, [12.0] * 2, [-2.0] * 3, [-2.0] * 2]
-
-
-def test_parts_can_be_any_value():
-    """Only the outermost level is split. A call has as many outputs as parts."""
-    net = TupleParallel(Calls(lambda batch, text: {"y": batch["x"] * 2, "text": text}), THREE)
-    one, two = net(({"x": torch.ones(1)}, {"x": torch.ones(2)}), ("a", None))
-    assert (one["text"], two["text"], len(two["y"])) == ("a", None, 2)
-
-
-def test_parts_run_at_the_same_time():
-    barrier = threading.Barrier(2)
-    net = TupleParallel(Calls(lambda x: barrier.wait(PATIENCE_S) * 0 + x), TWO)
-    assert net((1, 2)) == (1, 2)
-
-
-def test_outputs_are_moved_and_reduced():
-    net = TupleParallel(nn.Identity(), TWO, True, True, lambda outs: [len(out) for out in outs], output_device="cpu")
-    assert net((torch.ones(2, 5), torch.ones(1, 5))) == [2, 1]
+    assert net((1, 2), [3, 4], k=(1, 2)) == ((4, 12), (-2, -2))
 
 
 @no_accelerator
@@ -138,19 +89,12 @@ def test_block_ends_the_threads():
     """A later call starts threads again."""
     net = TupleParallel(nn.Identity(), TWO)
 
-    def leave_with_an_error():
-        with net as entered:
-            assert entered((1, 2)) == (1, 2)
-            assert lane_threads()
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        leave_with_an_error()
+    with net as entered:
+        assert entered((1, 2)) == (1, 2)
+        assert lane_threads()
     assert not lane_threads()
     assert net((1, 2)) == (1, 2)
     net.close()
-    net.close()
-    assert not lane_threads()
 
 
 # --- batches that are passed whole ---
@@ -173,11 +117,7 @@ EXPECTED = subtract(as_dict(SAMPLES))
 
 
 @pytest.mark.parametrize("devices", [TWO, ["cpu"] * 7], ids=len)
-@pytest.mark.parametrize(
-    "kind",
-    [dict, OrderedDict, UserDict, MappingProxyType, lambda b: Pair(**b)],
-    ids=["dict", "ordered", "user", "proxy", "namedtuple"],
-)
+@pytest.mark.parametrize("kind", [dict, UserDict, lambda b: Pair(**b)], ids=["dict", "mapping", "namedtuple"])
 def test_batch_is_passed_whole(devices, kind):
     """What `tp_collate` returns can be the only argument, or one of several, positional or by keyword."""
     batch = tp_collate(len(devices))(lambda samples: kind(as_dict(samples)))(SAMPLES)
@@ -186,20 +126,6 @@ def test_batch_is_passed_whole(devices, kind):
     scales = (2,) * min(len(devices), len(SAMPLES))
     assert_close(net(batch, scales), EXPECTED * 2)
     assert_close(net(scale=[*scales], batch=batch), EXPECTED * 2)
-
-
-def test_mapping_keeps_its_class():
-    """A dict subclass, such as the encoding of a tokenizer, arrives with its attributes. A model may change it."""
-
-    class Encoding(dict):
-        def __init__(self, items=(), language=None):
-            super().__init__(items)
-            self.language = language
-
-    model = Calls(lambda batch: {"class": type(batch), "language": batch.language, "n": len(batch.pop("x"))})
-    batch = tp_collate(2)(lambda samples: Encoding(as_dict(samples), "en"))(SAMPLES)
-    assert TupleParallel(model, TWO)(batch) == tuple({"class": Encoding, "language": "en", "n": n} for n in (3, 2))
-    assert list(batch) == ["x", "y"]
 
 
 def test_batches_can_be_spread():
@@ -212,39 +138,30 @@ def test_batches_can_be_spread():
 def test_nested_containers_of_parts():
     """The first tuple or list on the way down holds the parts. Each lane gets its own containers."""
 
-    def forward(batch, options):
+    def forward(batch):
         batch["seen"] = True
-        return {"batch": batch, "options": options}
+        return batch
 
     batch = {"a": {"b": (1, 2)}, "c": Pair([3, 4], {}), "d": ({"e": (5,)}, {"e": (6,)})}
-    one, two = (output["batch"] for output in TupleParallel(Calls(forward), TWO)(batch, {}))
+    one, two = TupleParallel(Calls(forward), TWO)(batch)
     assert one == {"a": {"b": 1}, "c": Pair(3, {}), "d": {"e": (5,)}, "seen": True}
     assert two == {"a": {"b": 2}, "c": Pair(4, {}), "d": {"e": (6,)}, "seen": True}
     assert "seen" not in batch
-    assert one["c"].y is not two["c"].y
-    assert TupleParallel(nn.Identity(), THREE)((("a", "b"), ("d", "e"), ("f", "g"))) == (("a", "d", "f"), ("b", "e", "g"))
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((torch.zeros(4),), {}, ["args[0] is a Tensor"]),
-        (((1, 2), 3), {}, ["args[1] is a int"]),
-        (((1, 2), (1,)), {}, ["different numbers of parts"]),
+        (((1, 2), torch.zeros(4)), {}, ["args[1] is a Tensor"]),
         (({},), {}, ["args[0] is an empty dict", "Give a tuple with one dict per device"]),
         (({"x": torch.zeros(2)},), {}, ['args[0]["x"] is a Tensor', "If the dict itself is one part, give a tuple"]),
-        (((1, 2), {"x": {"y": "ab"}}), {}, ['args[1]["x"]["y"] is a str']),
         ((), {"batch": {"x": (1, 2), "y": 3}}, ['kwargs["batch"]["y"] is a int']),
         (({"x": (1, 2), "y": (1,)},), {}, ["different numbers of parts", """'args[0]["x"]': 2, 'args[0]["y"]': 1"""]),
         (({"x": (1, 2, 3)},), {}, ["3 parts for 2 devices", "tp_collate(2)"]),
-        ((Pair(torch.zeros(2), (1, 2)),), {}, ["args[0][0] is a Tensor", "one Pair per device"]),
         ((pack_sequence([torch.zeros(2)]),), {}, ["args[0] is a PackedSequence"]),
-        ((torch.ones(2, 3).max(1),), {}, ["args[0] is a max"]),
         ((((1,), (2,), (3,)),), {}, ["3 parts for 2 devices", "pass each item as an argument: model(*batch)"]),
-        ((iter((1, 2)),), {}, ["args[0] is a tuple_iterator"]),
-        ((None,), {}, ["args[0] is a NoneType"]),
     ],
-    ids=range(15),
+    ids=range(8),
 )
 def test_other_arguments_are_refused(args, kwargs, words):
     """The error names the place and the remedy."""
@@ -254,17 +171,10 @@ def test_other_arguments_are_refused(args, kwargs, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("parts", [(["a", "b"], ["c"]), ([{"x": 1}], [{"x": 2}])], ids=["texts", "dicts"])
-def test_lists_per_row_are_outputs(parts):
-    """A list of texts or dicts has one item per row, so it is not transposed, and `cat` keeps all items in order."""
-    assert TupleParallel(nn.Identity(), TWO)(parts) == parts
-    assert TupleParallel(nn.Identity(), TWO, reduction=cat)(parts) == [*parts[0], *parts[1]]
-    keyed = TupleParallel(Calls(lambda value: {"ids": value}), TWO, reduction=cat)
-    assert keyed(parts) == {"ids": [*parts[0], *parts[1]]}
-
-
 def test_other_outputs():
-    """A PackedSequence is one output, although it is a namedtuple. Tuples of different lengths are refused."""
+    """A PackedSequence, or a list with one item per row, is one output. Tuples of different lengths are refused."""
+    parts = ["a", "b"], ["c"]
+    assert TupleParallel(nn.Identity(), TWO)(parts) == parts
     outputs = TupleParallel(nn.Identity(), TWO)((pack_sequence([torch.zeros(2)]), pack_sequence([torch.ones(1)])))
     assert [type(output) for output in outputs] == [PackedSequence] * 2
     with pytest.raises(GatherError, match=r"output 1 has 1 item, output 0 has 2.*into a dict"):
@@ -272,19 +182,18 @@ def test_other_outputs():
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "words"),
+    ("options", "words"),
     [
-        (("cpu",), {}, "transfer_output='cpu' is not True or False. .* use output_device="),
-        ((), {"transfer_input": None}, "transfer_input=None is not True or False"),
-        ((), {"output_device": "cpu"}, "output_device='cpu' has no effect without transfer_output=True"),
-        ((), {"reduction": "mean"}, "reduction='mean' is not callable"),
-        ((), {"dim": 1}, r"dim=1 has no effect: .*partial\(parawrap\.cat, dim=1\)"),
+        ({"transfer_output": "cpu"}, "transfer_output='cpu' is not True or False. .* use output_device="),
+        ({"output_device": "cpu"}, "output_device='cpu' has no effect without transfer_output=True"),
+        ({"reduction": "mean"}, "reduction='mean' is not callable"),
+        ({"dim": 1}, r"dim=1 has no effect: .*partial\(parawrap\.cat, dim=1\)"),
     ],
-    ids=["transfer_output", "transfer_input", "output_device", "reduction", "dim"],
+    ids=lambda value: next(iter(value)),
 )
-def test_wrong_options_are_refused(args, options, words):
+def test_wrong_options_are_refused(options, words):
     with pytest.raises(ShardError, match=words):
-        TupleParallel(nn.Identity(), TWO, *args, **options)
+        TupleParallel(nn.Identity(), TWO, **options)
 
 
 # --- tuple_fn ---
@@ -292,42 +201,31 @@ def test_wrong_options_are_refused(args, options, words):
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_tuple_fn_calls_once_per_part(parallel):
-    """The function keeps its name and docstring. Tuples are transposed, and a dict of parts is cut."""
+    """Tuples are transposed, and a dict of parts is cut."""
 
     @tuple_fn(parallel=parallel)
     def loss(output, *, target):
-        """Return the absolute error."""
         return (output - target).abs()
 
     out = loss((torch.ones(2), torch.ones(1)), target=[torch.zeros(2), torch.full((1,), 3.0)])
     assert [part.tolist() for part in out] == [[1.0, 1.0], [2.0]]
-    assert (loss.__name__, loss.__doc__) == ("loss", "Return the absolute error.")
+    assert loss.__name__ == "loss"
     assert tuple_fn(lambda x: (x, -x), parallel=parallel)((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
     whole = tuple_fn(subtract, parallel=parallel)(tp_collate(2)(as_dict)(SAMPLES), scale=(2, 2))
     assert_close(cat(whole), EXPECTED * 2)
+    with pytest.raises(ShardError, match="3 parts for 2 devices"):
+        tuple_fn(abs, parallel=True, devices=TWO)((1, 2, 3))
 
 
 def test_tuple_fn_draws_in_order():
-    """Parts that require gradients run one after another; others get a warning if the function draws."""
+    """Parts that require gradients run one after another."""
     dropout = tuple_fn(nn.functional.dropout, parallel=True)
     part = torch.ones(100, 4, requires_grad=True)
     torch.manual_seed(0)
-    expected = torch.stack([nn.functional.dropout(part) for _ in range(2)])
-    for _ in range(20):
+    expected = tuple(nn.functional.dropout(part) for _ in range(2))
+    for _ in range(5):
         torch.manual_seed(0)
-        assert torch.equal(torch.stack(dropout((part, part))), expected)
-    with pytest.warns(UserWarning, match="drew from it at the same time"):
-        dropout((part.detach(), part.detach()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tuple_fn(torch.neg, parallel=True)((part.detach(), part.detach()))[0].sum() == -400
-
-
-def test_tuple_fn_errors():
-    with pytest.raises(ShardError, match="3 parts for 2 devices"):
-        tuple_fn(abs, parallel=True, devices=TWO)((1, 2, 3))
-    with pytest.raises(ShardError, match="3"):
-        tuple_fn(3)
+        assert_close(dropout((part, part)), expected)
 
 
 def test_tuple_fn_works_on_methods():
@@ -345,4 +243,3 @@ def test_tuple_fn_works_on_methods():
             return x * self.scale
 
     assert Loss().plain((1, 2)) == Loss().lanes((1, 2)) == (2, 4)
-    del Loss.lanes  # the garbage collector cannot see the wrapper's reference to its class

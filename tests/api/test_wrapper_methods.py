@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import pickle
 import threading
 import types
@@ -9,7 +11,7 @@ import types
 import cloudpickle
 import pytest
 
-from parawrap import UnsendableError, wrapper
+from parawrap import UnsendableError, current_rank, wrapper
 from tests.helpers.processes import ranks
 
 launched = wrapper(ranks(1))
@@ -27,8 +29,12 @@ class Model:
 
     bias = 10
 
+    def __init__(self, **held):
+        vars(self).update(held)
+
     @launched
     def method(self, x):
+        """A method."""
         return self.bias + x
 
     @classmethod
@@ -44,11 +50,6 @@ class Model:
     @launched
     @classmethod
     def below(cls, x):
-        return cls.bias + x
-
-    @launched
-    @UnchainedClassmethod
-    def unchained_below(cls, x):
         return cls.bias + x
 
     @staticmethod
@@ -67,15 +68,17 @@ class Small(Model):
 
     bias = 0
 
+    def through_super(self, x):
+        return super().method(x)
 
-@pytest.mark.parametrize("kind", ["above", "unchained", "below", "unchained_below", "static_above", "static_below"])
-def test_a_method_is_called_on_its_class(kind):
+
+@pytest.mark.parametrize("kind", ["above", "unchained", "below", "static_above", "static_below"])
+def test_methods_run_on_their_class(kind):
     """Through an object, a subclass, or a pickle. Addresses of arguments do not count the class."""
     bias = 0 if kind.startswith("static") else 10
     assert getattr(Model(), kind)(1) == (bias + 1,)
     method = getattr(Small, kind)
-    for each in method, pickle.loads(pickle.dumps(method)), cloudpickle.loads(cloudpickle.dumps(method)):
-        assert each(1) == (1,)
+    assert method(1) == pickle.loads(pickle.dumps(method))(1) == (1,)
     with pytest.raises(UnsendableError) as caught:
         method([0, threading.Lock()])
     assert str(caught.value).startswith("args[0][1] cannot be sent to another process: lock")
@@ -86,7 +89,53 @@ def test_a_method_is_called_on_its_class(kind):
         assert method.submit(1).results() == (1,)
 
 
-def test_map_of_a_method_uses_its_object():
-    model = Model()
-    model.bias = 3
+def test_methods_run_on_their_object():
+    """Through the object, the class, super(), `map`, a pickle, or a copy."""
+    model = Model(bias=3)
+    assert Model.method(model, 1) == model.method.submit(1).results() == (4,)
     assert [outcome[0] for outcome in model.method.map([1, 2])] == [4, 5]
+    assert Small().through_super(1) == Small().method(1) == (1,)
+    for duplicate in (
+        copy.copy(model.method),
+        copy.deepcopy(model.method),
+        pickle.loads(pickle.dumps(model.method)),
+        cloudpickle.loads(cloudpickle.dumps(model.method)),
+    ):
+        assert duplicate.platform == model.method.platform
+        assert duplicate.inline(1) == (4,)
+
+
+def test_method_keeps_its_metadata():
+    """The same method of the same object is equal, also as a key."""
+    method = Model().method
+    assert (method.__name__, method.__qualname__) == ("method", "Model.method")
+    assert method.__doc__.startswith("A method.")
+    assert str(inspect.signature(method)) == "(x)"
+    model = Model()
+    assert {model.method: 1}[model.method] == 1
+    assert model.method != Model().method
+
+
+def test_addresses_do_not_count_self():
+    lock = threading.Lock()
+    with pytest.raises(UnsendableError, match=r"^args\[0\]\[1\] cannot be sent to another process: lock"):
+        Model().method([0, lock])
+    with pytest.raises(UnsendableError, match=r"^.*\.lock of the object cannot be sent to another process: lock"):
+        Model(lock=lock).method(1)
+
+
+def test_decorated_values_in_ranks():
+    """Decorated functions, and objects of local classes with decorated methods, are arguments and results."""
+
+    class Local:
+        @launched
+        def __call__(self, x):
+            return x + current_rank().global_rank
+
+    def receive(function, *models):
+        return function.__wrapped__(3), [model.method.__wrapped__(3) for model in models], function
+
+    called, models, back = wrapper(ranks(2))(receive)(launched(lambda x: x + 1), Model(bias=2), Small())[1]
+    assert (called, models) == (4, [5, 3])
+    assert back(1) == (2,)
+    assert wrapper(ranks(2))(lambda model: model)(Local())[0](1) == Local()(1) == (1,)

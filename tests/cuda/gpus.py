@@ -55,12 +55,6 @@ def held():
     return sum(cuda.memory_allocated(device) for device in every())
 
 
-def forget_workspaces():
-    """Free the cuBLAS workspaces, which torch keeps per pair of thread and stream."""
-    settle()
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 @contextmanager
 def torch_refuses_to_wait():
     """Have torch raise in all threads if the host would wait for a GPU inside this block."""

@@ -10,54 +10,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parawrap import DataParallel, parallel
-from tests.cuda.gpus import HOME, KIND, ONE, TWICE, cuda
-from tests.cuda.zoo import NETS, conv_net, net_and_rows
+from parawrap import DataParallel, DeviceUnavailableError, parallel
+from tests.cuda.gpus import HOME, KIND, ONE, cuda, every
+from tests.cuda.zoo import NETS, Where, conv_net, net_and_rows
 from tests.helpers.device_models import assert_same_gradients, assert_same_training_step, dropout, mlp, rows
-
-
-def shards(x, lanes):
-    """Return the number of rows that each lane gets."""
-    return [shard for shard in x.tensor_split(lanes) if len(shard)]
-
-
-# -- outputs and gradients
 
 
 @pytest.mark.parametrize("count", [17, 1])
 @pytest.mark.parametrize("place", ["cpu", HOME])
 @pytest.mark.parametrize("net", NETS)
 def test_outputs_and_gradients(net, place, count, devices):
-    """Outputs and gradients equal the plain ones, for a batch on the host or on the model's device."""
     model, x = net_and_rows(net, count)
     assert_same_training_step(model, x.to(place), devices)
 
 
-def test_batch_norm_in_train_mode(devices):
-    """Each lane normalizes its own rows, and the running statistics are those of lane 0, as in torch.nn.DataParallel."""
-    model, x = net_and_rows("conv", 4 * len(devices) + 1, train=True)
-    plain = [copy.deepcopy(model) for _ in devices]
-    with parallel(model, devices):
-        for _ in range(3):
-            model.zero_grad()
-            output = model(x)
-            output.square().sum().backward()
-            expected = torch.cat([each(part.to(HOME)) for each, part in zip(plain, shards(x, len(devices)), strict=False)])
-            for each in plain:
-                each.zero_grad()
-            expected.square().sum().backward()
-            torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(plain[0].named_buffers()))
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in plain), msg=name)
-
-
-# -- random numbers
-
-
 @pytest.mark.parametrize("lane_rows", [1, 2, 5])
-def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
-    """With gradients, calls with the same seed draw the same numbers, and calls with another seed draw other numbers."""
+def test_a_seed_repeats_the_numbers(lane_rows, devices):
+    """With gradients, and for each number of rows."""
     model = dropout(HOME)
     x = rows(lane_rows * len(devices))
     outputs = []
@@ -70,20 +39,7 @@ def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
     assert not torch.equal(first, second)
 
 
-def test_lanes_on_one_gpu_draw_in_lane_order():
-    """With gradients, the masks are those that the plain model draws for one shard after the other."""
-    model = dropout(HOME)
-    plain = copy.deepcopy(model)
-    x = rows(9).to(HOME)
-    with parallel(model, TWICE):
-        for seed in range(4):
-            torch.manual_seed(seed)
-            output = model(x)
-            torch.manual_seed(seed)
-            torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split((5, 4))]))
-
-
-def test_checkpointing_recomputes_the_same_masks(devices):
+def test_checkpoints_repeat_the_masks(devices):
     """With and without checkpointing, a seed gives the same gradients."""
 
     class Checkpointed(nn.Module):
@@ -105,54 +61,19 @@ def test_checkpointing_recomputes_the_same_masks(devices):
     assert_same_gradients(model.body, plain)
 
 
-# -- training
-
-
-def uneven_batches(x, y, steps):
-    """Yield shuffled batches of many sizes, including one row."""
-    for step in range(steps):
-        chosen = torch.randperm(len(x))[: 1 + step * 7 % 17]
-        yield x[chosen], y[chosen]
-
-
-@pytest.mark.usefixtures("every_warning")
-def test_a_training_run(devices):
-    """After many steps with batches of many sizes, the parameters equal those of a plain run, without warnings."""
-    model = (
-        nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 2)).double().to(HOME)
-    )
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
-    x, y = rows(40), torch.randn(40, 2, dtype=torch.float64)
-    with parallel(model, devices, out_dims=0):
-        for inputs, targets in uneven_batches(x, y, 50):
-            for each, optimizer in zip((model, plain), optimizers, strict=True):
-                optimizer.zero_grad()
-                (each(inputs if each is model else inputs.to(HOME)) - targets.to(HOME)).square().mean().backward()
-                optimizer.step()
-    torch.testing.assert_close(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.usefixtures("every_warning")
-def test_training_on_one_stream_and_then_on_another(devices):
-    """The caller may change its stream between two steps: gradients are right, without warnings."""
-    model = mlp().to(HOME)
-    plain = copy.deepcopy(model)
+def test_gradients_on_callers_stream(devices):
+    """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
+    model = Where().to(HOME)
+    x = rows(13).to(HOME)
     stream = cuda.Stream(HOME)
-    with parallel(model, devices):
-        for on in (cuda.current_stream(HOME), stream, stream, cuda.current_stream(HOME)):
-            cuda.synchronize(HOME)
-            with cuda.stream(on):
-                x = rows(13).to(HOME)
-                for each in (model, plain):
-                    each.zero_grad()
-                    each(x).square().sum().backward()
-                assert_same_gradients(model, plain)
-            cuda.synchronize(HOME)
+    stream.wait_stream(cuda.current_stream(HOME))
+    with parallel(model, devices), cuda.stream(stream):
+        model(x).sum().backward()
+    assert {each for device, each, _ in model.seen if device == 0} == {stream.stream_id}
 
 
 @pytest.mark.usefixtures("every_warning")
-def test_a_matrix_product_may_be_the_first_work_of_a_lane():
+def test_products_as_first_work():
     """There is no warning if a matrix product is the first GPU work of a thread."""
     model = nn.Linear(64, 64, dtype=torch.float64).to(HOME)
     x = torch.randn(8, 64, dtype=torch.float64, device=HOME)
@@ -162,9 +83,6 @@ def test_a_matrix_product_may_be_the_first_work_of_a_lane():
         cuda.Stream(HOME)
     with parallel(model, ONE) as p:
         torch.testing.assert_close(p.submit(x).result(), expected)
-
-
-# -- modes
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -186,11 +104,8 @@ def test_autocast(grad, devices):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.05)
 
 
-# -- against torch
-
-
 @pytest.mark.parametrize("train", [True, False])
-def test_as_torch_s_data_parallel_does(train):
+def test_equals_data_parallel_of_torch(train):
     """Two lanes on one GPU give the outputs, gradients, and names of torch.nn.DataParallel, and in eval mode the buffers.
 
     In train mode, both of torch's lanes on one GPU write the module's buffers. Here lane 0 alone does, as on two GPUs.
@@ -209,3 +124,37 @@ def test_as_torch_s_data_parallel_does(train):
         assert mine.state_dict()["module.1.num_batches_tracked"] == (3 if train else 0)
         if not train:
             torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("make", [parallel, DataParallel])
+@pytest.mark.parametrize("devices", [[f"{KIND}:99"], [HOME, f"{KIND}:99"]], ids=str)
+def test_a_missing_gpu_is_refused(make, devices):
+    """The error names the requested GPU and the visible ones."""
+    with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not available.*{HOME}"):
+        make(mlp().to(HOME), devices)
+
+
+def test_all_gpus_are_the_default():
+    """A block without devices, or with the kind alone, has one lane per GPU."""
+    for devices in (None, "auto", KIND):
+        assert [str(device) for device in parallel(mlp(), devices).devices] == every()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_batches_on_any_gpu(grad, several):
+    """The batch may be on any GPU, and the output is joined on any GPU."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model)
+    last = several[-1]
+    for lanes in (several, several[::-1], [last], [HOME, last, last]):
+        model.zero_grad()
+        plain.zero_grad()
+        with torch.set_grad_enabled(grad), parallel(model, lanes, output_device=last):
+            x = rows(13)
+            output, expected = model(x.to(last)), plain(x.to(HOME))
+            assert output.device == torch.device(last)
+            torch.testing.assert_close(output, expected.to(last))
+            if grad:
+                output.square().sum().backward()
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)

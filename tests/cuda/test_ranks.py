@@ -48,7 +48,7 @@ def all_reduced():
     return reduced
 
 
-def test_a_rank_of_a_parent_that_has_not_used_cuda(tmp_path):
+def test_parents_without_cuda(tmp_path):
     """The rank reduces on its GPU, and the launch does not initialize CUDA in the parent."""
     results, initialized = json.loads(run_script(tmp_path, SCRIPT).splitlines()[-1])
     assert results == [[HOME, [5.0] * 3]]
@@ -56,7 +56,7 @@ def test_a_rank_of_a_parent_that_has_not_used_cuda(tmp_path):
 
 
 @pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
-def test_a_rank_of_a_parent_in_which_cuda_runs(spawn_method):
+def test_parents_that_use_cuda(spawn_method):
     """The rank reduces on its GPU with every start method."""
     torch.ones(1, device=HOME).add_(1)
     platform = Platform(device="gpu", n_gpus=1, spawn_method=spawn_method, verbose=False)
@@ -69,9 +69,3 @@ def test_a_rank_on_every_gpu(several):
     total = [float(sum(range(1, world + 1)))] * 3
     results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))
     assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
-
-
-def test_an_inline_rank():
-    """An inline launch runs on the first GPU, in this process."""
-    (result,) = wrapper(Platform(device="gpu", n_gpus=1, verbose=False))(all_reduced()).inline(2)
-    assert result == (HOME, 0, [2.0] * 3, 1.0)

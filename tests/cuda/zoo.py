@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -67,23 +66,3 @@ class Late(nn.Module):
     def keep_busy(self, lanes, cycles):
         """Delay these lanes from now on."""
         self.late.lanes, self.late.cycles = lanes, cycles
-
-
-class Casting(nn.Module):
-    """A product with a weight. Lane 0 is delayed before it, and lane 1 waits until lane 0 has queued its product."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64, 64))
-        self.queued = threading.Event()
-
-    def forward(self, x):
-        first = here.lane.index == 0
-        if first:
-            sleep()
-        else:
-            assert self.queued.wait(30)
-        output = x @ self.weight
-        if first:
-            self.queued.set()
-        return output

@@ -76,11 +76,6 @@ def devices_of(values: Iterable[Tensor]) -> list[str]:
     return [str(value.device) for value in values]
 
 
-def lane_devices(block: Any) -> list[str]:
-    """Return the device names of a block's lanes."""
-    return list(map(str, block.devices))
-
-
 def side_stream(device: str = "sim:0") -> torch.Stream:
     """Return a stream that no lane uses and that is not the default stream.
 

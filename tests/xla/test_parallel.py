@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import DeviceUnavailableError, parallel
+from parawrap import DataParallel, DeviceUnavailableError, parallel
 from tests.helpers.device_models import Tied
-from tests.xla.zoo import XLAS, Images, assert_near, assert_near_gradients, beside, mlp, rows
+from tests.xla.zoo import XLAS, assert_near, assert_near_gradients, beside, mlp, rows
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
-def test_outputs_and_gradients_equal_the_plain_ones(home):
-    """Outputs, their device, and gradients equal the plain ones for any number of rows and any device of the model."""
+def test_outputs_and_gradients(home):
     model = mlp().to(home)
     plain = beside(model)
     with parallel(model, XLAS) as p:
@@ -33,7 +32,7 @@ def test_outputs_and_gradients_equal_the_plain_ones(home):
 
 
 @pytest.mark.parametrize("given", ["xla:0", "xla:3"])
-def test_input_may_lie_on_a_device_and_have_a_gradient(given):
+def test_inputs_on_a_device(given):
     """An input on any device is cut there, even before it is computed, and receives its gradient."""
     model = mlp().to("xla:0")
     plain = beside(model)
@@ -45,32 +44,6 @@ def test_input_may_lie_on_a_device_and_have_a_gradient(given):
             plain(plain_x * 2).square().sum().backward()
     assert_near(x.grad, plain_x.grad)
     assert_near_gradients(model, plain)
-
-
-def test_batch_norm_in_evaluation():
-    """A convolution with batch norm in eval mode gives the plain output. torch_xla has no backward pass for it."""
-    model = Images().to("xla:0").eval()
-    plain = beside(model)
-    x = torch.randn(10, 3, 8, 8)
-    with torch.no_grad(), parallel(model, XLAS):
-        assert_near(model(x), plain(x))
-
-
-def test_batch_norm_in_training_keeps_the_first_lanes_statistics():
-    """In train mode each shard is normalized alone, and the running statistics are those of the first lane's rows."""
-    model = Images().to("xla:0").train()
-    plain = copy.deepcopy(model)  # on XLA: its running variance is not corrected for the sample size, as the CPU's is
-    x = torch.randn(12, 3, 8, 8)
-    with parallel(model, XLAS):
-        for _ in range(3):
-            output = model(x)
-            output[:3].square().sum().backward()
-            first = plain(x[:3].to("xla:0"))
-            first.square().sum().backward()
-    assert_near(output[:3], first)
-    assert_near_gradients(model, plain)
-    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        assert_near(mine, theirs)
 
 
 def test_tied_weights_stay_tied():
@@ -87,8 +60,7 @@ def test_tied_weights_stay_tied():
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu"])
-def test_training_refreshes_the_replicas(home):
-    """After each optimizer step all lanes have the new parameters, so the losses equal those of plain training."""
+def test_training_refreshes_replicas(home):
     model = mlp().to(home)
     plain = beside(model)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain)]
@@ -104,7 +76,7 @@ def test_training_refreshes_the_replicas(home):
     assert p.stats().refreshes >= 4
 
 
-def test_new_data_of_a_parameter_is_copied():
+def test_new_data_of_a_parameter():
     """After ``parameter.data = ...``, which changes no version counter, the lanes have the new data."""
     model = nn.Linear(5, 3).to("xla:0")
     x = rows(12)
@@ -113,18 +85,6 @@ def test_new_data_of_a_parameter_is_copied():
         model.weight.data = torch.zeros(3, 5, device="xla:0")
         model.bias.data = torch.ones(3, device="xla:0")
         assert_near(model(x), torch.ones(12, 3))
-
-
-def test_output_device():
-    """Outputs are joined on `output_device`."""
-    model = mlp().to("xla:0")
-    x = rows(12)
-    expected = beside(model)(x)
-    for device in ("cpu", "xla:3"):
-        with torch.no_grad(), parallel(model, XLAS, output_device=device):
-            output = model(x)
-        assert output.device == torch.device(device)
-        assert_near(output, expected)
 
 
 def test_map_and_submit():
@@ -141,7 +101,7 @@ def test_map_and_submit():
         assert all(lane.tasks > 0 for lane in p.stats().lanes)
 
 
-def test_a_tensor_made_in_a_lane_lies_on_its_device():
+def test_tensors_made_in_a_lane():
     """In a lane, ``device="xla"`` means the lane's device."""
 
     class Shifted(nn.Module):
@@ -150,13 +110,6 @@ def test_a_tensor_made_in_a_lane_lies_on_its_device():
 
     with parallel(Shifted(), XLAS) as p:
         assert_near(p.target(torch.zeros(8, 2)), torch.tensor([0.0, 1.0]).expand(8, 2))
-
-
-def test_autocast_follows_into_the_lanes():
-    """Under autocast for XLA, every lane computes in the autocast dtype."""
-    model = mlp().to("xla:0")
-    with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16), parallel(model, XLAS):
-        assert model(rows(12)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (64, (16,) * 4)])
@@ -176,3 +129,20 @@ def test_devices():
     with pytest.raises(DeviceUnavailableError, match="xla:0 to xla:3"):
         parallel(mlp(), ["xla:0", "xla:4"])
     assert {device.type for device in parallel(mlp()).devices} == {"cpu"}
+
+
+def test_data_parallel_on_two_devices():
+    model = mlp().to("xla:0")
+    plain = beside(model)
+    net = DataParallel(model, device_ids=["xla:0", "xla:1"])
+    x = rows(7)
+    output, expected = net(x), plain(x)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    assert [str(device) for device in net.device_ids] == ["xla:0", "xla:1"]
+    assert output.device == torch.device("xla:0")
+    assert_near(output, expected)
+    assert_near_gradients(model, plain)
+    assert list(net.state_dict()) == [f"module.{name}" for name in plain.state_dict()]
+    assert [len(shard[0]) for shard in net.scatter((x,), {}, net.device_ids)[0]] == [4, 3]
+    net.close()

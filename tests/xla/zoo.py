@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers import device_models
 
@@ -18,20 +18,6 @@ XLAS = ["xla:0", "xla:1", "xla:2", "xla:3"]
 mlp = functools.partial(device_models.mlp, torch.float32)
 rows = functools.partial(device_models.rows, dtype=torch.float32)
 assert_near_gradients = functools.partial(device_models.assert_same_gradients, rtol=1e-4, atol=1e-5)
-
-
-class Images(nn.Module):
-    """A convolution and a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
-        return output
 
 
 def beside(model: nn.Module) -> nn.Module:

@@ -1,12 +1,14 @@
-"""Calls from several threads, nested blocks, and recursion. After close(), no thread, replica, or memory is left."""
+"""Calls from several threads, nested blocks, recursion, and forks. After close(), no thread or replica is left."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+import faulthandler
 import gc
+import os
 import threading
+import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +18,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import ReplicaError, SessionError, parallel
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.processes import run_script
+from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -28,9 +31,6 @@ def mlp():
 
 def lanes():
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
-
-
-# -- threads
 
 
 def test_many_threads_call_one_model():
@@ -51,6 +51,25 @@ def test_many_threads_call_one_model():
 
     with parallel(model, THREE, out_dims=0) as p, ThreadPoolExecutor(12) as executor:
         for future in [executor.submit(work, index) for index in range(12)]:
+            future.result(PATIENCE_S)
+
+
+def test_calls_during_a_close():
+    """Calls of other threads have the plain output while a block ends."""
+    model, x = nn.Linear(4, 2), torch.randn(7, 4)
+    plain, stop = model(x), threading.Event()
+
+    def call():
+        while not stop.is_set():
+            assert_close(model(x), plain)
+
+    with ThreadPoolExecutor(2) as executor:
+        futures = [executor.submit(call) for _ in range(2)]
+        for _ in range(30):
+            with parallel(model, TWO):
+                model(x)
+        stop.set()
+        for future in futures:
             future.result(PATIENCE_S)
 
 
@@ -76,72 +95,16 @@ def test_blocks_of_threads_on_one_model():
     assert_close(model(x), plain)
 
 
-def test_a_block_another_thread_leaves():
-    """If a thread enters a block while another thread still leaves it, the model is parallel."""
-    hold, submitted = threading.Event(), threading.Event()
-
-    class Held(nn.Linear):
-        def forward(self, x):
-            if len(x) == 1:
-                hold.wait(PATIENCE_S)
-            return super().forward(x)
-
-    model = Held(4, 4)
-    p = parallel(model, TWO)
-
-    def leave():
-        with p:
-            p.submit(torch.ones(1, 4))
-            submitted.set()
-
-    with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(leave)
-        try:
-            assert submitted.wait(PATIENCE_S)
-            eventually(lambda: "forward" not in vars(model), "the thread leaves the block and waits for its lane")
-            with p:
-                model(torch.randn(5, 4))
-                assert p.stats().shards == (3, 2)
-            assert "forward" not in vars(model)
-            assert not future.done()
-        finally:
-            hold.set()
-
-
-def test_calls_during_a_close():
-    """Calls of other threads have the plain output while a block ends."""
-    model, x = nn.Linear(4, 2), torch.randn(7, 4)
-    plain, stop = model(x), threading.Event()
-
-    def call():
-        while not stop.is_set():
-            assert_close(model(x), plain)
-
-    with ThreadPoolExecutor(2) as executor:
-        futures = [executor.submit(call) for _ in range(2)]
-        for _ in range(100):
-            with parallel(model, TWO):
-                model(x)
-        stop.set()
-        for future in futures:
-            future.result(PATIENCE_S)
-
-
-# -- what a call writes while others run
-
 _waits, _goes_on = threading.Event(), threading.Event()
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, or in another tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
+    """Counts its calls in a tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
 
-    def __init__(self, *, as_buffer):
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        if as_buffer:
-            self.register_buffer("count", torch.zeros(()))
-        else:
-            self.count = torch.zeros(())
+        self.count = torch.zeros(())
 
     def forward(self, x):
         if (x == 7).any():
@@ -166,58 +129,31 @@ def slow_call(call, x):
         future.result(PATIENCE_S)
 
 
-def six_rows(*, sevens):
-    x = torch.ones(6, 3)
-    x[sevens] = 7
-    return x
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "tensor"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
-@pytest.mark.parametrize("change", ["nothing", "refresh", "attribute"])
-def test_calls_keep_others_writes(as_buffer, training, rows, change):
+@pytest.mark.parametrize("change", ["refresh", "attribute"])
+def test_calls_keep_others_writes(rows, change):
     """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
-    model, begun = Counting(as_buffer=as_buffer).train(training), threading.Event()
+    model, begun = Counting().eval(), threading.Event()
 
     @torch.no_grad()
     def call():
         begun.set()
         return model(torch.ones(rows, 3))
 
+    x = torch.ones(6, 3)
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
-        model(torch.ones(6, 3))
-        with slow_call(model, six_rows(sevens=5)):
+        model(x)
+        x[5] = 7
+        with slow_call(model, x):
             if change == "refresh":
                 p.refresh()
-            elif change == "attribute":
+            else:
                 model.linear.tag = [change]
             during = another.submit(call)
             assert begun.wait(PATIENCE_S)
         during.result(PATIENCE_S)
     assert model.count == 3
-
-
-@torch.no_grad()
-def test_whole_calls_next_to_a_cut_call():
-    """What whole calls write in lane 1, or before it in lane 0, is not compared with the other part of a cut call."""
-    model = Counting(as_buffer=False).eval()
-    with parallel(model, TWO, out_dims=0) as p:
-        model(torch.ones(6, 3))
-        futures = [p.submit(torch.ones(6, 3)) for _ in range(50)]
-        with slow_call(model, six_rows(sevens=0)):
-            eventually(lambda: sum(future.done() for future in futures) > 1, "whole calls of lane 1")
-        assert [len(future.result(PATIENCE_S)) for future in futures] == [6] * 50
-        done = threading.Event()
-        model.linear.register_forward_hook(lambda module, args, output: done.set() if (args[0] == 5).any() else None)
-        with ThreadPoolExecutor(1) as other:
-            with slow_call(lambda x: p.submit(x).result(PATIENCE_S), torch.full((6, 3), 7.0)):
-                x = torch.ones(6, 3)
-                x[5] = 5
-                cut = other.submit(torch.no_grad()(model), x)
-                assert done.wait(PATIENCE_S)  # lane 1 ran its part
-            assert len(cut.result(PATIENCE_S)) == 6
 
 
 def test_submitted_calls_and_writes():
@@ -245,9 +181,6 @@ def test_submitted_calls_and_writes():
         assert torch.equal(p.submit(x).result(PATIENCE_S), model(x))
 
 
-# -- nested blocks
-
-
 def test_blocks_on_one_model_nest():
     """The inner block's lanes run calls while it is open. Closing the outer one first is refused and changes nothing."""
     model, x = mlp(), torch.randn(7, 4)
@@ -268,89 +201,38 @@ def test_blocks_on_one_model_nest():
 
 
 def test_blocks_on_model_and_submodule():
-    """Whichever is opened first, also after the first call."""
+    """Whichever is opened first."""
     model, x = mlp(), torch.randn(7, 4)
-    plain, plain_first = model(x), model[0](x)
+    plain = model(x), model[0](x)
     for first, second in ((model, model[0]), (model[0], model)):
         with parallel(first, TWO):
-            assert_close(model(x), plain)
             with parallel(second, THREE):
-                assert_close((model(x), model[0](x)), (plain, plain_first))
-            assert_close(model(x), plain)
-    assert not any("forward" in vars(part) for part in model.modules())
-
-
-def test_blocks_on_related_models():
-    """Blocks on different models close in any order. A model may also call itself."""
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.others = [one, two, self]
-
-        def forward(self, x, depth=2):
-            x = self.others[1](self.others[0](x))
-            return self.others[2](x, depth=depth - 1) + self(x, depth - 1) if depth else x
-
-    one, two = mlp(), nn.Linear(3, 4)
-    both, x = Both(), torch.randn(7, 4)
-    plain = both(x)
-    blocks = [parallel(target, devices) for target, devices in ((one, TWO), (two, THREE), (both, TWO))]
-    for block in blocks:
-        block.__enter__()
-    for block in blocks:
-        assert_close(both(x), plain)
-        block.close()
-    assert "forward" not in vars(one)
-
-
-# -- calls inside lanes and plain calls
+                assert_close((model(x), model[0](x)), plain)
+            assert_close((model(x), model[0](x)), plain)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["submit", "map", "call", "refresh"])
-@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("how", ["submit", "map", "call"])
 @pytest.mark.parametrize("rows", [1, 7], ids=["plain", "in a lane"])
-def test_a_call_may_use_its_block(how, is_module, rows):
+def test_a_call_may_use_its_block(how, rows):
     """What forward asks of its block runs plainly, in the same thread."""
 
     class Asking(nn.Linear):
         def forward(self, x):
-            return ask(super().forward, x)
+            if len(x) == 9:
+                return super().forward(x)
+            nine = torch.ones(9, 3)
+            uses = {"submit": lambda: p.submit(nine).result(PATIENCE_S), "map": lambda: next(p.map([nine]))}
+            return uses.get(how, lambda: p(nine))()[: len(x)]
 
-    def ask(forward, x):
-        if len(x) == 9:
-            return forward(x)
-        nine = torch.ones(9, 3)
-        if rows == 1:
-            p.refresh()
-        uses = {
-            "submit": lambda: p.submit(nine).result(PATIENCE_S), "map": lambda: next(p.map([nine])), "call": lambda: p(nine)
-        }  # fmt: skip
-        return uses.get(how, lambda: forward(nine))()[: len(x)]
-
-    target = Asking(3, 2) if is_module else functools.partial(ask, nn.Linear(3, 2))
-    with parallel(target, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
-        future = other.submit(torch.no_grad()(target if is_module else p), torch.ones(rows, 3))
+    model = Asking(3, 2)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        future = other.submit(torch.no_grad()(model), torch.ones(rows, 3))
         assert future.result(PATIENCE_S).shape == (rows, 2)
-
-
-@torch.no_grad()
-def test_whole_calls_of_a_lazy_model():
-    """The first calls give it its shapes, also next to the first call of another thread."""
-    model = nn.Sequential(nn.LazyLinear(2))
-    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(2) as others:
-        futures = [others.submit(lambda: p.submit(torch.ones(6, 3)).result(PATIENCE_S)) for _ in range(4)]
-        assert [future.result(PATIENCE_S).shape for future in futures] == [(6, 2)] * 4
-        assert model(torch.ones(6, 3)).shape == (6, 2)
-
-
-# -- close
 
 
 @pytest.mark.parametrize("lane", [0, 2])
 def test_close_from_inside_the_model(lane):
-    """From any lane."""
     closed = threading.Event()
 
     def target(x):
@@ -365,7 +247,7 @@ def test_close_from_inside_the_model(lane):
 
 
 def test_nothing_is_left_after_close():
-    """No thread, although outputs and graphs are used after the block, and no replica. The model itself can be freed."""
+    """Also of a block without close() that is garbage-collected. Outputs and graphs work, and the model can be freed."""
     seen, before = [], set(threading.enumerate())
 
     class Model(nn.Linear):
@@ -385,15 +267,66 @@ def test_nothing_is_left_after_close():
     assert [ref() for ref in seen if ref() not in (None, model)] == []
     alive = weakref.ref(model)
     del model, p
+    abandoned = parallel(torch.tanh, THREE)
+    abandoned.submit(torch.zeros(4)).result(PATIENCE_S)
+    assert lanes()
+    del abandoned
     gc.collect()
     assert alive() is None
-
-
-def test_an_abandoned_block():
-    """A Parallel that is garbage-collected without close() leaves no thread."""
-    p = parallel(torch.tanh, THREE)
-    p.submit(torch.zeros(4)).result(PATIENCE_S)
-    assert lanes()
-    del p
-    gc.collect()
     assert not lanes()
+
+
+def in_fork(use):
+    """Return the exit code of a forked child that calls `use`."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+        try:
+            use()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@torch.no_grad()
+@pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
+def test_a_child_waits_for_no_thread(use):
+    """Also if the parent's lanes are at work, and a thread of the parent waits to copy the model."""
+    begun = threading.Event()
+
+    @torch.no_grad()
+    def call(x):
+        begun.set()
+        return model(x)
+
+    def new_block():
+        with parallel(torch.relu, TWO) as own:
+            assert own.submit(torch.ones(4)).result(PATIENCE_S).sum().item() == 4
+
+    model, x = Counting().eval(), torch.ones(6, 3)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        plain = model(x)
+        with slow_call(model, torch.full((6, 3), 7.0)):
+            model.linear.tag = [use]
+            waiting = other.submit(call, x)
+            assert begun.wait(PATIENCE_S)
+            uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
+            assert in_fork(uses.get(use, new_block)) == 0
+        assert waiting.result(PATIENCE_S).shape == (6, 2)
+
+
+def test_programs_with_open_blocks_exit(tmp_path):
+    script = """
+        import torch
+        from parawrap import parallel
+        model = torch.nn.Linear(4, 4)
+        p = parallel(model, ["cpu"] * 3)
+        p.__enter__()
+        model(torch.randn(7, 4))
+        p.submit(torch.randn(7, 4)).result()
+        print("end")
+    """
+    assert run_script(tmp_path, script, fresh=True) == "end\n"

@@ -1,4 +1,4 @@
-"""Replicas last as long as the block and follow every change of the model."""
+"""Replicas follow every change of the model. What forward writes is put back with one warning, kept, or refused."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import parallel
+from parawrap import ReplicaError, parallel
+from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:a model in eval mode is called with gradients:UserWarning")
+TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
 
 class Net(nn.Module):
-    """Records the modules that run, and has one of each thing that tests change."""
+    """Has one of each thing that tests change."""
 
     def __init__(self):
         super().__init__()
@@ -24,44 +26,26 @@ class Net(nn.Module):
         self.tail = nn.Sequential(nn.Tanh())
         self.register_buffer("shift", torch.arange(4.0))
         self.table = torch.ones(4)
-        self.options = {"factor": 1.0, "steps": [1.0]}
-        type(self).ran = []  # on the class, because a replica has its own attributes
+        self.options = {"factor": 1.0}
 
     def forward(self, x):
-        self.ran.append(self)
         y = self.dropout(self.linear(x)) * self.options["factor"] + self.shift
-        return self.tail(y + self.options["steps"][-1]) * self.table
-
-
-class Double(nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
-def random_state(model):
-    return {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+        return self.tail(y) * self.table
 
 
 CHANGES = {
     "new weight": lambda model: setattr(model.linear, "weight", nn.Parameter(torch.ones(4, 4))),
     "edited weight": lambda model: torch.no_grad()(model.linear.weight.mul_)(3),
-    "new data": lambda model: setattr(model.linear.weight, "data", torch.ones(4, 4)),
-    "load": lambda model: model.load_state_dict(random_state(model)),
-    "load assigned": lambda model: model.load_state_dict(random_state(model), assign=True),
+    "load": lambda model: model.load_state_dict(Net().state_dict(), assign=True),
     "edited buffer": lambda model: model.shift.add_(1),
     "resized buffer": lambda model: setattr(model, "shift", torch.ones(1)),
-    "no bias": lambda model: setattr(model.linear, "bias", None),
     "item of a dict": lambda model: model.options.update(factor=3.0),
-    "item of a list": lambda model: model.options["steps"].append(4.0),
     "edited tensor": lambda model: model.table.mul_(3),
     "submodule": lambda model: setattr(model, "linear", nn.Linear(4, 4, bias=False)),
-    "more layers": lambda model: model.tail.append(nn.Linear(4, 4)),
     "patch": lambda model: setattr(model.linear, "forward", lambda x: x * model.linear.weight.sum()),
     "hook": lambda model: model.linear.register_forward_hook(lambda module, args, out: out + 100),
-    "parametrization": lambda model: nn.utils.parametrize.register_parametrization(model.linear, "weight", Double()),
-    "class": lambda model: setattr(model.tail[0], "__class__", nn.Sigmoid),
+    "parametrization": lambda model: nn.utils.parametrize.register_parametrization(model.linear, "weight", nn.Tanh()),
     "float64": lambda model: model.double(),
-    "frozen": lambda model: model.linear.requires_grad_(requires_grad=False),
     "mode": lambda model: model.train(),
 }
 
@@ -89,7 +73,7 @@ def test_every_lane_follows_a_change(change):
 
 
 def test_replicas_are_made_once():
-    """Every lane runs the same object in every call, never the model. Lanes on the model's device copy no parameter."""
+    """Lanes on the model's device copy no parameter."""
     model, x = Net().eval(), torch.randn(7, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel(model, THREE) as p:
@@ -97,11 +81,6 @@ def test_replicas_are_made_once():
             model(x).sum().backward()
             optimizer.step()
         assert (p.stats().refreshes, p.stats().copied_bytes) == (0, 0)
-        CHANGES["edited buffer"](model)
-        CHANGES["item of a dict"](model)
-        model(x)
-    assert len({id(module) for module in model.ran}) == 3
-    assert all(module is not model for module in model.ran)
 
 
 def test_refresh_copies_again():
@@ -112,3 +91,88 @@ def test_refresh_copies_again():
         model.running_mean.data.add_(1)
         p.refresh()
         assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
+
+
+WAYS = {
+    "call": lambda p, x: [p(x) for _ in range(3)],
+    "map": lambda p, x: list(p.map([x] * 6)),
+    "submit": lambda p, x: [p.submit(x).result(PATIENCE_S) for _ in range(4)],
+}
+
+
+class Writes(nn.Linear):
+    """Changes its own state in each forward, in the way that `write` does. Each forward must find the first state."""
+
+    def __init__(self, write):
+        super().__init__(3, 3)
+        self.write, self.table = write, {"a": 1}
+
+    def forward(self, x):
+        assert self.state() == (False, {"a": 1})
+        self.write(self)
+        return x + 1
+
+    def state(self):
+        return hasattr(self, "new"), self.table
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [(lambda self: setattr(self, "new", 1), "new"), (lambda self: self.table.update(c=3), "table['c']")],
+    ids=["attribute", "item"],
+)
+def test_writes_are_put_back(write, place, way):
+    """Each task starts from the model's state, and the model keeps it. One warning per block names the place."""
+    model, x = Writes(write), torch.zeros(9, 3)
+
+    def use():
+        with torch.no_grad(), parallel(model, TWO) as p:
+            assert all(torch.equal(output, x + 1) for output in WAYS[way](p, x))
+
+    (message,) = warnings_of(use)
+    assert model.state() == (False, {"a": 1})
+    assert message.startswith("the model wrote ")
+    assert place in message
+    assert "these writes do not come back to the model" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["weight", "cache"])
+def test_writes_that_are_refused(place, way):
+    """Lanes share the model's parameters. A cache with one entry per row differs between the lanes of a cut call."""
+
+    class Model(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("cache", torch.zeros(3))
+
+        def forward(self, x):
+            getattr(self, place).copy_(x.sum(0))
+            return super().forward(x)
+
+    model, x = Model().eval(), torch.arange(27.0).reshape(9, 3)
+    with torch.no_grad(), parallel(model, TWO) as p:
+        if place == "weight" or way == "call":
+            with pytest.raises(ReplicaError, match=place):
+                WAYS[way](p, x)
+        else:
+            WAYS[way](p, x)
+            assert_close(model.cache, x.sum(0))
+
+
+def test_layers_created_in_forward():
+    """Each lane would create its own layer, so the error suggests a call before the block, which works."""
+
+    class Grows(nn.Module):
+        def forward(self, x):
+            if not hasattr(self, "layer"):
+                self.layer = nn.Linear(3, 3)
+            return self.layer(x)
+
+    model, x = Grows(), torch.randn(7, 3)
+    with parallel(model, TWO), pytest.raises(ReplicaError, match=r"layer.*before the block"):
+        model(x)
+    plain = model(x)
+    with parallel(model, TWO):
+        assert_close(model(x), plain)

