@@ -12,6 +12,7 @@ from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from parawrap._documentation import cite
 from parawrap.errors import VersionError
 
 __all__ = ["missing_name", "private_attribute", "private_name", "private_reader"]
@@ -35,7 +36,7 @@ def missing_name(path: str, feature: str) -> VersionError:
     """Return the error for a name that this release of torch or Python lacks."""
     msg = (
         f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
-        "Install releases that docs/versions.md lists"
+        f"Install releases that {cite('versions')} lists"
     )
     return VersionError(msg)
 

@@ -16,7 +16,7 @@ EVERY = [each for each in vars(errors).values() if isinstance(each, type) and is
 def test_the_text_ends_with_the_place_in_the_documentation(kind):
     """The place names the section of the exception's class. `message` is the text without it."""
     error = kind("dim=9: too large")
-    assert str(error) == f"dim=9: too large (docs/errors.md#{kind.__name__.lower()})"
+    assert str(error) == f'dim=9: too large (the page "Errors" of the documentation, {kind.__name__})'
     assert error.message == error.args[0] == "dim=9: too large"
 
 
@@ -24,7 +24,9 @@ def test_a_quoted_error_has_no_place_of_its_own():
     """A text that quotes another error ends with one place."""
     quoted = errors.UnsendableError("args[0] cannot be sent")
     error = errors.LaunchError(f"{quoted}. Let each worker build its own model")
-    assert str(error) == "args[0] cannot be sent. Let each worker build its own model (docs/errors.md#launcherror)"
+    assert str(error) == (
+        'args[0] cannot be sent. Let each worker build its own model (the page "Errors" of the documentation, LaunchError)'
+    )
 
 
 @pytest.mark.parametrize("kind", EVERY)

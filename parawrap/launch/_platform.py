@@ -103,7 +103,7 @@ class Platform:
     >>> Platform(device="cpu", n_cpus=0)
     Traceback (most recent call last):
     ...
-    parawrap.errors.PlatformError: n_cpus=0: give a number of ranks or threads, at least 1 (docs/errors.md#platformerror)
+    parawrap.errors.PlatformError: n_cpus=0: give a number of ranks or threads, at least 1 (...)
     """
 
     name: str = "parawrap"

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_compiler import find_programs
@@ -122,7 +123,7 @@ class _VendorRuntime(NeuronRuntime):
                 return found
         msg = (
             f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. "
-            "docs/neuron_hardware.md shows the packages and what they offer"
+            f"For the packages and what they offer, see {cite('neuron_hardware')}"
         )
         raise DeviceUnavailableError(msg)
 

@@ -49,6 +49,30 @@ def test_detections_are_joined():
     assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
 
 
+MIXED = {
+    "None in a dict": lambda each: {"boxes": each, "mask": each if len(each) > 1 else None},
+    "None in a tuple": lambda each: (each, each if len(each) > 1 else None),
+    "None": lambda each: each if len(each) > 1 else None,
+    "keys": lambda each: {"one" if len(each) == 1 else "two": each},
+    "types": lambda each: each if len(each) > 1 else each.long(),
+    "widths": lambda each: each if len(each) > 1 else each[:, :2],
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_items_of_rows_may_differ(kind):
+    """No rows are merged: items that are None in some rows are put together, and other items that differ are refused."""
+    model = Calls(lambda x: [MIXED[kind](torch.ones(count, 4)) for count in x.tolist()])
+    x = torch.tensor([1, 3, 1, 3])
+    if kind.startswith("None"):
+        assert_close(DataParallel(model, TWO)(x), model(x))
+    else:
+        with pytest.raises(GatherError, match=r"which differ.*Return a tuple"):
+            DataParallel(model, TWO)(x)
+    heads = Calls(lambda x: [None, x.float(), x.long()[:, None]])
+    assert_close(DataParallel(heads, TWO)(x), heads(x))
+
+
 def test_ambiguous_detections():
     """Two lanes with two images and two boxes each may mean either. Both cures of the error work."""
     model, x = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)]), CLASSES
