@@ -301,7 +301,7 @@ def test_a_compiled_module_is_compiled_again():
     assert getattr(compiled, of_functional.COMPILED) is model
     copy = type(compiled).__new__(type(compiled))
     replica = Linear(2, 2)
-    of_replicas.recompile_copy(copy, compiled, {model: replica}.__getitem__)
+    of_replicas.recompiled(copy, compiled, {model: replica}.__getitem__)
     x = torch.ones(1, 2)
     assert torch.equal(copy(x), replica(x))
 

@@ -17,12 +17,12 @@ from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._session import ChunkCall, Ready, make_failed_future
 from parawrap.errors import SessionError, add_note
 
-__all__ = ["Stream", "StreamOptions", "stream"]
+__all__ = ["StreamOptions", "StreamSession", "stream"]
 
 _END = object()
 
 
-class Stream(Protocol):
+class StreamSession(Protocol):
     """The part of a session that a stream uses."""
 
     @property
@@ -68,7 +68,7 @@ class _Flight(NamedTuple):
     hint: str | None
 
 
-def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
+def stream(session: StreamSession, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
     """Yield the output of every batch; at most ``options.buffersize`` batches are in flight.
 
     An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
@@ -122,7 +122,7 @@ class _AsFinished:
 
 
 def _submit_all(
-    session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions
+    session: StreamSession, entry: Entry, batches: Iterable[Any], options: StreamOptions
 ) -> Iterator[Sequence[_Flight]]:
     """Submit one chunk of batches for each `next`. An error of `submit` goes into the future of its batch.
 
@@ -169,7 +169,7 @@ def _submit_all(
 class _Submitter:
     """Submits the batches of one stream. The replicas are brought up to date once, before the first batch."""
 
-    def __init__(self, session: Stream, entry: Entry, prepare: Prepare | None) -> None:
+    def __init__(self, session: StreamSession, entry: Entry, prepare: Prepare | None) -> None:
         self._session = session
         self._entry = entry
         self._prepare = prepare

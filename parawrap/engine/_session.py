@@ -20,7 +20,7 @@ from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeC
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._thread_pool import ThreadPool
 from parawrap.errors import SessionError, ShardError
-from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, Turns, TurnsOf, here, raise_first_failure
+from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
 from parawrap.tree import Opaque, flatten
@@ -77,7 +77,7 @@ class Pool(Protocol):
     def renew(self) -> None: ...
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]: ...
+    ) -> list[TaskOutcome]: ...
     def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
     @property
     def submit_chunk(

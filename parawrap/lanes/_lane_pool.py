@@ -38,7 +38,7 @@ import torch
 from parawrap.backends import Backend, backend_of, drop_own_frames, record_use
 from parawrap.errors import SessionError, add_note
 from parawrap.lanes._device_order import Places, Task
-from parawrap.lanes._first_failure import Outcome, raise_first_failure
+from parawrap.lanes._first_failure import TaskOutcome, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
 from parawrap.lanes._turns import Turns, TurnsOf
@@ -97,17 +97,17 @@ class Lane:
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
 
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: Task) -> TaskOutcome:
         """Run `task` in the calling thread, as this lane's work."""
         if not self.busy.acquire(blocking=False):
             self.wait_until_idle()
         before, here.lane = here.lane, self
         start = perf_counter_ns()
         try:
-            return Outcome(task())
+            return TaskOutcome(task())
         except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
             drop_own_frames(error)
-            return Outcome(error=error)
+            return TaskOutcome(error=error)
         finally:
             here.lane = before
             self.tasks += 1
@@ -177,7 +177,7 @@ class _Call:
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         self.groups = {group[0][0].index: group for group in groups}
-        self.outcomes: list[Outcome] = [Outcome()] * sum(map(len, groups))
+        self.outcomes: list[TaskOutcome] = [TaskOutcome()] * sum(map(len, groups))
         self.missing = list(range(len(groups) - 1))  # one entry per thread but the caller's; the last to take one takes 0
         self.done = threading.Lock()
         self.done.acquire()
@@ -291,7 +291,7 @@ class LanePool:
         sources: Collection[torch.device] = (),
         *,
         turns: TurnsOf | None = None,
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Run task i in lane i, at the same time or in `turns`, and return all outcomes.
 
         `sources` are further devices with data of the caller that the tasks use. A profiler records the calling thread
@@ -338,7 +338,7 @@ class LanePool:
             groups.setdefault(key, []).append((lane, task))
         return [*groups.values()]
 
-    def _run_groups(self, groups: Sequence[_Group]) -> list[Outcome]:
+    def _run_groups(self, groups: Sequence[_Group]) -> list[TaskOutcome]:
         """Run the first group in the calling thread, and every other group in the thread of its first lane.
 
         The caller sets how many intra-op threads its own tasks have.

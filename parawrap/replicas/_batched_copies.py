@@ -13,13 +13,13 @@ import torch
 from parawrap.backends import backend_of, bring, bring_into
 from parawrap.replicas._private_names import copy_all
 
-__all__ = ["Parcel", "bytes_of", "can_be_sent", "copies_at", "lasting"]
+__all__ = ["PackedTensors", "bytes_of", "can_be_sent", "copies_at", "lasting"]
 
 _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
 _MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 
 
-class Parcel:
+class PackedTensors:
     """Tensors of one device, packed once and sent to any number of devices."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -49,7 +49,7 @@ def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[tor
         for index, tensor in enumerate(tensors)
     ]
     written = [copies[index] for index in sent]
-    Parcel([tensors[index] for index in sent]).write(written)
+    PackedTensors([tensors[index] for index in sent]).write(written)
     backend_of(device.type).flush(written)
     return copies
 

@@ -12,7 +12,7 @@ import torch
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, add_note
 from parawrap.launch import Job, Line, Message, Platform, launch
-from parawrap.workers._serve import serve
+from parawrap.workers._serve import serve_lane
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
 __all__ = ["LocalWorkers"]
@@ -48,7 +48,7 @@ class LocalWorker:
         self._line = Line(ours, copies_small=True)
         with its:
             try:
-                self._launch = launch(Job(platform, serve, (str(device), threads, seed), line=its.fileno()))
+                self._launch = launch(Job(platform, serve_lane, (str(device), threads, seed), line=its.fileno()))
             except BaseException:
                 self._line.close()
                 raise

@@ -27,8 +27,8 @@ from parawrap.workers._given_arguments import Changed, Contents
 __all__ = [
     "Answered",
     "Call",
+    "CallOutput",
     "ModelTensor",
-    "Returned",
     "SentModes",
     "SentWarning",
     "Server",
@@ -125,7 +125,7 @@ class SentWarning(NamedTuple):
     line: int
 
 
-class Returned(NamedTuple):
+class CallOutput(NamedTuple):
     """Output and side effects of a call of the model.
 
     Attributes:
@@ -149,7 +149,7 @@ class Returned(NamedTuple):
 class Answered(NamedTuple):
     """The answer to one call of a chunk. `start` and `end` are nanoseconds since the worker began the chunk.
 
-    `value` is pickled: the fields of `Returned`, or a packed exception if the call raised, and then its traceback as text.
+    `value` is pickled: the fields of `CallOutput`, or a packed exception if the call raised, and then its traceback as text.
     """
 
     start: int
@@ -206,7 +206,7 @@ class Server:
         self._is_changed = True
 
     def _call(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Call the model, and return the fields of `Returned`; the output alone if the call left nothing else."""
+        """Call the model, and return the fields of `CallOutput`; the output alone if the call left nothing else."""
         call = Call(*fields)
         if self._device != _CPU and call.prepare is None:
             call = call._replace(args=self._place(call.args), kwargs=self._place(call.kwargs))

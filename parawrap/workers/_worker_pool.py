@@ -1,6 +1,6 @@
 """Lanes in other processes, each with its own copy of one target.
 
-    Session ── run, submit ──> WorkerPool ── requests ──> WorkerLane ══ a line or an actor ══> serve ── Server
+    Session ── run, submit ──> WorkerPool ── requests ──> WorkerLane ══ a line or an actor ══> serve_lane ── Server
        ^                           |                          |                                        |
        └──── outcomes, futures ────┴───────── answers ────────┴════════════════════════════════════════┘
 
@@ -25,14 +25,14 @@ import torch
 from parawrap.backends import Backend, backend_of
 from parawrap.engine import Entry, LaneCall, Prepare, Record, WholeCall, timed
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees_only_its_own_thread
+from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, TurnsOf, here, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
 from parawrap.workers._given_arguments import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
-from parawrap.workers._server import Call, Returned, pickle_function
+from parawrap.workers._server import Call, CallOutput, pickle_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
 __all__ = ["WorkerPool", "Workers"]
@@ -139,7 +139,7 @@ class WorkerPool:
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Send call i to lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         In turns, each lane continues the caller's random numbers, and the first failure ends the call.
@@ -154,7 +154,7 @@ class WorkerPool:
             with self._changing:  # no lane gets changes of the model between two parts of one call
                 futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
             return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
-        outcomes = [Outcome()] * len(calls)
+        outcomes = [TaskOutcome()] * len(calls)
         with self._changing:
             for index, call in enumerate(calls):
                 request = self._request(call, modes, torch.get_rng_state())
@@ -271,27 +271,27 @@ class WorkerPool:
         request.record = call.record
         return request
 
-    def _outcome(self, call: LaneCall, future: Future[Any]) -> Outcome:
+    def _outcome(self, call: LaneCall, future: Future[Any]) -> TaskOutcome:
         """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
         error = future.exception()
         if error is not None:
-            return Outcome(error=error)
-        returned: Returned = future.result()
+            return TaskOutcome(error=error)
+        returned: CallOutput = future.result()
         try:
             if returned.rng_state is not None:
                 torch.set_rng_state(returned.rng_state)
             if returned.buffers:
                 with self._changing:
                     self._model.take_buffers(returned.buffers)
-            return Outcome(self._take_output(returned, GivenArguments(call.args, call.kwargs)))
+            return TaskOutcome(self._take_output(returned, GivenArguments(call.args, call.kwargs)))
         except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
-            return Outcome(error=refused)
+            return TaskOutcome(error=refused)
 
-    def _finish(self, call: WholeCall, given: GivenArguments, returned: Returned, lane: Lane) -> Any:
+    def _finish(self, call: WholeCall, given: GivenArguments, returned: CallOutput, lane: Lane) -> Any:
         output = self._take_output(returned, given)
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
-    def _take_output(self, returned: Returned, given: GivenArguments) -> Any:
+    def _take_output(self, returned: CallOutput, given: GivenArguments) -> Any:
         """Return the output of a call. Repeat its warnings here, and its writes into arguments."""
         warn_again(returned.warned)
         given.take(returned.written, returned.changed)

@@ -79,6 +79,6 @@ def test_lanes_share_the_threads(cores, monkeypatch, usable, torch_threads, lane
 
 def test_forked_rng_restores_generators():
     """The block and the code after it draw the same numbers."""
-    with backend_of("cpu").fork_rng([torch.device("cpu")]):
+    with backend_of("cpu").forked_rng([torch.device("cpu")]):
         inside = torch.rand(3)
     torch.testing.assert_close(torch.rand(3), inside)

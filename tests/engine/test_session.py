@@ -18,7 +18,7 @@ from parawrap import parallel
 from parawrap.engine import Entry, Session
 from parawrap.errors import GatherError, SessionError, ShardError
 from parawrap.lanes import here
-from parawrap.shards import Cutter, JoinRules, Parameters, balance, uneven
+from parawrap.shards import Cutter, JoinRules, Parameters, balanced, uneven
 from tests.helpers.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def opened():
 
     def open_session(target, lanes=2, *, cutter=None, **options):
         rules = JoinRules(**options)
-        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balance)
+        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balanced)
         sessions.append(Session(target, [CPU] * lanes, cutters={None: cutter}, rules=rules))
         return sessions[-1]
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 
 from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import LaunchTimeoutError, PlatformError, RankDiedError, UnsendableError
-from parawrap.launch._world import find_world
+from parawrap.launch._world import surrounding_world
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
 from tests.helpers.waiting import eventually
@@ -308,7 +308,7 @@ def being_killed_twice(rank):
         dist.barrier()
         return own.restart
 
-    Path(sys.argv[1], f"{rank}-{find_world().restart}.pid").write_text(str(os.getpid()))
+    Path(sys.argv[1], f"{rank}-{surrounding_world().restart}.pid").write_text(str(os.getpid()))
     assert on_cpu(total)()[1][-1] == 21
     Path(sys.argv[1], f"{rank}.survived").write_text(repr(on_cpu(die_at)(0)))
     on_cpu(die_at)(1)
@@ -382,7 +382,7 @@ def test_env_raises_outside_a_world(monkeypatch):
 
 def main(folder, *names):
     """Run scenarios in a rank and write their failures."""
-    names, rank = names or SCENARIOS, find_world().global_rank
+    names, rank = names or SCENARIOS, surrounding_world().global_rank
     failures = dict.fromkeys(names, "an earlier scenario failed")
     try:
         for name in names:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import RankDiedError, current_rank, wrapper
-from parawrap.launch._system_limits import explain_error
+from parawrap.launch._system_limits import explained
 from tests.helpers.processes import assert_gone, notes_of, pids_in, ranks, report_pid_function, run_script
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def test_parent_at_its_limit_names_it(tmp_path):
 def test_limit_on_threads_is_named():
     """A new thread or process may fail at the limit."""
     for error in RuntimeError("can't start new thread"), BlockingIOError(11, "Resource temporarily unavailable"):
-        assert "processes and threads (RLIMIT_NPROC)" in explain_error(error)
+        assert "processes and threads (RLIMIT_NPROC)" in explained(error)
 
 
 @pytest.mark.parametrize("then", ["returns", "raises"])

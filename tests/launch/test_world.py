@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parawrap import LaunchError, Platform, wrapper
-from parawrap.launch._world import find_world
+from parawrap.launch._world import surrounding_world
 
 # The variables of each launcher in rank 3 of 4, with two nodes of two ranks each.
 TORCHRUN = {
@@ -42,7 +42,7 @@ def worlds_of(environ):
         own |= {"LOCAL_RANK": rank % 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank % 2, "SLURM_LOCALID": rank % 2}
         own |= {"MPI_LOCALRANKID": rank, "OMPI_COMM_WORLD_NODE_RANK": rank % 2, "PMI_FD": 6 + 3 * rank}
         own |= {"GROUP_RANK": rank // 2, "SLURM_NODEID": rank // 2}
-        worlds.append(find_world(environ | {name: str(value) for name, value in own.items() if name in environ}))
+        worlds.append(surrounding_world(environ | {name: str(value) for name, value in own.items() if name in environ}))
     return worlds
 
 
@@ -84,7 +84,7 @@ def test_every_rank_reads_its_place(environ, name, restart, per_node):
 )
 def test_a_single_process_has_no_world(environ):
     """Incomplete variables, an sbatch script, an salloc shell, and single-rank srun or mpirun jobs are not worlds."""
-    assert find_world(environ) is None
+    assert surrounding_world(environ) is None
 
 
 def test_the_innermost_launcher_counts(monkeypatch):
@@ -92,7 +92,7 @@ def test_the_innermost_launcher_counts(monkeypatch):
     assert {world.name for world in worlds_of(SRUN | TORCHRUN)} == {"torchrun"}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert find_world().ranks_per_node == 1
+    assert surrounding_world().ranks_per_node == 1
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_jobs_on_one_node_get_their_own_ports(environ, variable, others):
 )
 def test_slurms_counts_per_node_are_read(per_node, size, ranks):
     """2(x3) means two tasks on each of three nodes. Unequal nodes are not taken for one machine."""
-    world = find_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})
+    world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})
     assert world.ranks_per_node == ranks if ranks else world.ranks_per_node < size
 
 

@@ -108,12 +108,12 @@ def test_a_mirror_has_linked_copies():
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     mirror = Mirror(CPU)
     assert mirror.take([weight, frozen]) == []
-    copied = mirror.link(weight)
-    assert mirror.link(weight) is copied
+    copied = mirror.linked(weight)
+    assert mirror.linked(weight) is copied
     assert copied.data_ptr() != weight.data_ptr()
     (copied * 3).sum().backward()
     assert weight.grad.tolist() == [3, 3]
-    assert not mirror.link(frozen).requires_grad
+    assert not mirror.linked(frozen).requires_grad
     with torch.no_grad():
         weight.fill_(5)
     assert list(map(id, mirror.take([weight]))) == [id(weight)]
@@ -125,20 +125,20 @@ def test_a_mirror_has_linked_copies():
     mirror.advance([weight, frozen])
     assert copied._version == version + 1
     mirror.unlink()
-    assert mirror.link(weight) is not copied
+    assert mirror.linked(weight) is not copied
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda data: data[:1], None], ids=["dtype", "shape", "frozen"])
 def test_a_mirror_copies_other_forms_again(change):
     weight, mirror = nn.Parameter(torch.ones(2)), Mirror(CPU)
     mirror.take([weight])
-    mirror.link(weight)
+    mirror.linked(weight)
     if change is None:
         weight.requires_grad_(False)
     else:
         weight.data = change(weight.data)
     assert mirror.take([weight]) == []
-    copied = mirror.link(weight)
+    copied = mirror.linked(weight)
     assert (copied.dtype, copied.shape, copied.requires_grad) == (weight.dtype, weight.shape, weight.requires_grad)
 
 

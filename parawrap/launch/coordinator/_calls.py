@@ -28,7 +28,7 @@ from parawrap.launch.coordinator._rank_state import RankState
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.coordinator._transcript import Record, Transcript
 from parawrap.launch.guard._guard import CallGuard
-from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Parcel, Raised, Returned
+from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, PackedValue, Raised, Returned
 from parawrap.launch.messages._line import Arrival, Message, pickle_value
 from parawrap.launch.messages._sent_globals import PackedCall, SentGlobals
 from parawrap.launch.rank._control_thread import Status
@@ -80,7 +80,7 @@ class Call:
 
 
 class _Value:
-    """The value of an answer. Implements the methods of `Parcel`."""
+    """The value of an answer. Implements the methods of `PackedValue`."""
 
     def __init__(self, answer: Arrival) -> None:
         self._answer: Arrival | None = answer
@@ -572,4 +572,4 @@ def _outcome_of(answer: Arrival) -> Outcome:
         return Ended(answer.load())
     assert answer.file is not None
     body = answer.load()
-    return Raised(body["at"], Parcel(answer.file), body["summary"], body["traceback"], body["is_echo"])
+    return Raised(body["at"], PackedValue(answer.file), body["summary"], body["traceback"], body["is_echo"])

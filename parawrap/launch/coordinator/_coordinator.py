@@ -25,11 +25,11 @@ from parawrap.launch.messages._first_rank_failure import (
     Died,
     Ended,
     Outcome,
-    Parcel,
+    PackedValue,
     Raised,
     Requeued,
     Returned,
-    first_failure,
+    first_rank_failure,
 )
 from parawrap.launch.messages._line import Arrival
 from parawrap.launch.rank._control_thread import FORCED, Status
@@ -371,7 +371,7 @@ class Coordinator:
             self._changed.notify_all()
         self._last_sign = time.monotonic()
         self._has_failed = self._has_failed or isinstance(outcome, (Raised, Died))
-        first = first_failure(self._outcomes) if self._has_failed else None
+        first = first_rank_failure(self._outcomes) if self._has_failed else None
         if first is not None:
             self._on_failure(self._outcomes[first])
         elif len(self._outcomes) == len(self._states):
@@ -430,10 +430,10 @@ def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, state:
     at = body["at"]
     if word == "returned":
         assert file is not None
-        return Returned(at, Parcel(file))
+        return Returned(at, PackedValue(file))
     if word == "raised":
         assert file is not None
-        return Raised(at, Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+        return Raised(at, PackedValue(file), body["summary"], body["traceback"], body["is_echo"])
     if word == "left":
         return Died(at, state.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
     if word == "requeued":

@@ -32,7 +32,7 @@ from parawrap.launch.rank._cluster_signals import heed_signals
 from parawrap.launch.rank._control_thread import PRELOADABLE
 from parawrap.launch.rank._rank_process import run_rank
 
-__all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve", "serve_standard_input"]
+__all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve_forks", "serve_standard_input"]
 
 REQUEST = struct.Struct("<cd")  # FORK with the rank's grace_s, or LOAD with an index into PRELOADABLE
 FORK, LOAD = b"f", b"l"
@@ -57,11 +57,11 @@ class _Rank(NamedTuple):
 
 def serve_standard_input() -> NoReturn:
     """Serve requests from standard input, which is a socket. The entry point of a fresh interpreter."""
-    serve(socket_at_standard_input())
+    serve_forks(socket_at_standard_input())
     os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
 
 
-def serve(requests: socket.socket) -> None:
+def serve_forks(requests: socket.socket) -> None:
     """Serve requests until the launching process closes the connection and the last rank has ended."""
     with requests:
         # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.

@@ -25,7 +25,7 @@ import torch
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
 from parawrap.launch._system_limits import explain_error
-from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve
+from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve_forks
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._first_rank_failure import exit_text
 from parawrap.launch.rank._control_thread import PRELOADABLE
@@ -301,7 +301,7 @@ def _serve_in_fork(requests: socket.socket) -> NoReturn:
         forget_finalizers()
         os.setsid()
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would block forever
-        serve(requests)
+        serve_forks(requests)
         os._exit(0)
     finally:
         traceback.print_exc()

@@ -28,13 +28,13 @@ __all__ = [
     "Failure",
     "Outcome",
     "Packed",
-    "Parcel",
+    "PackedValue",
     "Raised",
     "Requeued",
     "Returned",
     "error_of",
     "exit_text",
-    "first_failure",
+    "first_rank_failure",
     "make_collective_error",
     "values_of",
 ]
@@ -60,7 +60,7 @@ class Packed(Protocol):
         """Release its memory."""
 
 
-class Parcel:
+class PackedValue:
     """A pickled value from a rank, in an open file or at a path."""
 
     def __init__(self, file: int | Path) -> None:
@@ -76,7 +76,7 @@ class Parcel:
         assert self._file is not None, "closed"
         return unpack(self._file)
 
-    def put(self, path: Path) -> Parcel:
+    def put(self, path: Path) -> PackedValue:
         """Write the value to a file at this path for another process. Return the new parcel, and close this one."""
         if self._file is None:  # it has a path already
             return self
@@ -85,7 +85,7 @@ class Parcel:
             while out.tell() < size:
                 out.write(os.pread(self._file, _PIECE, out.tell()))
         self.close()
-        return Parcel(path)
+        return PackedValue(path)
 
     def close(self) -> None:
         """Close the file."""
@@ -195,7 +195,7 @@ Failure = Raised | Died
 Outcome = Returned | Raised | Died | Requeued | Ended
 
 
-def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
+def first_rank_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     """Return the rank to report as failed, or None if no rank failed.
 
     If a rank exited to be restarted, the echoes of its exit do not count as failures.

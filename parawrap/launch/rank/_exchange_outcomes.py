@@ -22,7 +22,7 @@ from parawrap.launch.messages import _rank_errors as failures
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Outcome,
-    Parcel,
+    PackedValue,
     Raised,
     Requeued,
     Returned,
@@ -204,8 +204,8 @@ class Exchange:
             os.close(file)
             return Requeued(body["at"])
         if word == "returned":
-            return Returned(body["at"], Parcel(file))
-        return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+            return Returned(body["at"], PackedValue(file))
+        return Raised(body["at"], PackedValue(file), body["summary"], body["traceback"], body["is_echo"])
 
     def _wait_for(self, key: str, missing: str) -> None:
         """Wait for another rank to write a key. `missing` says what is missing without it."""

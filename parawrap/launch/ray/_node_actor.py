@@ -34,14 +34,14 @@ import gc, sys
 gc.disable()
 sys.path[:] = {path!r}
 try:
-    from parawrap.launch.ray._guard_process import serve
+    from parawrap.launch.ray._guard_process import guard_node
 except BaseException as error:
     import os, pickle, socket
     text = f"{{socket.gethostname()}}: {{sys.executable}} cannot import parawrap: {{error!r}}"
     data = pickle.dumps(("unable", (text,)))
     os.write(0, len(data).to_bytes(8, "little") + data)
     os._exit(1)
-serve({arguments})
+guard_node({arguments})
 """
 
 

@@ -31,7 +31,7 @@ from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
 from parawrap.launch.guard._guard import Watcher
-from parawrap.launch.messages._first_rank_failure import Died, Raised, first_failure
+from parawrap.launch.messages._first_rank_failure import Died, Raised, first_rank_failure
 from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
@@ -193,7 +193,7 @@ class JobCoordinator:
         ending = replace(ending, history=[*history, *ending.history], times=[*times, *ending.times])
         if ending.requeued and not self._cancelled.is_set():
             ending = self._requeue(ending)
-        failed = first_failure(ending.outcomes)
+        failed = first_rank_failure(ending.outcomes)
         given_up = ending.cancelled or ending.stuck or ending.timed_out or ending.broken
         restarts = failed is not None and not given_up and self._failures < self._platform.max_restarts
         self.is_final = not (restarts or ending.requeued)

@@ -23,7 +23,7 @@ from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutErro
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Died, Outcome, Parcel, Raised, Returned, error_of
+from parawrap.launch.messages._first_rank_failure import Died, Outcome, PackedValue, Raised, Returned, error_of
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.slurm import _commands as queue
@@ -215,7 +215,7 @@ class JobFollower:
                 file = memory_file("parcel")
                 with open(file, "wb", closefd=False) as copy:
                     copy.write(result.value)
-                parcel = Parcel(file)
+                parcel = PackedValue(file)
                 if isinstance(outcome, Returned):
                     outcomes[rank] = replace(outcome, value=parcel)
                 else:

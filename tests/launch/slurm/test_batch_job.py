@@ -96,7 +96,7 @@ def test_sbatch_does_not_see_a_surrounding_job(folder, command, tmp_path, monkey
 def test_submitit_starts_guarded(folder):
     """Slurm's signals stay pending, and the job exits before submitit unpickles files from a folder of others."""
     show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    call = [*shlex.split(_batch_job._guard_python()), "-c", show, str(folder.submitit / "any")]
+    call = [*shlex.split(_batch_job._guarded_python()), "-c", show, str(folder.submitit / "any")]
     blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
     assert {str(int(signal.SIGUSR2)), str(int(signal.SIGTERM))} <= set(blocked)
     folder.submitit.chmod(0o777)
