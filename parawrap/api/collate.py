@@ -14,8 +14,8 @@ import torch
 import wrapt
 
 from parawrap._public import public
+from parawrap.api._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
 from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
-from parawrap.api._sequences_and_mappings import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
 from parawrap.errors import ShardError
 from parawrap.shards import balance
 

@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._sequences_and_mappings import is_container, is_list_per_row, items_of, kind_of, rebuilt, transpose_rows
+from parawrap.api._containers import is_container, is_list_per_row, items_of, kind_of, rebuilt, transpose_rows
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from parawrap._public import public
-from parawrap.api._sequences_and_mappings import (
+from parawrap.api._containers import (
     check_kinds,
     columns,
     describe,

@@ -16,14 +16,14 @@ from parawrap.backends._backend_registry import backend_of
 from parawrap.backends._private_names import indices_of, values_of
 from parawrap.tree import Opaque
 
-__all__ = ["bring", "bring_into", "device_of", "record_use"]
+__all__ = ["device_of", "record_use", "transfer", "transfer_into"]
 
 _STAGED_FROM = 64 << 10
 """Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
 the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""
 
 
-def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def transfer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on `device`; the same object if it is already on it.
 
     A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable tensors are copied to
@@ -39,8 +39,8 @@ def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return staged.to(device, non_blocking=_may_be_queued(staged, device))
 
 
-def bring_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy `tensor` into `target` on another device, in the same way as `bring`."""
+def transfer_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy `tensor` into `target` on another device, in the same way as `transfer`."""
     _record(tensor)
     staged = _stage(tensor, target.device)
     target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))

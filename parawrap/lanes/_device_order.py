@@ -15,7 +15,7 @@ import torch
 from parawrap.backends import Backend
 from parawrap.lanes._lane_streams import LaneStreams, Moment, Reached, moment_of, wait_for_moment
 
-__all__ = ["Places", "Task"]
+__all__ = ["DeviceOrder", "Task"]
 
 Task = Callable[[], Any]
 """The work of one lane."""
@@ -28,7 +28,7 @@ class Slot(Protocol):
     def device(self) -> torch.device: ...
 
 
-class Places:
+class DeviceOrder:
     """The streams of the lanes of one pool. Any number of threads may use it at once; lives as long as a lane does.
 
     `home` is the device of the model. Replicas in the lanes may bring gradients there.

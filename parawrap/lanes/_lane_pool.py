@@ -37,7 +37,7 @@ import torch
 
 from parawrap.backends import Backend, backend_of, drop_own_frames, record_use
 from parawrap.errors import SessionError, add_note
-from parawrap.lanes._device_order import Places, Task
+from parawrap.lanes._device_order import DeviceOrder, Task
 from parawrap.lanes._first_failure import TaskOutcome, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
@@ -246,7 +246,7 @@ class LanePool:
         )
         self.backend: Backend = backend_of(devices[0].type)
         self.threads = self.backend.intra_op_threads(len(devices))
-        self._places = Places(self.backend, self.lanes, home)
+        self._places = DeviceOrder(self.backend, self.lanes, home)
         self._turns = Turns(devices)
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
@@ -494,7 +494,7 @@ def _log_wait(what: str, lanes: Sequence[Lane]) -> None:
     )
 
 
-def _abandon(lanes: Sequence[Lane], places: Places) -> None:
+def _abandon(lanes: Sequence[Lane], places: DeviceOrder) -> None:
     """End what a pool that was never closed has started."""
     _end_threads(lanes, _EXIT_PATIENCE_S)
     places.end()

@@ -20,8 +20,8 @@ from parawrap._public import public
 from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
+from parawrap.launch.messages._pack_exception import add_note
 from parawrap.launch.messages._pickle_values import ScriptNotes, pack_with_script, unpack_with_script
-from parawrap.launch.messages._rank_errors import add_note
 from parawrap.launch.rank._process_groups import plan_store
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._process_groups import leave_groups
 from parawrap.launch.rank._set_up_rank import Place, set_up
 from parawrap.launch.rank._signed_values import SignedStore, Signer
-from parawrap.launch.slurm._commands import requeue_job
+from parawrap.launch.slurm._job_commands import requeue_job
 
 __all__ = ["launcher"]
 

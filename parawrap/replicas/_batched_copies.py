@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends import backend_of, bring, bring_into
+from parawrap.backends import backend_of, transfer, transfer_into
 from parawrap.replicas._private_names import copy_all
 
 __all__ = ["PackedTensors", "bytes_of", "can_be_sent", "copies_at", "lasting"]
@@ -33,9 +33,9 @@ class PackedTensors:
     def write(self, copies: Sequence[torch.Tensor]) -> None:
         """Write the tensors into these copies of theirs, which lie on one device; large ones straight."""
         for index in self._single:
-            bring_into(copies[index], self._tensors[index])
+            transfer_into(copies[index], self._tensors[index])
         for pack, flat in self._packs:
-            there = bring(flat, copies[0].device)
+            there = transfer(flat, copies[0].device)
             pieces = there.split([self._tensors[index].numel() for index in pack])
             shaped = [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
             copy_all([copies[index] for index in pack], shaped)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import backend_of, bring
+from parawrap.backends import backend_of, transfer
 from parawrap.replicas._batched_copies import PackedTensors, bytes_of, copies_at, lasting
 from parawrap.replicas._private_names import make_subclass
 
@@ -27,7 +27,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return bring(gradients[0], ctx.home), None
+        return transfer(gradients[0], ctx.home), None
 
 
 class _View(torch.autograd.Function):

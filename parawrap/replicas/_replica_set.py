@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.errors import ReplicaError
 from parawrap.replicas._gradients import Mirror, send
+from parawrap.replicas._hidden_modules import refuse_hidden
 from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
-from parawrap.replicas._modules_in_code import refuse_hidden
 from parawrap.replicas._parts import Kind, kind_of
 from parawrap.replicas._private_names import PARAMETERS, check_modules, uses_cuda_graphs
 from parawrap.replicas._replica import Order, Replica, give_buffers

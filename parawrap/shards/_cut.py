@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
-from parawrap.backends import bring
+from parawrap.backends import transfer
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
     hint_of_items,
@@ -27,7 +26,8 @@ from parawrap.shards._cut_errors import (
     refuse_disagreement,
     refuse_unknown,
 )
-from parawrap.shards._output_options import UNDECLARED, as_tree
+from parawrap.shards._extent import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
+from parawrap.shards._join_rules import UNDECLARED, as_tree
 from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import place_leaf, splitter_of
 from parawrap.shards._shard_sizes import Sizes, balance, uneven
@@ -485,5 +485,5 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
 
 def _on_device(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return bring(leaf, device)
+        return transfer(leaf, device)
     return place_leaf(leaf, device) if isinstance(leaf, Opaque) else leaf

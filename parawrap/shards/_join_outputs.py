@@ -18,7 +18,7 @@ import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes_of
-from parawrap.shards._output_options import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
+from parawrap.shards._join_rules import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, list_values, reduce_numbers
 from parawrap.shards._register_split import place_leaf, registration_of, splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._output_options import Reduce, refuse
+from parawrap.shards._join_rules import Reduce, refuse
 
 __all__ = ["is_number", "list_values", "reduce_numbers"]
 

@@ -14,7 +14,7 @@ from torch.nn.utils import rnn
 
 from parawrap._public import public
 from parawrap.backends import record_use
-from parawrap.shards._geometric_batches import graph_rules
+from parawrap.shards._geometric_graphs import graph_rules
 from parawrap.shards._split_rules import Splitter, spans
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules

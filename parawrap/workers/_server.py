@@ -149,7 +149,7 @@ class CallOutput(NamedTuple):
 class Answered(NamedTuple):
     """The answer to one call of a chunk. `start` and `end` are nanoseconds since the worker began the chunk.
 
-    `value` is pickled: the fields of `CallOutput`, or a packed exception if the call raised, and then its traceback as text.
+    `value` is pickled: the fields of `CallOutput`, or a packed exception if the call raised, and its traceback as text.
     """
 
     start: int

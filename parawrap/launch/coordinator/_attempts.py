@@ -15,8 +15,8 @@ from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._coordinator import Coordinator
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
+from parawrap.launch.coordinator._rank_times import RankTimes
 from parawrap.launch.coordinator._transcript import Record
 from parawrap.launch.guard._guard import Guard
 from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Raised, Requeued, first_rank_failure

@@ -23,7 +23,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._interruptible_event import Latch
+from parawrap.launch.coordinator._latch import Latch
 from parawrap.launch.coordinator._rank_state import RankState
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.coordinator._transcript import Record, Transcript

@@ -18,8 +18,8 @@ from typing import Any
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
+from parawrap.launch.coordinator._rank_times import RankTimes
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.messages._first_rank_failure import (
     Died,

@@ -9,7 +9,7 @@ from typing import Any
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, add_note
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.coordinator._launch_timeline import RankTimes
+from parawrap.launch.coordinator._rank_times import RankTimes
 from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_rank_failure, values_of
 
 __all__ = ["Ending", "results_or_error"]

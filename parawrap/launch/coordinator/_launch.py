@@ -18,9 +18,9 @@ from parawrap.launch._packed_call import Job
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._ending import Ending, results_or_error
-from parawrap.launch.coordinator._interruptible_event import Latch
-from parawrap.launch.coordinator._launch_timeline import trace_path, write_trace
+from parawrap.launch.coordinator._latch import Latch
 from parawrap.launch.coordinator._printer import Printer
+from parawrap.launch.coordinator._rank_times import trace_path, write_trace
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 from parawrap.launch.guard._start_methods import stop_server
 

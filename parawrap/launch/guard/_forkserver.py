@@ -26,7 +26,7 @@ import warnings
 from typing import NamedTuple, NoReturn
 
 from parawrap.launch._private_names import keep_finalizers_from_exits
-from parawrap.launch.guard._orphan_processes import LOOK_S, Leftovers, kill_group
+from parawrap.launch.guard._orphan_processes import LOOK_S, Orphans, kill_group
 from parawrap.launch.messages._channel import receive_exactly, socket_at_standard_input
 from parawrap.launch.rank._cluster_signals import heed_signals
 from parawrap.launch.rank._control_thread import PRELOADABLE
@@ -76,7 +76,7 @@ class _Server:
         self._requests = requests
         self._ranks: dict[int, _Rank] = {}
         self._ended: dict[int, _Rank] = {}
-        self._leftovers = Leftovers()
+        self._leftovers = Orphans()
         self._to_load: list[str] = []
         self._parent, self._pid = os.getppid(), os.getpid()
         self._libc = ctypes.CDLL(None)

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol
 
 from parawrap.errors import LaunchError, RankDiedError, add_note
 from parawrap.launch._rank_results import RankResults
+from parawrap.launch.messages._pack_exception import summary_of
 from parawrap.launch.messages._pickle_values import memory_file, unpack
 from parawrap.launch.messages._private_files import open_private
-from parawrap.launch.messages._rank_errors import summary_of
 
 __all__ = [
     "Died",

@@ -22,7 +22,7 @@ import torch
 
 from parawrap.launch.messages._pickle_values import pickle_apart
 from parawrap.launch.messages._plain_values import pickle_plain
-from parawrap.launch.messages._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
+from parawrap.launch.messages._slabs import MappedSlabs, OwnSlabs, Slab, layout
 from parawrap.tree import flatten, unflatten
 
 __all__ = ["Arrival", "Line", "Message", "pickle_value", "trim_tensors"]

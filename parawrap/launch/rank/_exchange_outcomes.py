@@ -18,7 +18,7 @@ from parawrap.errors import LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._world import World
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Outcome,

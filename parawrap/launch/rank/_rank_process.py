@@ -28,7 +28,7 @@ from parawrap.launch._packed_call import Job, unpack_call
 from parawrap.launch._platform import Platform
 from parawrap.launch._private_names import join_threads, run_exit_handlers
 from parawrap.launch._rank import IN_RANK, Rank, being
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._channel import Channel
 from parawrap.launch.messages._first_rank_failure import Died
 from parawrap.launch.messages._pickle_values import packed

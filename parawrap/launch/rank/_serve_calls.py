@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, UnsendableError, add_note
 from parawrap.launch._rank import become, current_rank
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._global_contents import state_of
 from parawrap.launch.messages._line import Arrival, Line, Message

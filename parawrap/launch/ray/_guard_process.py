@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parawrap.errors import LaunchError, SessionError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.guard._guard import LocalGuard
 from parawrap.launch.guard._start_methods import starter_named

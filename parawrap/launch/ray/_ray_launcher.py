@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import AttemptsBackend, assignments_of

@@ -21,7 +21,7 @@ import cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.launch.slurm._commands import slurm_missing
+from parawrap.launch.slurm._job_commands import slurm_missing
 from parawrap.launch.slurm._launch_folder import Folder
 
 __all__ = ["log_ends", "script", "submit"]

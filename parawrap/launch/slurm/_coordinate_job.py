@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import list_addresses
+from parawrap.launch._addresses import list_addresses
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
@@ -35,7 +35,7 @@ from parawrap.launch.messages._first_rank_failure import Died, Raised, first_ran
 from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
-from parawrap.launch.slurm._commands import requeue_job
+from parawrap.launch.slurm._job_commands import requeue_job
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue, connect
 

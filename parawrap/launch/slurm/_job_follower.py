@@ -26,7 +26,7 @@ from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import Died, Outcome, PackedValue, Raised, Returned, error_of
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.messages._private_files import open_private
-from parawrap.launch.slurm import _commands as queue
+from parawrap.launch.slurm import _job_commands as queue
 from parawrap.launch.slurm._batch_job import log_ends
 from parawrap.launch.slurm._launch_folder import Folder
 from parawrap.launch.slurm._task import TaskResult

@@ -20,7 +20,7 @@ from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import script, submit
-from parawrap.launch.slurm._commands import cancel_job, job_state
+from parawrap.launch.slurm._job_commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
