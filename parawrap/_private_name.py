@@ -12,6 +12,7 @@ from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from parawrap._documentation import cite
 from parawrap.errors import VersionError
 
 __all__ = ["missing_name", "private_attribute", "private_name", "private_reader"]
@@ -35,13 +36,13 @@ def missing_name(path: str, feature: str) -> VersionError:
     """Return the error for a name that this release of torch or Python lacks."""
     msg = (
         f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
-        "Install releases that docs/versions.md lists"
+        f"Install releases that {cite('versions')} lists"
     )
     return VersionError(msg)
 
 
 def private_name(path: str, feature: str) -> Any:
-    """Return the object at a dotted path. If it is missing, return an object whose use raises VersionError.
+    """Return the object at a dotted path. If it is missing, return an object that raises VersionError when it is used.
 
     `feature` is the subject of the message, in the plural.
 

@@ -18,7 +18,7 @@ _log = logging.getLogger("parawrap.cpu")
 
 _libc: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
-_KEEP_BELOW = 1 << 30
+_KEEP_BELOW = 1 << 30  # above the activations of most models; glibc returns larger blocks to the kernel
 _GLIBC_LARGEST = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX in malloc.c
 _SETTINGS = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold"
 

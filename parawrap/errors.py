@@ -26,11 +26,10 @@ the device, and the shard.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from signal import Signals
 
-_PLACE = re.compile(r" \(docs/errors\.md#\w+\)")
+from parawrap._documentation import cite, without_citations
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -51,16 +50,17 @@ def add_note(error: BaseException, note: str) -> None:
 class ParawrapError(Exception):
     """The base class of every exception that parawrap defines.
 
-    The text of an exception ends with its section in the documentation, such as ``(docs/errors.md#gathererror)``.
+    The text of an exception ends with its section in the documentation: its address, if the package was built with one,
+    or the title of the page.
     """
 
     @property
     def message(self) -> str:
         """The text without its place in the documentation, and without the places of errors that it quotes."""
-        return _PLACE.sub("", super().__str__())
+        return without_citations(super().__str__())
 
     def __str__(self) -> str:
-        return f"{self.message} (docs/errors.md#{type(self).__name__.lower()})"
+        return f"{self.message} ({cite('errors', type(self).__name__)})"
 
 
 class ShardError(ParawrapError, ValueError):

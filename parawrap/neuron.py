@@ -89,7 +89,7 @@ def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
     """Make a compiled model accept any number of rows on dim 0, like ``torch_neuronx.dynamic_batch``.
 
     The model processes the rows in chunks of the compiled size. `DataParallel` and `parallel` call this function
-    themselves. docs/neuron.md explains how a short last chunk runs.
+    themselves. The guide "Run a model on NeuronCores" explains how a short last chunk runs.
 
     Args:
         model: A model from `trace`, or a module that contains such models.

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = [
     "UNSET",
     "Joining",
-    "checked_dim",
-    "checked_in_dims",
-    "checked_methods",
-    "checked_unit",
-    "checked_workers",
+    "check_dim",
+    "check_in_dims",
+    "check_methods",
+    "check_unit",
+    "check_workers",
     "is_platform",
-    "joining_rules",
+    "make_join_rules",
     "parameters_of",
 ]
 
@@ -40,7 +40,7 @@ class Joining(TypedDict):
     output_device: torch.device | None
 
 
-def joining_rules(
+def make_join_rules(
     dim: int,
     out_dims: OutDims,
     reduce: Any,
@@ -55,7 +55,7 @@ def joining_rules(
     return JoinRules(dim, out_dims, reduce, join, pad_value)
 
 
-def checked_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
+def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
     if isinstance(methods, str) or not methods:
         msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
         raise ShardError(msg)
@@ -71,7 +71,7 @@ def checked_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
     return methods
 
 
-def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_cores: bool) -> Literal["thread", "process"]:
+def check_workers(workers: Literal["thread", "process"], retries: int, *, on_cores: bool) -> Literal["thread", "process"]:
     """Return `workers` after a check of it and of the options that depend on it."""
     if workers not in ("thread", "process"):
         msg = f'workers={workers!r}: give "thread" or "process"'
@@ -85,7 +85,7 @@ def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_c
     return workers
 
 
-def checked_dim(dim: int) -> int:
+def check_dim(dim: int) -> int:
     """Return `dim` after a check of it."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         msg = f"dim={dim!r}: give the dim that the rows lie on, such as 0"
@@ -93,7 +93,7 @@ def checked_dim(dim: int) -> int:
     return dim
 
 
-def checked_unit(unit: int, *, on_cores: bool) -> int:
+def check_unit(unit: int, *, on_cores: bool) -> int:
     """Return `unit` after a check of it."""
     if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
         msg = f"unit={unit!r}: give the number of rows that stay together, at least 1"
@@ -121,7 +121,7 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
     return {None: Parameters(plain["forward"]), **{name: Parameters(plain[name]) for name in methods}}
 
 
-def checked_in_dims(
+def check_in_dims(
     in_dims: Mapping[str, InDim] | None, parameters: Iterable[Parameters], target: object
 ) -> Mapping[str, InDim]:
     if in_dims is None:

@@ -16,10 +16,10 @@ from parawrap.launch import Job, Launch, RankResults, cancel_all, launch, launch
 
 __all__ = ["launch_each"]
 
-Outcome = RankResults[Any] | Exception
+ResultsOrError = RankResults[Any] | Exception
 
 
-def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outcome]:
+def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[ResultsOrError]:
     """Launch the jobs, and yield the results or the exception of each launch in order.
 
     A launcher with job arrays (Slurm) gets all jobs at once. Other launchers run at most `max_parallel` jobs at a time: by
@@ -38,7 +38,7 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
     return _Outcomes([future.result for future in queue.futures], queue.cancel)
 
 
-def _outcome(wait: Callable[[], RankResults[Any]]) -> Outcome:
+def _outcome(wait: Callable[[], RankResults[Any]]) -> ResultsOrError:
     """Return the results, or the exception without frames of parawrap. Its notes show where it was raised in the rank."""
     try:
         return wait()
@@ -46,7 +46,7 @@ def _outcome(wait: Callable[[], RankResults[Any]]) -> Outcome:
         return error.with_traceback(user_frames(error.__traceback__))
 
 
-def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
+def _one_by_one(jobs: Sequence[Job]) -> Iterator[ResultsOrError]:
     """Launch each job in the calling thread, when the iterator reaches it."""
     for job in jobs:
         running = None
@@ -61,7 +61,7 @@ def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
         yield outcome
 
 
-class _Outcomes(Iterator[Outcome]):
+class _Outcomes(Iterator[ResultsOrError]):
     """The outcomes of running launches.
 
     This is not a generator, because closing a generator that has not started runs no cleanup.
@@ -71,7 +71,7 @@ class _Outcomes(Iterator[Outcome]):
         self._waits = iter(waits)
         self._cancel = cancel
 
-    def __next__(self) -> Outcome:
+    def __next__(self) -> ResultsOrError:
         return _outcome(next(self._waits))
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class _Queue:
             threading.Thread(target=self._serve, name="parawrap-launch-map", daemon=True).start()
 
     def _serve(self) -> None:
-        while (started := self._started()) is not None:
+        while (started := self._start_next()) is not None:
             running, future = started
             try:
                 future.set_result(running.results())
@@ -108,7 +108,7 @@ class _Queue:
             with self._access:
                 self._running.discard(running)
 
-    def _started(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
+    def _start_next(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
         """Launch the next job that can be launched; return None if no job is left."""
         with self._access:
             while self._waiting:

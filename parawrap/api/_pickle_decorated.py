@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Undecorated", "is_global", "own_class", "reduced_by_name", "sent_by_cloudpickle"]
+__all__ = ["Undecorated", "is_global", "own_class", "reduce_by_name", "register_with_cloudpickle"]
 
 
 def _type_of(self: object) -> type:
@@ -28,12 +28,11 @@ own_class = property(_type_of)
 def is_global(decorated: Any) -> bool:
     """True if the function's qualified name refers to its decorated form, as after ``@decorator`` in a module."""
     return (
-        _looked_up(sys.modules.get(getattr(decorated, "__module__", "")), getattr(decorated, "__qualname__", ""))
-        is decorated
+        _look_up(sys.modules.get(getattr(decorated, "__module__", "")), getattr(decorated, "__qualname__", "")) is decorated
     )
 
 
-def _looked_up(module: Any, qualname: str) -> Any:
+def _look_up(module: Any, qualname: str) -> Any:
     """Return the object with a qualified name, without binding it to its class; None if there is none."""
     found = module
     for name in qualname.split("."):
@@ -41,18 +40,18 @@ def _looked_up(module: Any, qualname: str) -> Any:
     return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
 
 
-def reduced_by_name(decorated: Any) -> str | tuple[Any, ...]:
+def reduce_by_name(decorated: Any) -> str | tuple[Any, ...]:
     """Return the reduction of a global decorated function. In a class, attribute access would bind it."""
     if "." not in decorated.__qualname__:
         return str(decorated.__qualname__)
-    return _decorated_at, (decorated.__module__, decorated.__qualname__)
+    return _find_decorated, (decorated.__module__, decorated.__qualname__)
 
 
-def _decorated_at(module: str, qualname: str) -> Any:
-    return _looked_up(importlib.import_module(module), qualname)
+def _find_decorated(module: str, qualname: str) -> Any:
+    return _look_up(importlib.import_module(module), qualname)
 
 
-def sent_by_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -> None:
+def register_with_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -> None:
     """Make cloudpickle reduce objects of `cls` as pickle does, except by value if ``__main__`` defines them."""
 
     def reduced(decorated: Any) -> str | tuple[Any, ...]:
@@ -80,7 +79,7 @@ class Undecorated:
         return cls(decorated) if _is_importable(module) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _found, self._place
+        return _find, self._place
 
 
 def _goes_by_value(module: str) -> bool:
@@ -103,6 +102,6 @@ def _is_importable(module: str) -> bool:
     return True
 
 
-def _found(module: str, qualname: str) -> Any:
-    bare = _looked_up(importlib.import_module(module), qualname).__wrapped__
+def _find(module: str, qualname: str) -> Any:
+    bare = _look_up(importlib.import_module(module), qualname).__wrapped__
     return getattr(bare, "__func__", bare)  # the function of a classmethod or staticmethod

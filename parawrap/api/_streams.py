@@ -18,14 +18,14 @@ from parawrap.errors import ShardError
 
 __all__ = ["Streams"]
 
-_CHUNKS_PER_LANE = 2
+_CHUNKS_PER_LANE = 2  # one runs, and one waits so that the lane never idles
 
 
 class Streams(ABC):
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
     @abstractmethod
-    def _opened(self) -> Session:
+    def _open_session(self) -> Session:
         """Return the session of the block; open it on first use."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Streams(ABC):
             [4, 2]
         """
         entry, _ = self._entry()
-        return self._opened().submit(entry, args, kwargs)
+        return self._open_session().submit(entry, args, kwargs)
 
     def map(
         self,
@@ -134,7 +134,7 @@ class Streams(ABC):
         if key is not None and resume is None:
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
-        session = self._opened()
+        session = self._open_session()
         if session.pool.submit_chunk is None:
             chunksize = 1
         if buffersize is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["submodule", "wrapped_attribute"]
+__all__ = ["get_wrapped_attribute", "submodule"]
 
 
 def submodule(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
@@ -18,7 +18,9 @@ def submodule(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
     return found if isinstance(found, torch.nn.Module) else None
 
 
-def wrapped_attribute(wrapper: torch.nn.Module, module: torch.nn.Module | None, name: str, missing: AttributeError) -> Any:
+def get_wrapped_attribute(
+    wrapper: torch.nn.Module, module: torch.nn.Module | None, name: str, missing: AttributeError
+) -> Any:
     """Return an attribute of `module`. Called by the ``__getattr__`` of `wrapper`.
 
     Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.

@@ -18,7 +18,7 @@ from parawrap.tree import addresses, flatten, mismatch, unflatten
 __all__ = ["check_rowwise"]
 
 _LANES = (2, 3, 8)
-_MOST_NAMED = 4
+_MOST_NAMED = 4  # parts in a message: more would not fit a terminal
 Parts = dict[str, torch.Tensor]
 
 
@@ -98,13 +98,13 @@ def _call(
             leaf.requires_grad_()
     args, kwargs = as_call(unflatten(spec, copies))
     output = getattr(model, method)(*args, **kwargs) if method != "forward" else model(*args, **kwargs)
-    total = _weighted(output, weights) if loss is None else loss(output)
+    total = _weigh(output, weights) if loss is None else loss(output)
     if total is not None and total.requires_grad:
         total.backward()
     return output, inputs
 
 
-def _weighted(output: Any, weights: torch.Generator) -> torch.Tensor | None:
+def _weigh(output: Any, weights: torch.Generator) -> torch.Tensor | None:
     """Return the sum of all values of an output with random weights, so that differences do not cancel out."""
     total = None
     for leaf in flatten(output)[0]:

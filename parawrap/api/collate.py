@@ -14,10 +14,10 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._pickle_decorated import is_global, own_class, sent_by_cloudpickle
-from parawrap.api._sequences_and_mappings import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
+from parawrap.api._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
+from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
 from parawrap.errors import ShardError
-from parawrap.shards import balanced
+from parawrap.shards import balance
 
 __all__ = ["default_collate", "tp_collate"]
 
@@ -27,7 +27,7 @@ B = TypeVar("B")
 K = TypeVar("K")
 R = TypeVar("R")
 
-_sizes = functools.lru_cache(maxsize=64)(balanced)  # the batches of a DataLoader have at most two lengths
+_sizes = functools.lru_cache(maxsize=64)(balance)  # the batches of a DataLoader have at most two lengths
 
 
 class _TpCollate(Protocol):
@@ -172,7 +172,7 @@ def _cut_rows(value: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
         return tuple(value.split_with_sizes(sizes))
     if _is_strings(value):
-        return tuple(_sliced(value, sizes))
+        return tuple(_slice(value, sizes))
     cut = {key: _cut_rows(item, sizes) for key, item in items_of(value).items()}
     return tuple(rebuilt(value, {key: parts[i] for key, parts in cut.items()}) for i in range(len(sizes)))
 
@@ -212,7 +212,7 @@ class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_ndevices = ndevices
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        return self.__qualname__ if is_global(self) else _reduced_by_value(self)
+        return self.__qualname__ if is_global(self) else _reduce_by_value(self)
 
     def __copy__(self) -> _TupleCollate:
         return _TupleCollate(self.__wrapped__, self._self_ndevices)
@@ -221,11 +221,11 @@ class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return _TupleCollate(copy.deepcopy(self.__wrapped__, memo), self._self_ndevices)
 
 
-def _reduced_by_value(collate: _TupleCollate) -> tuple[Any, ...]:
+def _reduce_by_value(collate: _TupleCollate) -> tuple[Any, ...]:
     return _TupleCollate, (collate.__wrapped__, collate._self_ndevices)
 
 
-sent_by_cloudpickle(_TupleCollate, _reduced_by_value)
+register_with_cloudpickle(_TupleCollate, _reduce_by_value)
 
 
 def _check_ndevices(ndevices: object, face: str) -> None:
@@ -254,7 +254,7 @@ def _collate_in_parts(
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
     is_single = parts[0] is cuts[0] or not is_container(parts[0])  # a list of strings collates to itself
     check_kinds(parts, "part", _refuse_parts)
-    return parts if is_single else transposed(parts, "part", _refuse_parts)
+    return parts if is_single else transpose_rows(parts, "part", _refuse_parts)
 
 
 def _refuse_parts(reason: str) -> NoReturn:
@@ -278,9 +278,9 @@ def _cut(samples: Any, ndevices: int) -> list[Any]:
     if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
         msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
         raise ShardError(msg)
-    return _sliced(samples, _sizes(len(samples), ndevices))
+    return _slice(samples, _sizes(len(samples), ndevices))
 
 
-def _sliced(sequence: Any, sizes: tuple[int, ...]) -> list[Any]:
+def _slice(sequence: Any, sizes: tuple[int, ...]) -> list[Any]:
     ends = itertools.accumulate(sizes)
     return [sequence[end - size : end] for end, size in zip(ends, sizes, strict=True)]

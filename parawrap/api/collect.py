@@ -18,7 +18,7 @@ __all__ = ["collect"]
 
 @public
 def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
-    """Return a module whose calls return the outputs of layers of `model`, in the order of the rows.
+    """Return a module that returns the outputs of layers of `model`, in the order of the rows.
 
     In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one lane. The module that
     `collect` returns registers its hooks for each call and returns the outputs, so that the block joins them.

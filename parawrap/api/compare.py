@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 from parawrap._public import public
 from parawrap.api._check_arguments import is_platform
 from parawrap.api._comparison_table import Comparison, Way, difference
-from parawrap.api._isolate_measurements import cores_of_others, memory_growth, page_faults, turn
+from parawrap.api._process_figures import cores_of_others, memory_growth, page_faults, turn
 from parawrap.api.parallel import parallel
 from parawrap.backends import Devices, ignore_speed_warnings
 from parawrap.engine import as_call

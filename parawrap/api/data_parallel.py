@@ -12,21 +12,21 @@ import torch
 
 from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
-from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.api.scatter_gather import as_calls, cut, device_named, joined, no_original, parallel_apply, replicate
+from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
+from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, no_original, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
 from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
-from parawrap.shards import Cutter, JoinRules, Parameters, balanced, equal
+from parawrap.shards import Cutter, JoinRules, Parameters, balance, equal
 from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
 
 T = TypeVar("T", bound=torch.nn.Module)
 
-_UNEQUAL_BELOW = 0.75
+_UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
@@ -120,7 +120,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         try:
             return super().__getattr__(name)
         except AttributeError as missing:
-            return wrapped_attribute(self, submodule(self, "module"), name, missing)
+            return get_wrapped_attribute(self, submodule(self, "module"), name, missing)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
@@ -177,7 +177,7 @@ class DataParallel(torch.nn.DataParallel[T]):
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
         row_counts = outputs.row_counts if isinstance(outputs, _Outputs) else None
-        return joined(outputs, row_counts, output_device, self.dim)
+        return gather_outputs(outputs, row_counts, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
         """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""
@@ -222,7 +222,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
-        sizes = equal if backend_of(self.src_device_obj.type).compiles_each_shape else balanced
+        sizes = equal if backend_of(self.src_device_obj.type).compiles_each_shape else balance
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=sizes)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)

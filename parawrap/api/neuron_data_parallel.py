@@ -174,12 +174,12 @@ class DataParallel(torch.nn.Module):
         """Yield the session, and keep its model on the cores inside the block."""
         with ExitStack() as held:
             with self._changing:
-                session = self._opened()
+                session = self._open_session()
                 assert self._placed is not None
                 held.enter_context(self._placed.in_use())
             yield session
 
-    def _opened(self) -> Session:
+    def _open_session(self) -> Session:
         """Return the session for the current attributes."""
         with self._changing:
             if self._session is None:

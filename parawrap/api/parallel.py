@@ -18,20 +18,20 @@ from parawrap._public import public
 from parawrap.api._check_arguments import (
     UNSET,
     Joining,
-    checked_dim,
-    checked_in_dims,
-    checked_methods,
-    checked_unit,
-    checked_workers,
+    check_dim,
+    check_in_dims,
+    check_methods,
+    check_unit,
+    check_workers,
     is_platform,
-    joining_rules,
+    make_join_rules,
     parameters_of,
 )
 from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced, equal, uneven
+from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balance, equal, uneven
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -94,7 +94,7 @@ class Parallel(Streams, Generic[TargetT]):
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.
         unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
-        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a separate process, without a shared
             interpreter lock, for inference only.
         retries: With ``workers="process"``, how often a call runs again after its worker died.
 
@@ -154,19 +154,19 @@ class Parallel(Streams, Generic[TargetT]):
         else:
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._methods: tuple[str, ...] = tuple(dict.fromkeys(checked_methods(target, methods)))
+        self._methods: tuple[str, ...] = tuple(dict.fromkeys(check_methods(target, methods)))
         self._in_place = None if module is None else PatchedMethods(module, self._methods)
         parameters = parameters_of(target, methods)
-        in_dims = checked_in_dims(in_dims, parameters.values(), target)
-        self._workers = checked_workers(workers, retries, on_cores=bool(self._cores))
+        in_dims = check_in_dims(in_dims, parameters.values(), target)
+        self._workers = check_workers(workers, retries, on_cores=bool(self._cores))
         self._retries = retries
-        self._dim = checked_dim(dim)
+        self._dim = check_dim(dim)
         self._in_dims = in_dims
         self._parameters = parameters
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
-        rules = joining_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles)
-        self._unit = checked_unit(unit, on_cores=bool(self._cores))
-        sizes = equal if compiles else uneven if rules.needs_proof else balanced
+        rules = make_join_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles)
+        self._unit = check_unit(unit, on_cores=bool(self._cores))
+        sizes = equal if compiles else uneven if rules.needs_proof else balance
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
@@ -230,7 +230,7 @@ class Parallel(Streams, Generic[TargetT]):
             if inspect.isroutine(function):
                 return self._decorate(function)
         if self._in_place is None:
-            return self._opened().call(Entry(self.target), args, kwargs)
+            return self._open_session().call(Entry(self.target), args, kwargs)
         return self._call_method(self._only_method(), args, kwargs)
 
     def method(self, name: str) -> Method:
@@ -273,14 +273,14 @@ class Parallel(Streams, Generic[TargetT]):
             ...     bool((model(torch.ones(9, 3)) == model.bias).all())
             True
         """
-        self._opened().refresh()
+        self._open_session().refresh()
 
     def stats(self) -> Stats:
         """Return the counters of the open block, or of the last one if none is open. `print` shows them as a table."""
         with self._lock:
             if self._session is None and self._last is not None:
                 return self._last.stats()
-        return self._opened().stats()
+        return self._open_session().stats()
 
     def trace(self, path: str | Path) -> Trace:
         """Record when each lane works, inside ``with p.trace("lanes.html") as trace:``.
@@ -291,7 +291,7 @@ class Parallel(Streams, Generic[TargetT]):
         Raises:
             ShardError: If no file can be written at `path`, or its name does not end with .html or .json.
         """
-        return self._opened().trace(path)
+        return self._open_session().trace(path)
 
     def _entry(self) -> tuple[Entry, str]:
         return self._entry_of("forward" if self._in_place is None else self._only_method())
@@ -312,7 +312,7 @@ class Parallel(Streams, Generic[TargetT]):
         return name
 
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._opened()
+        self._open_session()
         with self._rewritten():
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
 
@@ -352,7 +352,7 @@ class Parallel(Streams, Generic[TargetT]):
             for method, taken in self._parameters.items()
         }
 
-    def _opened(self) -> Session:
+    def _open_session(self) -> Session:
         """Return the session; open it on first use."""
         with self._lock:
             if self._session is None and self._closed:
@@ -420,8 +420,8 @@ class Method(Streams):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _opened(self) -> Session:
-        return self._block._opened()
+    def _open_session(self) -> Session:
+        return self._block._open_session()
 
     def _entry(self) -> tuple[Entry, str]:
         return self._block._entry_of(self._name)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
+from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
 from parawrap.api.data_parallel import DataParallel
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
@@ -96,7 +96,7 @@ class ParallelWrapper(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as missing:
-            return wrapped_attribute(self, submodule(self, "model") and self._inner(), name, missing)
+            return get_wrapped_attribute(self, submodule(self, "model") and self._inner(), name, missing)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or submodule(self, "model") is None or name in self.__dict__:

@@ -201,10 +201,10 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
         torch.Size([3, 3])
     """
-    return joined(outputs, None, target_device, dim)
+    return gather_outputs(outputs, None, target_device, dim)
 
 
-def joined(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
+def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
     """Join the outputs of shards of those sizes like `gather`. Lists of values need the sizes."""
     if isinstance(outputs, Mapping | str | bytes):
         msg = f"gather got a {type(outputs).__name__}, which is one output. Give a list with one output per device"

@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._sequences_and_mappings import is_container, is_list_per_row, items_of, kind_of, rebuilt, transposed
+from parawrap.api._containers import is_container, is_list_per_row, items_of, kind_of, rebuilt, transpose_rows
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
@@ -315,7 +315,7 @@ def _together(outputs: Sequence[Any]) -> Any:
     """Return the outputs as a tuple, transposed if they are tuples or lists of tensors."""
     are_sequences = all(is_container(output) and not isinstance(output, Mapping) for output in outputs)
     if outputs and are_sequences and not all(map(is_list_per_row, outputs)):
-        return transposed(outputs, "output", _refuse_outputs)
+        return transpose_rows(outputs, "output", _refuse_outputs)
     return tuple(outputs)
 
 

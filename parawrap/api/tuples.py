@@ -12,17 +12,17 @@ import optree
 import torch
 
 from parawrap._public import public
-from parawrap.api._sequences_and_mappings import (
+from parawrap.api._containers import (
     check_kinds,
     columns,
-    described,
+    describe,
     is_container,
     is_list_per_row,
     items_of,
     kind_of,
     plain_tuple,
     rebuilt,
-    transposed,
+    transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
 from parawrap.errors import GatherError, ShardError
@@ -65,10 +65,10 @@ def cat(returns: Any, dim: int = 0) -> Any:
     tensor([1., 2.])
     """
     if not _is_transposed(returns):
-        return _joined(tuple(returns), dim, "output")
+        return _join(tuple(returns), dim, "output")
     items = items_of(returns)
     _check_part_counts(items)
-    return rebuilt(plain_tuple(returns), _joined_items(items, dim, "output"))
+    return rebuilt(plain_tuple(returns), _join_items(items, dim, "output"))
 
 
 @public
@@ -91,8 +91,8 @@ def transpose(rows: Iterable[Any]) -> Any:
     rows = tuple(rows)
     for position, row in enumerate(rows):
         if not is_container(row):
-            _refuse_row(f"row {position} is {described(row)}. Give every row as a tuple, a list, or a dict")
-    return transposed(rows, "row", _refuse_row) if rows else ()
+            _refuse_row(f"row {position} is {describe(row)}. Give every row as a tuple, a list, or a dict")
+    return transpose_rows(rows, "row", _refuse_row) if rows else ()
 
 
 def _refuse_row(reason: str) -> NoReturn:
@@ -110,7 +110,7 @@ def _is_transposed(returns: Any) -> bool:
 def _check_part_counts(items: dict[Any, Any]) -> None:
     for key, parts in items.items():
         if kind_of(parts) is not tuple:
-            msg = f"cannot join output[{key!r}]: it is {described(parts)}. Give the tuple of its parts"
+            msg = f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
             raise GatherError(msg)
     counts = {key: len(parts) for key, parts in items.items()}
     if len(set(counts.values())) > 1:
@@ -118,11 +118,11 @@ def _check_part_counts(items: dict[Any, Any]) -> None:
         raise GatherError(msg)
 
 
-def _joined_items(items: dict[Any, Any], dim: int, place: str) -> dict[Any, Any]:
-    return {key: _joined(tuple(parts), dim, f"{place}[{key!r}]") for key, parts in items.items()}
+def _join_items(items: dict[Any, Any], dim: int, place: str) -> dict[Any, Any]:
+    return {key: _join(tuple(parts), dim, f"{place}[{key!r}]") for key, parts in items.items()}
 
 
-def _joined(parts: tuple[Any, ...], dim: int, place: str) -> Any:
+def _join(parts: tuple[Any, ...], dim: int, place: str) -> Any:
     def refuse(reason: str) -> NoReturn:
         msg = f"cannot join {place}: {reason}. Return the same structure on every device"
         raise GatherError(msg)
@@ -132,16 +132,16 @@ def _joined(parts: tuple[Any, ...], dim: int, place: str) -> Any:
     check_kinds(parts, "part", refuse)
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        return _joined_tensors(parts, dim, place)
+        return _join_tensors(parts, dim, place)
     if all(type(part) is list for part in parts):
         device = next((tensor.device for tensor in tensors_in(parts)), None)
         return [item if device is None else recursive_to(item, device) for part in parts for item in part]
     if is_container(first):
-        return rebuilt(first, _joined_items(columns(parts, "part", refuse), dim, place))
+        return rebuilt(first, _join_items(columns(parts, "part", refuse), dim, place))
     return None if first is None else parts
 
 
-def _joined_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
+def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
     if len({_shape_except(part, dim) for part in parts}) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         msg = f"cannot join {place}: shapes {shapes} differ beyond dim {dim}. Pad them, or do not join them"

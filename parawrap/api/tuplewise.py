@@ -67,9 +67,9 @@ class Tuplewise:
         return type(self), (self.__seq,)
 
     def __each(self, operation: Callable[[Any], Any]) -> Tuplewise:
-        return type(self)(self.__applied(operation))
+        return type(self)(self.__apply(operation))
 
-    def __applied(self, operation: Callable[[Any], Any]) -> Iterator[Any]:
+    def __apply(self, operation: Callable[[Any], Any]) -> Iterator[Any]:
         for position, item in enumerate(self.__seq):
             try:
                 yield operation(item)

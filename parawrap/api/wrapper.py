@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeGuar
 
 from parawrap._public import public
 from parawrap.api._launch_map import launch_each
-from parawrap.api._pickle_decorated import Undecorated, is_global, reduced_by_name, sent_by_cloudpickle
+from parawrap.api._pickle_decorated import Undecorated, is_global, reduce_by_name, register_with_cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
     DECORATED,
@@ -172,7 +172,7 @@ class Launchable(Generic[P, R]):
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         if self._defined is not self:
             return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]
-        return reduced_by_name(self) if is_global(self) else _reduced_by_value(self)
+        return reduce_by_name(self) if is_global(self) else _reduce_by_value(self)
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Return one call. A method is sent as its function and its object, because a rank would decorate it again."""
@@ -197,11 +197,11 @@ def is_launchable(function: object) -> TypeGuard[Launchable[..., Any]]:
     return isinstance(function, Launchable)
 
 
-def _reduced_by_value(launchable: Launchable[..., Any]) -> tuple[Any, ...]:
+def _reduce_by_value(launchable: Launchable[..., Any]) -> tuple[Any, ...]:
     return Launchable, (launchable.__wrapped__, launchable.platform)
 
 
-sent_by_cloudpickle(Launchable, _reduced_by_value)
+register_with_cloudpickle(Launchable, _reduce_by_value)
 DECORATED[Launchable] = Launchable._job
 
 

@@ -15,7 +15,7 @@ from parawrap.backends._backend_registry import (
 )
 from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
-from parawrap.backends._transfer import bring, bring_into, device_of, record_use
+from parawrap.backends._transfer import device_of, record_use, transfer, transfer_into
 from parawrap.backends._warnings import drop_own_frames, ignore_speed_warnings, user_frames, warn_caller
 
 __all__ = [
@@ -27,8 +27,6 @@ __all__ = [
     "Traits",
     "backend_of",
     "best_backend",
-    "bring",
-    "bring_into",
     "device_of",
     "drop_own_frames",
     "emulate_cores",
@@ -43,6 +41,8 @@ __all__ = [
     "resolve_device",
     "resolve_devices",
     "torch_kind",
+    "transfer",
+    "transfer_into",
     "user_frames",
     "warn_caller",
 ]

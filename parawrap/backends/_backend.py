@@ -73,7 +73,7 @@ class Backend(ABC):
         """True if the calling thread records its work into a graph. Other threads cannot add to that graph."""
         return False
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a CPU tensor in pinned memory, or the tensor itself if the kind has none."""
         return tensor
 
@@ -85,7 +85,7 @@ class Backend(ABC):
         """Start computing the tensors in `value`, if devices of this kind delay their work."""
         return
 
-    def forked_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore the random state of the CPU and of `devices` at the end of the block."""
         return torch.random.fork_rng(())
 

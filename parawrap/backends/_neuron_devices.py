@@ -31,7 +31,7 @@ def neuron_runtime_name() -> str:
 
 
 def emulates_cores() -> bool:
-    """True if PARAWRAP_NEURON_RUNTIME=host or an `emulate_cores` block asks for emulated NeuronCores."""
+    """True if PARAWRAP_NEURON_RUNTIME=host or an `emulate_cores` block selects emulated NeuronCores."""
     return bool(_blocks) or neuron_runtime_name() == "host"
 
 

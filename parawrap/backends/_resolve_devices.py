@@ -73,11 +73,11 @@ def resolve_device(device: DeviceLike) -> torch.device:
             raise DeviceUnavailableError(msg)
         return backend.device(device)
     if isinstance(device, str):
-        return _named_device(device)
+        return _parse_device(device)
     return backend_of(device.type).device(device.index)
 
 
-def _named_device(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     given, separator, digits = name.partition(":")
     if not given or (separator and not digits.isdecimal()):
         msg = f"{name!r} is not a device: pass a kind, or a kind with an index, as in 'cuda:0'"
@@ -97,7 +97,7 @@ def _all_of(kind: str) -> tuple[torch.device, ...]:
         raise DeviceListError(msg)
     backend = backend_of(kind)
     if backend.count() == 0:
-        _named_device(kind)  # raises DeviceUnavailableError
+        _parse_device(kind)  # raises DeviceUnavailableError
     return backend.every_device()
 
 

@@ -16,14 +16,14 @@ from parawrap.backends._backend_registry import backend_of
 from parawrap.backends._private_names import indices_of, values_of
 from parawrap.tree import Opaque
 
-__all__ = ["bring", "bring_into", "device_of", "record_use"]
+__all__ = ["device_of", "record_use", "transfer", "transfer_into"]
 
 _STAGED_FROM = 64 << 10
 """Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
 the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""
 
 
-def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def transfer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on `device`; the same object if it is already on it.
 
     A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable tensors are copied to
@@ -35,14 +35,14 @@ def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     if tensor.device.type != "cpu":
         _record(tensor)  # the reading stream may differ from the allocating stream
-    staged = _staged(tensor, device)
+    staged = _stage(tensor, device)
     return staged.to(device, non_blocking=_may_be_queued(staged, device))
 
 
-def bring_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy `tensor` into `target` on another device, in the same way as `bring`."""
+def transfer_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy `tensor` into `target` on another device, in the same way as `transfer`."""
     _record(tensor)
-    staged = _staged(tensor, target.device)
+    staged = _stage(tensor, target.device)
     target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))
 
 
@@ -96,8 +96,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return backend_of(device.type).pinned(tensor) if _needs_staging(tensor) else tensor
+def _stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return backend_of(device.type).pin(tensor) if _needs_staging(tensor) else tensor
 
 
 def _may_be_queued(tensor: torch.Tensor, device: torch.device) -> bool:

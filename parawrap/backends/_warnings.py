@@ -32,7 +32,7 @@ def warn_caller(message: str) -> None:
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from its first frame outside parawrap on; None if there is no such frame.
+    """Return a traceback from its first frame outside parawrap on; None without such a frame.
 
     Frames of concurrent.futures, which pass an exception from thread to thread, count as parawrap's.
     """

@@ -46,7 +46,7 @@ class AcceleratorBackend(Backend):
         stream = getattr(self.module, "Stream", None)
         return None if stream is None else cast("Stream", stream(device))
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
             # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy in pageable memory.
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
@@ -75,5 +75,5 @@ class AcceleratorBackend(Backend):
             return on
         return self._on(device, stream)
 
-    def forked_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         return torch.random.fork_rng(sorted({device.index for device in devices}), device_type=self.type)

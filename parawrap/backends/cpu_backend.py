@@ -35,7 +35,7 @@ def share_of_cores(lanes: int) -> int:
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the quota in cores: cpu.max of cgroup v2, or cpu.cfs_quota_us of v1; None if there is no limit.
+    """Return the quota in cores: cpu.max of cgroup v2, or cpu.cfs_quota_us of v1; None without a limit.
 
     A container's own group, which carries its quota, is mounted at the root.
     """

@@ -66,7 +66,7 @@ class XlaBackend(Backend):
                 _runtime().torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=False)
 
     @contextlib.contextmanager
-    def forked_rng(self, devices: Iterable[torch.device]) -> Iterator[None]:
+    def fork_rng(self, devices: Iterable[torch.device]) -> Iterator[None]:
         with contextlib.ExitStack() as forked:
             forked.enter_context(torch.random.fork_rng(()))
             for device in set(devices):

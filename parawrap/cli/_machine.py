@@ -11,13 +11,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from parawrap._documentation import cite
 from parawrap.cli._check import Check, run_command
 
 __all__ = ["machine_checks"]
 
 _FEW_FILES = 1024  # the usual default
 _SMALL_SHM = 64 << 20  # the default of docker
-_GIB = 1 << 30
+_GIB = 1 << 30  # bytes
 _SCONTROL_LIMIT_S = 5.0  # scontrol retries for minutes if the controller's machine does not answer
 
 
@@ -73,14 +74,14 @@ def _check_neuron() -> Check:
 
     if neuron_is_device():
         count = backend_of("neuron").count()
-        cure = "" if count else "Check the driver with neuron-ls: see docs/neuron_hardware.md"
+        cure = "" if count else f"Check the driver with neuron-ls: see {cite('neuron_hardware')}"
         return Check("NeuronCores", "ok" if count else "warning", f"{count} torch devices of kind 'neuron'", cure)
     if emulates_cores():
         return Check("NeuronCores", "ok", f"{runtime().core_count()} emulated cores (PARAWRAP_NEURON_RUNTIME=host)")
     if any(map(importlib.util.find_spec, ("torch_neuronx", "torch_neuron"))):
         return Check("NeuronCores", "ok", f"{runtime().core_count()} cores with {runtime().name}")
     if devices := sorted(map(str, Path("/dev").glob("neuron[0-9]*"))):
-        cure = "Install torch-neuronx from the vendor's index: see docs/neuron_hardware.md"
+        cure = f"Install torch-neuronx from the vendor's index: see {cite('neuron_hardware')}"
         return Check("NeuronCores", "warning", f"{', '.join(devices)}, but torch-neuronx is not installed", cure)
     return Check("NeuronCores", "missing", "no device; parawrap can emulate cores for tests")
 

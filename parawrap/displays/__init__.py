@@ -1,7 +1,7 @@
 """Pages, traces, and tables for people. This package knows names and numbers, but not lanes, ranks, or tensors."""
 
-from parawrap.displays._table import Table, safe_repr, shortened
-from parawrap.displays._terminal_text import last_shown_line
+from parawrap.displays._last_shown_line import last_shown_line
+from parawrap.displays._table import Table, safe_repr, shorten
 from parawrap.displays._timeline import TIMELINE_SUFFIXES, Span, Timeline, read_timeline, refusal_of_path, write_timeline
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "read_timeline",
     "refusal_of_path",
     "safe_repr",
-    "shortened",
+    "shorten",
     "write_timeline",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["Table", "safe_repr", "shortened"]
+__all__ = ["Table", "safe_repr", "shorten"]
 
 _CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
 _DOTS = " ..."
@@ -47,7 +47,7 @@ class Table(NamedTuple):
         return f'<{tag}{scope} style="{_CELL}:{"left" if column in self.texts else "right"}{weight}">{escape(text)}</{tag}>'
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return the text, cut to `most` characters, with dots at the end if it was longer."""
     return text if len(text) <= most else text[: most - len(_DOTS)] + _DOTS
 

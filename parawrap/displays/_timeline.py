@@ -111,7 +111,7 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     try:
         if path.is_dir():
             return f"{str(path)!r} is a folder. Give the path of a file in it, such as {str(path / 'lanes.html')!r}"
-        unfinished = _unfinished(path)
+        unfinished = _temporary_path(path)
         unfinished.touch()
         unfinished.unlink()
     except (OSError, ValueError) as error:
@@ -126,7 +126,7 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
     """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``. Replaces an existing file."""
     path = Path(path)
     text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
-    unfinished = _unfinished(path)
+    unfinished = _temporary_path(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
@@ -134,7 +134,7 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _unfinished(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 
@@ -201,7 +201,7 @@ def _trace(timeline: Timeline) -> dict[str, Any]:
             "tid": span.track,
             "ts": span.start / _US,
             "dur": (span.end - span.start) / _US,
-            "args": _known(span.details),
+            "args": _select_known(span.details),
         }
         for span in timeline.spans
     ]
@@ -234,7 +234,7 @@ def _page(timeline: Timeline) -> str:
                 (span.end - span.start) / _US,
                 span.name,
                 kinds.index(span.kind),
-                _known(span.details),
+                _select_known(span.details),
             ]
             for span in timeline.spans
         ],
@@ -244,7 +244,7 @@ def _page(timeline: Timeline) -> str:
     return template.replace(_PLACE_OF_DATA, inert)
 
 
-def _known(details: Mapping[str, Any]) -> dict[str, Any]:
+def _select_known(details: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in details.items() if value is not None}
 
 

@@ -5,7 +5,7 @@ A session (``_session.py``) cuts and joins the calls of one target; `Session.cal
 of a session. The engine uses every package below it, and no public class.
 """
 
-from parawrap.engine._batch_stream import Stream, StreamOptions, stream
+from parawrap.engine._batch_stream import StreamOptions, StreamSession, stream
 from parawrap.engine._call_recorder import CallSpan, Recorder, Trace, Work
 from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeCall, as_call, timed
 from parawrap.engine._output_folder import OutputFolder
@@ -28,8 +28,8 @@ __all__ = [
     "ReplicaSet",
     "Session",
     "Stats",
-    "Stream",
     "StreamOptions",
+    "StreamSession",
     "Trace",
     "WholeCall",
     "Work",

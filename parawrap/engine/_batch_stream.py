@@ -14,15 +14,15 @@ from parawrap.backends import drop_own_frames
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import ChunkCall, Ready, failed_future
+from parawrap.engine._session import ChunkCall, Ready, make_failed_future
 from parawrap.errors import SessionError, add_note
 
-__all__ = ["Stream", "StreamOptions", "stream"]
+__all__ = ["StreamOptions", "StreamSession", "stream"]
 
 _END = object()
 
 
-class Stream(Protocol):
+class StreamSession(Protocol):
     """The part of a session that a stream uses."""
 
     @property
@@ -68,7 +68,7 @@ class _Flight(NamedTuple):
     hint: str | None
 
 
-def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
+def stream(session: StreamSession, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
     """Yield the output of every batch; at most ``options.buffersize`` batches are in flight.
 
     An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
@@ -88,9 +88,9 @@ def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: Strea
                 failure = error
                 break
             while len(flying) > options.buffersize - options.chunksize:
-                yield _landed(flying.popleft(), options)
+                yield _finish(flying.popleft(), options)
         while flying:
-            yield _landed(flying.popleft(), options)
+            yield _finish(flying.popleft(), options)
         if failure is not None:
             raise failure
     finally:
@@ -122,7 +122,7 @@ class _AsFinished:
 
 
 def _submit_all(
-    session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions
+    session: StreamSession, entry: Entry, batches: Iterable[Any], options: StreamOptions
 ) -> Iterator[Sequence[_Flight]]:
     """Submit one chunk of batches for each `next`. An error of `submit` goes into the future of its batch.
 
@@ -169,7 +169,7 @@ def _submit_all(
 class _Submitter:
     """Submits the batches of one stream. The replicas are brought up to date once, before the first batch."""
 
-    def __init__(self, session: Stream, entry: Entry, prepare: Prepare | None) -> None:
+    def __init__(self, session: StreamSession, entry: Entry, prepare: Prepare | None) -> None:
         self._session = session
         self._entry = entry
         self._prepare = prepare
@@ -181,7 +181,7 @@ class _Submitter:
             self._ready = self._ready or self._session.get_ready()
             return self._session.submit(*self._call(number, batch), self._prepare, self._ready)
         except Exception as error:  # noqa: BLE001
-            return failed_future(error)
+            return make_failed_future(error)
 
     def submit_together(self, chunk: Sequence[_Read]) -> Sequence[Future[Any]]:
         """Submit batches in one message. Return nothing if that is refused: each batch then gets its own error."""
@@ -214,7 +214,7 @@ def _hint(batch: Any) -> str | None:
     return None
 
 
-def _landed(flight: _Flight, options: StreamOptions) -> Any:
+def _finish(flight: _Flight, options: StreamOptions) -> Any:
     """Wait for a batch, and return what the stream yields for it."""
     number, future, batch, hint = flight
     try:

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["DIGEST_BYTES", "digest_value"]
 
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of SHA-256
 _PROTOCOL = 4  # fixed, because another protocol gives other digests
 
 
@@ -69,7 +69,7 @@ def _digest_memory(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     start, size = data.data_ptr(), data.nbytes
     if size and not start:
-        msg = f"a {type(tensor).__qualname__} has no memory of its own"
+        msg = f"a {type(tensor).__qualname__} shares memory with others"
         raise pickle.PicklingError(msg)
     memory = (ctypes.c_char * size).from_address(start) if size else b""
     return hashlib.blake2b(memory, digest_size=DIGEST_BYTES).digest()

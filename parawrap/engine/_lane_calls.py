@@ -119,7 +119,7 @@ class WholeCall:
             self.plan, self.flat = self._cutter.whole(self.args, self.kwargs)
         return self.plan, self.flat
 
-    def recorded(self, lane: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record_call(self, lane: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another one, and records when it ran."""
         rows = self.rows  # counted now: the function may change the arguments
         return function if self.record is None else partial(timed, partial(self.record, rows), lane, function)

@@ -25,8 +25,8 @@ from parawrap.errors import ResumeError
 __all__ = ["OutputFolder"]
 
 _LOG = logging.getLogger("parawrap.resume")
-_FORMAT = 3
-_CHECKSUM_BYTES = 32
+_FORMAT = 3  # of the files; a folder of another format is refused
+_CHECKSUM_BYTES = 32  # of SHA-256
 _MANIFEST = "stream.json"
 _LOCK = "lock"
 _SUFFIX = ".output"

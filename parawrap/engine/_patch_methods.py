@@ -45,7 +45,7 @@ class PatchedMethods:
         self._route.caller = _no_caller if caller is None else weakref.ref(caller)
 
     def make_plain(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another one, in which the stand-ins call plainly."""
+        """Return a function that calls another one. The stand-ins call plainly inside it."""
         return functools.partial(_plainly, self._running, function)
 
     def install(self) -> None:
@@ -66,7 +66,7 @@ class PatchedMethods:
     def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
         entry = Entry(self.make_plain(plain), name, plain)
         is_outside = functools.partial(_is_outside, self._running)
-        return StandIn(plain, _sent_to_caller(self._route, entry), _uncompiled(is_outside))
+        return StandIn(plain, _make_stand_in(self._route, entry), _exclude_from_compile(is_outside))
 
     def uninstall(self) -> None:
         """Restore the module.
@@ -112,7 +112,7 @@ def _is_outside(running: _Running) -> bool:
     return not running.plain
 
 
-def _sent_to_caller(route: _Route, entry: Entry) -> Callable[..., Any]:
+def _make_stand_in(route: _Route, entry: Entry) -> Callable[..., Any]:
     """Return the function behind a stand-in."""
 
     def called(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -121,10 +121,10 @@ def _sent_to_caller(route: _Route, entry: Entry) -> Callable[..., Any]:
         caller = route.caller()
         return entry.plain(*args, **kwargs) if caller is None else caller.call(entry, args, kwargs)
 
-    return _uncompiled(called)
+    return _exclude_from_compile(called)
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _exclude_from_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude the function, and everything that it calls, from torch.compile, if torch.compile is loaded.
 
     Loading it takes a second. If it is loaded later, a call that it compiles runs plainly, as part of the graph.

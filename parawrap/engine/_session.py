@@ -20,12 +20,12 @@ from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeC
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._thread_pool import ThreadPool
 from parawrap.errors import SessionError, ShardError
-from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, Turns, TurnsOf, here, raise_first_failure
+from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["ChunkCall", "Ready", "Session", "failed_future"]
+__all__ = ["ChunkCall", "Ready", "Session", "make_failed_future"]
 
 _CPU = torch.device("cpu")
 _TENSOR = frozenset({torch.Tensor})
@@ -77,7 +77,7 @@ class Pool(Protocol):
     def renew(self) -> None: ...
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]: ...
+    ) -> list[TaskOutcome]: ...
     def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
     @property
     def submit_chunk(
@@ -372,10 +372,10 @@ def _originals_of(calls: Sequence[LaneCall], plan: ShardPlan, flat: FlatCall) ->
     """Return one function per call. It maps a lane's copy of a value to the caller's value, or to None."""
     same = {id(value): value for leaf in plan.whole(flat) for value in (leaf, getattr(leaf, "value", leaf))}
     origins = [same if call.shard is None else {**same, **call.shard.origins} for call in calls]
-    return [partial(_found, found, call.copy.original_of) for found, call in zip(origins, calls, strict=True)]
+    return [partial(_find_origin, found, call.copy.original_of) for found, call in zip(origins, calls, strict=True)]
 
 
-def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:
+def _find_origin(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:
     found = origins.get(id(value))
     return find(value) if found is None and isinstance(value, torch.Tensor) else found
 
@@ -385,13 +385,13 @@ def _done(run: Callable[[], Any]) -> LaneFuture:
     try:
         output = run()
     except Exception as error:  # noqa: BLE001
-        return failed_future(error)
+        return make_failed_future(error)
     future = LaneFuture()
     future.set_result(output)
     return future
 
 
-def failed_future(error: Exception) -> LaneFuture:
+def make_failed_future(error: Exception) -> LaneFuture:
     """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
     future = LaneFuture()
     future.set_exception(error)

@@ -11,7 +11,7 @@ import torch
 
 from parawrap.engine._lane_calls import Entry, LaneCall, Record, WholeCall, timed
 from parawrap.errors import ReplicaError
-from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, Outcome, TurnsOf
+from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, TaskOutcome, TurnsOf
 from parawrap.replicas import LaneReplica, ReplicaSet
 
 __all__ = ["ThreadPool"]
@@ -90,7 +90,7 @@ class ThreadPool:
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Run call i in lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         If the model has buffers, one call of several threads runs at a time, and plain calls wait: each must find what the
@@ -159,7 +159,7 @@ class ThreadPool:
         function = entry.of(copy.module)
         return copy.whole(function) if whole else copy.prepared(function)
 
-    def _give_buffers(self, write_back: Callable[[], None], outcomes: Sequence[Outcome]) -> None:
+    def _give_buffers(self, write_back: Callable[[], None], outcomes: Sequence[TaskOutcome]) -> None:
         with self._changing, self._lanes.idle():
             try:
                 write_back()
@@ -176,11 +176,11 @@ class ThreadPool:
         copy = copies[lane.index]
         if call.prepare is not None:
             call.make_arguments(lane.index)
-        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        function = call.record_call(lane.index, self._function(call.entry, copy, whole=True))
         return call.finish(function(*call.args, **call.kwargs), call, copy, lane.index)
 
     def _run_placed(self, call: WholeCall, copy: LaneReplica, lane: Lane) -> Any:
-        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        function = call.record_call(lane.index, self._function(call.entry, copy, whole=True))
         return call.finish(call.run_placed(function, lane.device), call, copy, lane.index)
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, Sequential
 
 from parawrap.errors import GatherError
 from parawrap.functional._collectives import exchange, exchange_json, find_difference, require_group
-from parawrap.functional._own_numbers import share_of
 from parawrap.functional._rank_samplers import ContiguousShare, EachEpoch, OrderedShare
+from parawrap.functional._seeded_loader import share_of
 from parawrap.tree import Opaque, addresses, flatten, replace_nodes, unflatten
 
 __all__ = ["gather_rows"]

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampl
 
 from parawrap.errors import PlatformError
 from parawrap.functional._collectives import place
-from parawrap.functional._own_numbers import SeededItem, reseed
+from parawrap.functional._seeded_loader import SeededItem, reseed
 from parawrap.launch import Platform
 
 __all__ = [

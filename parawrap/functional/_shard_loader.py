@@ -17,7 +17,6 @@ from torch.utils.data import (
 )
 
 from parawrap.functional._collectives import exchange_json, place, require_group
-from parawrap.functional._own_numbers import SEEDS, new_loader, share_of
 from parawrap.functional._rank_samplers import (
     ContiguousShare,
     EachEpoch,
@@ -26,6 +25,7 @@ from parawrap.functional._rank_samplers import (
     PaddedShare,
     generators_of,
 )
+from parawrap.functional._seeded_loader import SEEDS, new_loader, share_of
 
 __all__ = ["shard_loader"]
 

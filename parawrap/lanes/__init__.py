@@ -4,7 +4,7 @@ Knows threads, devices, and torch's thread-local modes; knows no modules and not
 the top of ``_lane_pool.py``.
 """
 
-from parawrap.lanes._first_failure import Outcome, first_failure, raise_first_failure
+from parawrap.lanes._first_failure import TaskOutcome, first_failure, raise_first_failure
 from parawrap.lanes._lane_pool import Lane, LanePool, Task, here
 from parawrap.lanes._lane_streams import LaneFuture
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread
@@ -15,8 +15,8 @@ __all__ = [
     "LaneFuture",
     "LanePool",
     "Modes",
-    "Outcome",
     "Task",
+    "TaskOutcome",
     "Turns",
     "TurnsOf",
     "first_failure",

@@ -15,7 +15,7 @@ import torch
 from parawrap.backends import Backend
 from parawrap.lanes._lane_streams import LaneStreams, Moment, Reached, moment_of, wait_for_moment
 
-__all__ = ["Places", "Task"]
+__all__ = ["DeviceOrder", "Task"]
 
 Task = Callable[[], Any]
 """The work of one lane."""
@@ -28,7 +28,7 @@ class Slot(Protocol):
     def device(self) -> torch.device: ...
 
 
-class Places:
+class DeviceOrder:
     """The streams of the lanes of one pool. Any number of threads may use it at once; lives as long as a lane does.
 
     `home` is the device of the model. Replicas in the lanes may bring gradients there.
@@ -41,7 +41,9 @@ class Places:
         self.only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
         self._changed: Moment = {}
 
-    def placed(self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
+    def place_tasks(
+        self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]
+    ) -> Sequence[Task]:
         """Return tasks that run on the device and the streams of their lanes, after the work that the caller queued."""
         moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
         if not moment:
@@ -51,7 +53,9 @@ class Places:
             for lane, task in zip(lanes, tasks, strict=True)
         ]
 
-    def staged(self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
+    def stage_task(
+        self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]
+    ) -> Task:
         """Return the task, with the stage before it, in the same way. Its value is returned with events that it follows."""
         moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
         if not moment:

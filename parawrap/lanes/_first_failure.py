@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from parawrap.errors import add_note
 
-__all__ = ["Outcome", "first_failure", "raise_first_failure"]
+__all__ = ["TaskOutcome", "first_failure", "raise_first_failure"]
 
 
-class Outcome(NamedTuple):
+class TaskOutcome(NamedTuple):
     """A value, or the exception that was raised instead, with the traceback that it had in its lane."""
 
     value: Any = None
@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
 
 
 def raise_first_failure(
-    outcomes: list[Outcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
+    outcomes: list[TaskOutcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
 ) -> None:
     """Raise the error of the first lane that failed, as `first_failure` returns it."""
     failure = first_failure(outcomes, lanes, describe)
@@ -31,7 +31,7 @@ def raise_first_failure(
 
 
 def first_failure(
-    outcomes: list[Outcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
+    outcomes: list[TaskOutcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
 ) -> BaseException | None:
     """Return the error of the first lane that failed, with notes on its place and on the errors of other lanes.
 

@@ -37,8 +37,8 @@ import torch
 
 from parawrap.backends import Backend, backend_of, drop_own_frames, record_use
 from parawrap.errors import SessionError, add_note
-from parawrap.lanes._device_order import Places, Task
-from parawrap.lanes._first_failure import Outcome, raise_first_failure
+from parawrap.lanes._device_order import DeviceOrder, Task
+from parawrap.lanes._first_failure import TaskOutcome, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
 from parawrap.lanes._turns import Turns, TurnsOf
@@ -52,8 +52,8 @@ _Group = list[tuple["Lane", Task]]
 
 _thread_of = attrgetter("thread")
 _LOG = logging.getLogger("parawrap.lanes")
-_LONG_WAIT_S = 60.0
-_EXIT_PATIENCE_S = 5.0
+_LONG_WAIT_S = 60.0  # between two looks for a dead thread; a notification ends the wait before
+_EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _forks = 0
 
 
@@ -97,17 +97,17 @@ class Lane:
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
 
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: Task) -> TaskOutcome:
         """Run `task` in the calling thread, as this lane's work."""
         if not self.busy.acquire(blocking=False):
             self.wait_until_idle()
         before, here.lane = here.lane, self
         start = perf_counter_ns()
         try:
-            return Outcome(task())
+            return TaskOutcome(task())
         except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
             drop_own_frames(error)
-            return Outcome(error=error)
+            return TaskOutcome(error=error)
         finally:
             here.lane = before
             self.tasks += 1
@@ -177,7 +177,7 @@ class _Call:
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         self.groups = {group[0][0].index: group for group in groups}
-        self.outcomes: list[Outcome] = [Outcome()] * sum(map(len, groups))
+        self.outcomes: list[TaskOutcome] = [TaskOutcome()] * sum(map(len, groups))
         self.missing = list(range(len(groups) - 1))  # one entry per thread but the caller's; the last to take one takes 0
         self.done = threading.Lock()
         self.done.acquire()
@@ -246,7 +246,7 @@ class LanePool:
         )
         self.backend: Backend = backend_of(devices[0].type)
         self.threads = self.backend.intra_op_threads(len(devices))
-        self._places = Places(self.backend, self.lanes, home)
+        self._places = DeviceOrder(self.backend, self.lanes, home)
         self._turns = Turns(devices)
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
@@ -291,7 +291,7 @@ class LanePool:
         sources: Collection[torch.device] = (),
         *,
         turns: TurnsOf | None = None,
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Run task i in lane i, at the same time or in `turns`, and return all outcomes.
 
         `sources` are further devices with data of the caller that the tasks use. A profiler records the calling thread
@@ -300,10 +300,10 @@ class LanePool:
         """
         with intra_op_threads(None if turns else self.threads):
             if self._places.only_cpu and not sources:
-                return self._run_groups(self._grouped(tasks, modes, turns))
+                return self._run_groups(self._group_tasks(tasks, modes, turns))
             lanes = self.lanes[: len(tasks)]
             try:
-                return self._run_groups(self._grouped(self._places.placed(lanes, tasks, sources), modes, turns))
+                return self._run_groups(self._group_tasks(self._places.place_tasks(lanes, tasks, sources), modes, turns))
             finally:
                 if not modes.grad:
                     self._places.wait_for(lanes)
@@ -327,7 +327,7 @@ class LanePool:
             record_use(flatten(values)[0])
         return values
 
-    def _grouped(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
+    def _group_tasks(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
         """Return the tasks of each thread, each under the modes of the caller."""
         home = self._places.home
         groups: dict[object, _Group] = {}
@@ -338,7 +338,7 @@ class LanePool:
             groups.setdefault(key, []).append((lane, task))
         return [*groups.values()]
 
-    def _run_groups(self, groups: Sequence[_Group]) -> list[Outcome]:
+    def _run_groups(self, groups: Sequence[_Group]) -> list[TaskOutcome]:
         """Run the first group in the calling thread, and every other group in the thread of its first lane.
 
         The caller sets how many intra-op threads its own tasks have.
@@ -384,7 +384,7 @@ class LanePool:
         `stage` runs before it; if the device can, next to the lane's earlier work.
         """
         future = LaneFuture()
-        work = partial(modes.run, self._places.staged(lane, task, stage, sources), lane.device, self.home)
+        work = partial(modes.run, self._places.stage_task(lane, task, stage, sources), lane.device, self.home)
         errand = _Queued(lambda _: work(), future)
         lane.given += 1
         if modes.profiling:
@@ -494,7 +494,7 @@ def _log_wait(what: str, lanes: Sequence[Lane]) -> None:
     )
 
 
-def _abandon(lanes: Sequence[Lane], places: Places) -> None:
+def _abandon(lanes: Sequence[Lane], places: DeviceOrder) -> None:
     """End what a pool that was never closed has started."""
     _end_threads(lanes, _EXIT_PATIENCE_S)
     places.end()

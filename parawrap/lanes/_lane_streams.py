@@ -29,7 +29,7 @@ from parawrap.tree import flatten
 __all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of", "wait_for_moment"]
 
 T = TypeVar("T")
-_AHEAD = 2
+_AHEAD = 2  # batches on the device: one runs while the next one is copied
 _HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
 
 
@@ -186,7 +186,7 @@ class LaneStreams:
     @contextmanager
     def _on(self, moment: Moment) -> Iterator[Mapping[torch.device, Stream]]:
         """Inside the block the thread's current streams are these, which come after the moment."""
-        streams = {device: self._following(device, mark) for device, mark in moment.items() if mark is not None}
+        streams = {device: self._stream_after(device, mark) for device, mark in moment.items() if mark is not None}
         with ExitStack() as active:
             # The lane's own device last: it is then the current one.
             for device in sorted(moment, key=lambda each: each == self._device):
@@ -196,9 +196,9 @@ class LaneStreams:
                 torch.set_autocast_cache_enabled(False)
             yield streams
 
-    def _following(self, device: torch.device, mark: Mark) -> Stream:
+    def _stream_after(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""
-        stream = mark.stream if mark.event is None else self._own_on(device)
+        stream = mark.stream if mark.event is None else self._stream_on(device)
         last, self._last[device] = self._last.get(device, stream), stream
         if last != stream:
             stream.wait_stream(last)
@@ -209,7 +209,7 @@ class LaneStreams:
             stream.record_event()  # a thread's first call of cuBLAS warns, unless CUDA was called before
         return stream
 
-    def _own_on(self, device: torch.device) -> Stream:
+    def _stream_on(self, device: torch.device) -> Stream:
         with self._making:
             if device not in self._own:
                 self._own[device] = _shelf.take(device)

@@ -26,7 +26,7 @@ _TENSOR = frozenset({torch.Tensor})
 class Turns:
     """The turns of the lanes on `devices`, and the warnings of one session. Thread-safe: at worst a warning appears twice.
 
-    `share_generators` is False for lanes that are processes of their own.
+    `share_generators` is False for lanes in separate processes.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, share_generators: bool = True) -> None:

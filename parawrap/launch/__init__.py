@@ -14,9 +14,9 @@ from parawrap.launch.coordinator._launch import Launch, cancel_all, cancel_launc
 from parawrap.launch.coordinator._ranks import OneRank, Ranks
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._line import Arrival, Line, Message, pickle_value
-from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
-from parawrap.launch.messages._rank_errors import pack_exception, traceback_of
-from parawrap.launch.ray._reservation import Reservation, joined
+from parawrap.launch.messages._pack_exception import pack_exception, traceback_of
+from parawrap.launch.messages._pickle_values import memory_file, packed, pickle_apart, unpack, unpack_from
+from parawrap.launch.ray._reservation import Reservation, join_cluster
 
 __all__ = [
     "DECORATED",
@@ -40,15 +40,15 @@ __all__ = [
     "check_signature",
     "current_rank",
     "inside_a_rank",
-    "joined",
+    "join_cluster",
     "launch",
     "launch_array",
     "make_current",
     "memory_file",
     "pack_exception",
     "packed",
+    "pickle_apart",
     "pickle_value",
-    "pickled_apart",
     "preview",
     "rank_device",
     "run_inline",

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
-from parawrap.launch._world import surrounding_world
+from parawrap.launch._world import find_world
 from parawrap.launch.coordinator._launch import Launch
 
 __all__ = ["Launcher", "launch", "launch_array", "launcher_name", "preview", "runs_here"]
@@ -65,4 +65,4 @@ def _launcher_for(platform: Platform) -> Launcher:
 
 def launcher_name(platform: Platform) -> str:
     """Return the name of the launcher that a platform selects in this process."""
-    return platform.launcher or ("local" if surrounding_world() is None else "env")
+    return platform.launcher or ("local" if find_world() is None else "env")

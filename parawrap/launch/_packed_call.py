@@ -20,14 +20,14 @@ from parawrap._public import public
 from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
-from parawrap.launch.messages._pickle_values import ScriptNotes, packed_with_script, unpack_with_script
-from parawrap.launch.messages._rank_errors import add_note
-from parawrap.launch.rank._process_groups import planned_store
+from parawrap.launch.messages._pack_exception import add_note
+from parawrap.launch.messages._pickle_values import ScriptNotes, pack_with_script, unpack_with_script
+from parawrap.launch.rank._process_groups import plan_store
 
 if TYPE_CHECKING:
     from parawrap.launch.coordinator._calls import Calls
 
-__all__ = ["DECORATED", "Job", "Preview", "check_function", "check_signature", "preview", "unpacked_call"]
+__all__ = ["DECORATED", "Job", "Preview", "check_function", "check_signature", "preview", "unpack_call"]
 
 _SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 
@@ -97,7 +97,7 @@ class Job:
             "kwargs": self.kwargs or {},
             "script": ScriptNotes(),
         }
-        return packed_with_script(call, "call")
+        return pack_with_script(call, "call")
 
     def finish(self) -> None:
         """Call ``upon_finish`` after all ranks have returned. Log its exception, so that the results are not lost."""
@@ -149,7 +149,7 @@ def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         raise TypeError(msg) from None
 
 
-def unpacked_call(file: int) -> Job:
+def unpack_call(file: int) -> Job:
     """Return the job from a file of `Job.packed`. Called in a rank.
 
     Functions and classes of the user's script are added to this process's ``__main__``. torch.save, all_gather_object, and
@@ -271,7 +271,7 @@ def preview(job: Job, launcher: str, command: str, *, host: str | None = None, s
         payload = os.fstat(file).st_size
     finally:
         os.close(file)
-    meeting = planned_store(platform, host)
+    meeting = plan_store(platform, host)
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
     return Preview(
         launcher=launcher,

@@ -22,7 +22,7 @@ from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
 from parawrap.launch._launcher_registry import LAUNCHERS
-from parawrap.launch._world import surrounding_world
+from parawrap.launch._world import find_world
 
 if TYPE_CHECKING:
     from parawrap.launch.coordinator._ranks import Ranks
@@ -35,7 +35,7 @@ _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
 _BIGGEST_SEED = 2**32 - 1  # the limit of numpy
-_BIGGEST_PORT = 65535
+_BIGGEST_PORT = 65535  # of TCP
 _LONGEST = 1e7  # 19 years in minutes, 115 days in seconds; larger values would overflow
 
 
@@ -47,7 +47,7 @@ class Platform:
     Args:
         name: The name of the job on a Slurm or Ray cluster.
         device: The kind of device: ``"cpu"``, ``"gpu"`` or ``"cuda"`` (the same), ``"mps"``, or ``"neuron"``. Each rank
-            gets one. On NeuronCores that are no torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
+            gets one. On NeuronCores without torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
             ``"auto"`` selects the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that
             launcher, with GPUs if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with
             ``Device.from_str(name)``.
@@ -103,7 +103,7 @@ class Platform:
     >>> Platform(device="cpu", n_cpus=0)
     Traceback (most recent call last):
     ...
-    parawrap.errors.PlatformError: n_cpus=0: give a number of ranks or threads, at least 1 (docs/errors.md#platformerror)
+    parawrap.errors.PlatformError: n_cpus=0: give a number of ranks or threads, at least 1 (...)
     """
 
     name: str = "parawrap"
@@ -251,7 +251,7 @@ def _set(platform: Platform, name: str, value: object) -> None:
 
 
 class _Rule(NamedTuple):
-    """What a field accepts, as a function and in words."""
+    """The values that a field accepts, as a function and in words."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -370,7 +370,7 @@ def _check_launcher(platform: Platform) -> None:
 
 def _starts_here(platform: Platform) -> bool:
     """True if this process starts the ranks on this machine."""
-    return platform.launcher == "local" or (platform.launcher is None and surrounding_world() is None)
+    return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
 
 
 def _check_backend(given: object, name: str) -> None:
@@ -412,7 +412,7 @@ def _set_print_ranks(platform: Platform) -> None:
 
 def _open_world_size(platform: Platform) -> int:
     """Return the number of ranks. If the platform leaves it open, it is the size of the surrounding world."""
-    world = surrounding_world()
+    world = find_world()
     joins = not _starts_here(platform) and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
     return world.world_size if world is not None and joins else platform.world_size
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from parawrap._public import public
-from parawrap.displays import Table, safe_repr, shortened
+from parawrap.displays import Table, safe_repr, shorten
 
 __all__ = ["RankResults"]
 
@@ -30,11 +30,11 @@ class RankResults(tuple[R, ...]):
         return super().__new__(cls, tuple(values))
 
     def __repr__(self) -> str:
-        shown = [shortened(safe_repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
+        shown = [shorten(safe_repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
         more = [f"... {len(self)} ranks"] if len(self) > _MOST_SHOWN else []
         return f"RankResults({', '.join([*shown, *more])})"
 
     def _repr_html_(self) -> str:
-        rows = [(f"{rank}", type(value).__name__, shortened(safe_repr(value), _LONGEST)) for rank, value in enumerate(self)]
+        rows = [(f"{rank}", type(value).__name__, shorten(safe_repr(value), _LONGEST)) for rank, value in enumerate(self)]
         title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()

@@ -52,7 +52,7 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 def _has_generator(device: torch.device) -> bool:
-    """True if the device exists and has a generator of its own."""
+    """True if the device exists and has its own generator."""
     return device.type != "cpu" and (device.index or 0) < torch.get_device_module(device).device_count()
 
 

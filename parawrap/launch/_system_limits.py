@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 
-__all__ = ["explained", "open_files_limit"]
+__all__ = ["explain_error", "open_files_limit"]
 
 
 def open_files_limit() -> str:
@@ -14,7 +14,7 @@ def open_files_limit() -> str:
     return f"this process may open {soft} files (RLIMIT_NOFILE; the hard limit is {hard}): raise it with `ulimit -n`"
 
 
-def explained(error: OSError | RuntimeError) -> str:
+def explain_error(error: OSError | RuntimeError) -> str:
     """Describe a system error. If a limit caused it, name the limit and how to raise it."""
     number = getattr(error, "errno", None)
     if number == errno.EMFILE:

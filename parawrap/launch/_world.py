@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["World", "surrounding_world"]
+__all__ = ["World", "find_world"]
 
 _PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
@@ -62,7 +62,7 @@ _TABLES = (
 )  # fmt: skip
 
 
-def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
+def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     """Return this process's place in its world. Return None if no launcher started it.
 
     >>> surrounding_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank

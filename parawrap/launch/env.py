@@ -27,8 +27,8 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
-from parawrap.launch._world import World, surrounding_world
-from parawrap.launch.coordinator._launch import Launch, ended_launch
+from parawrap.launch._world import World, find_world
+from parawrap.launch.coordinator._launch import Launch, make_ended_launch
 from parawrap.launch.messages._first_rank_failure import Died, Requeued
 from parawrap.launch.rank._exchange_outcomes import Exchange, agree_on_session
 from parawrap.launch.rank._preemption import RequeueRequested, at_signal
@@ -36,7 +36,7 @@ from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._process_groups import leave_groups
 from parawrap.launch.rank._set_up_rank import Place, set_up
 from parawrap.launch.rank._signed_values import SignedStore, Signer
-from parawrap.launch.slurm._commands import requeue_job
+from parawrap.launch.slurm._job_commands import requeue_job
 
 __all__ = ["launcher"]
 
@@ -54,21 +54,21 @@ class _Env:
 
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
-        fitted = replace(job, platform=_fitted(job.platform, world))
+        fitted = replace(job, platform=_fit_platform(job.platform, world))
         session = _session_of(world, fitted.platform)
         with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
             ending = _run(fitted, world, session)
             while isinstance(ending, Requeued):
-                _requeue_batch_job(world, _signed(_store_of(world), session, next(_calls)))
+                _requeue_batch_job(world, _sign_store(_store_of(world), session, next(_calls)))
                 world = world._replace(restart=world.restart + 1)
                 ending = _run(fitted, world, session)
         if isinstance(ending, RankResults) and world.global_rank == 0:
             fitted.finish()
-        return ended_launch(fitted, ending)
+        return make_ended_launch(fitted, ending)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
-        fitted = replace(job, platform=_fitted(job.platform, world))
+        fitted = replace(job, platform=_fit_platform(job.platform, world))
         made = preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started")
         return replace(made, meeting=made.meeting and f"tcp {world.master_addr}:{world.master_port}")
 
@@ -77,7 +77,7 @@ launcher = _Env()
 
 
 def _world() -> World:
-    world = surrounding_world()
+    world = find_world()
     if world is None:
         msg = (
             "launcher='env' needs a process that torchrun, srun, or mpirun started, and this process was started without "
@@ -93,7 +93,7 @@ def _world() -> World:
     return world
 
 
-def _fitted(platform: Platform, world: World) -> Platform:
+def _fit_platform(platform: Platform, world: World) -> Platform:
     """Return the platform with the node and rank counts of the world.
 
     Raises:
@@ -139,9 +139,9 @@ def _run(job: Job, world: World, session: str) -> RankResults[Any] | Requeued | 
     Return the outcome that all ranks agree on.
     """
     store, call = _store_of(world), next(_calls)
-    exchange = Exchange(_signed(store, session, call), world, job.platform)
+    exchange = Exchange(_sign_store(store, session, call), world, job.platform)
     agreement = StoreAgreement(
-        lambda: _signed(_connection_to_store(world), session, call), world.global_rank, world.world_size
+        lambda: _sign_store(_connection_to_store(world), session, call), world.global_rank, world.world_size
     )
     meeting = dist.PrefixStore(f"parawrap/{session}/{call}/groups", store)
     has_failed = True
@@ -170,7 +170,7 @@ def _run_rank(
         try:
             with agreement, at_signal(agreement.request), preserved_generators(device):
                 if job.platform.seed == "script":
-                    torch.manual_seed(exchange.shared_seed(torch.initial_seed()))
+                    torch.manual_seed(exchange.share_seed(torch.initial_seed()))
                 result = _call(
                     job,
                     exchange,
@@ -231,7 +231,7 @@ def _session_of(world: World, platform: Platform) -> str:
     return _sessions[address]
 
 
-def _signed(store: dist.Store, session: str, call: int) -> SignedStore:
+def _sign_store(store: dist.Store, session: str, call: int) -> SignedStore:
     """Return the part of the store for one call of a session."""
     return SignedStore(store, f"parawrap/{session}/{call}", Signer())
 

@@ -42,7 +42,7 @@ def run_inline(job: Job) -> RankResults[Any]:
         while True:
             try:
                 with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
-                    result = _called(job, Rank(0, 0, 0, 1, device, platform, group, restart, Preemption()))
+                    result = _call_function(job, Rank(0, 0, 0, 1, device, platform, group, restart, Preemption()))
                 break
             except RequeueRequested:
                 restart += 1
@@ -50,7 +50,7 @@ def run_inline(job: Job) -> RankResults[Any]:
     return RankResults([result])
 
 
-def _called(job: Job, rank: Rank) -> Any:
+def _call_function(job: Job, rank: Rank) -> Any:
     """Call the function as this rank. SIGUSR2 preempts it."""
     seed(job.platform.seed)
     preemption = rank.preemption

@@ -9,7 +9,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._packed_call import Job, Preview, preview
-from parawrap.launch._system_limits import explained
+from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import AttemptsBackend, assignments_of
 from parawrap.launch.coordinator._event_loop import Loop
@@ -44,7 +44,7 @@ class _Local:
                 raise
             await_ranks(launch)
         except OSError as error:
-            msg = f"{job.name} cannot be launched: {explained(error)}"
+            msg = f"{job.name} cannot be launched: {explain_error(error)}"
             raise LaunchError(msg) from error
         return launch
 

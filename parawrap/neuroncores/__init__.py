@@ -6,7 +6,6 @@ package is imported when a runtime is first needed. The newer torch_neuronx, wit
 """
 
 from parawrap.neuroncores._choose_runtime import runtime, using
-from parawrap.neuroncores._double import CoreStats, NeuronHost, neuron_host
 from parawrap.neuroncores._example_call import quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import (
     EMULATED_CORES,
@@ -15,6 +14,7 @@ from parawrap.neuroncores._neuron_cores import (
     read_core_numbers,
     resolve_cores,
 )
+from parawrap.neuroncores._neuron_host import CoreStats, NeuronHost, neuron_host
 from parawrap.neuroncores._neuron_pool import LANES_PER_CORE, open_session
 from parawrap.neuroncores._placed_model import Batching, PlacedModel, place
 from parawrap.neuroncores._runtime import NeuronRuntime

@@ -47,7 +47,7 @@ class Fitting:
             return args, kwargs
         if len(rows - {1}) > 1:
             raise self._disagreement(self._signature.inputs, leaves)
-        fitted: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(spec, self._expanded(leaves, sum(rows) - 1))
+        fitted: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(spec, self._expand(leaves, sum(rows) - 1))
         return fitted
 
     def _in_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -97,7 +97,7 @@ class Fitting:
             "inputs of a compiled model the same number of rows, or one row"
         )
 
-    def _expanded(self, leaves: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    def _expand(self, leaves: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """Return the leaves with single rows broadcast to `rows`, because a core does not broadcast."""
         expanded = []
         for leaf in leaves:

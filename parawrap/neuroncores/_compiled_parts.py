@@ -23,7 +23,7 @@ def find_compiled(model: object) -> list[torch.jit.ScriptModule]:
     Raises:
         ReplicaError: If the module has none. The vendor's functions silently ignore such a module.
     """
-    parts = _scripted(model)
+    parts = _find_scripted(model)
     if not parts:
         raise not_traced(model)
     return parts
@@ -65,11 +65,11 @@ def not_traced(model: object) -> ReplicaError:
     return ReplicaError(f"{name} was not traced for NeuronCores. Call parawrap.neuron.trace(model, example_inputs) first")
 
 
-def _scripted(model: object) -> list[torch.jit.ScriptModule]:
+def _find_scripted(model: object) -> list[torch.jit.ScriptModule]:
     if isinstance(model, torch.jit.ScriptModule):
         return [model]
     children = model.children() if isinstance(model, torch.nn.Module) else ()
-    found = {id(part): part for child in children for part in _scripted(child)}
+    found = {id(part): part for child in children for part in _find_scripted(child)}
     return list(found.values())
 
 

@@ -98,7 +98,7 @@ def count_listed_cores() -> int:
     """Count the NeuronCores of the machine.
 
     The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide"). On Trn2
-    these are logical cores, the unit in which a process numbers its cores.
+    these are logical cores: a process numbers its cores by them.
 
     Raises:
         DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parawrap.engine import Entry, LaneCall, Record, Session, WholeCall, timed
-from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, Outcome, TurnsOf
+from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, TaskOutcome, TurnsOf
 from parawrap.neuroncores._check_call import Fitting
 from parawrap.neuroncores._placed_model import Batching, PlacedModel
 from parawrap.replicas import Freshness, LaneReplica
@@ -86,7 +86,7 @@ class NeuronPool:
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Run part i in lane ``i % lanes``."""
         lanes, cores = len(self.lanes), self._placed.cores
         with self._placed.in_use():
@@ -96,12 +96,12 @@ class NeuronPool:
             ]
             rounds = [partial(_in_order, parts[lane::lanes]) for lane in range(min(lanes, len(parts)))]
             ended = self._lanes.run(rounds, modes, turns=turns)
-        outcomes = [Outcome()] * len(calls)
+        outcomes = [TaskOutcome()] * len(calls)
         for lane, outcome in enumerate(ended):
             if outcome.value is None:  # it failed, or did not start
                 outcomes[lane] = outcome
             else:
-                outcomes[lane::lanes] = map(Outcome, outcome.value)
+                outcomes[lane::lanes] = map(TaskOutcome, outcome.value)
         return outcomes
 
     def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
@@ -136,7 +136,7 @@ class NeuronPool:
         with self._placed.in_use():
             call.make_arguments(lane.index)
             function = call.entry.of(self._placed.on(cores[lane.index % len(cores)]))
-            output = self._run_chunks(*call.flatten(), call.recorded(lane.index, function))
+            output = self._run_chunks(*call.flatten(), call.record_call(lane.index, function))
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
     def _run_chunks(self, plan: ShardPlan, flat: FlatCall, function: Callable[..., Any]) -> Any:

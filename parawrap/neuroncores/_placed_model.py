@@ -16,7 +16,7 @@ from parawrap.neuroncores._choose_runtime import runtime
 from parawrap.neuroncores._compiled_parts import modules_around
 from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
 from parawrap.neuroncores._signature import Signature
-from parawrap.shards import balanced, in_units
+from parawrap.shards import balance, in_units
 
 __all__ = ["Batching", "PlacedModel", "place"]
 
@@ -196,7 +196,7 @@ class Batching(NamedTuple):
     @classmethod
     def of(cls, placed: PlacedModel, dim: int, split_size: int | None = None) -> Batching:
         """Return the batching of a placed model with the rows on `dim`."""
-        compiled = None if placed.signature is None else _compiled_rows(placed.signature, dim)
+        compiled = None if placed.signature is None else _count_compiled_rows(placed.signature, dim)
         return cls(len(placed.cores), dim, compiled, placed.dynamic, split_size, _why_fixed(placed.signature, dim))
 
     @property
@@ -217,7 +217,7 @@ class Batching(NamedTuple):
         if not self.dynamic:
             return (self._rows_of_each(rows),) * self.cores
         if self.compiled is None:
-            return balanced(rows, self.cores)
+            return balance(rows, self.cores)
         return in_units(rows, max(lanes, self.cores), self.compiled)
 
     def whole(self, rows: int, _: int = 1) -> tuple[int, ...]:
@@ -256,7 +256,7 @@ class Batching(NamedTuple):
         return f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
 
 
-def _compiled_rows(signature: Signature, dim: int) -> int | None:
+def _count_compiled_rows(signature: Signature, dim: int) -> int | None:
     """Return the row count of the inputs on that dim, without single rows that are broadcast; None if they disagree."""
     sizes = {rows for spec in signature.inputs if (rows := spec.rows(dim)) is not None}
     if len(sizes) > 1:

@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The inputs and outputs of a compiled model, in the order in which `parawrap.tree` flattens them."""
+    """The inputs and outputs of a compiled model, in the order of `parawrap.tree.flatten`."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_compiler import find_programs
@@ -67,7 +68,7 @@ class _VendorRuntime(NeuronRuntime):
     ) -> torch.jit.ScriptModule:
         """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
         example = ExampleCall.of(model, example_inputs, example_kwarg_inputs)
-        trace = self._documented("trace")
+        trace = self._find_documented("trace")
         if example_kwarg_inputs is not None:
             self._refuse_without(trace, "example_kwarg_inputs")
         signature = _observe(model, example)
@@ -93,7 +94,7 @@ class _VendorRuntime(NeuronRuntime):
                 "model again with that runtime, or set PARAWRAP_NEURON_RUNTIME=host"
             )
             raise DeviceUnavailableError(msg)
-        context = self._documented("neuron_cores_context")
+        context = self._find_documented("neuron_cores_context")
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
         for part, copied in zip(parts, loaded, strict=True):
@@ -114,7 +115,7 @@ class _VendorRuntime(NeuronRuntime):
             )
             raise DeviceUnavailableError(msg)
 
-    def _documented(self, name: str) -> Any:
+    def _find_documented(self, name: str) -> Any:
         """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
         for module in (self._vendor, getattr(self._vendor, "experimental", None)):
             found = getattr(module, name, None)
@@ -122,7 +123,7 @@ class _VendorRuntime(NeuronRuntime):
                 return found
         msg = (
             f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. "
-            "docs/neuron_hardware.md shows the packages and what they offer"
+            f"For the packages and what they offer, see {cite('neuron_hardware')}"
         )
         raise DeviceUnavailableError(msg)
 
@@ -145,7 +146,7 @@ class TorchNeuronx(_VendorRuntime):
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
         """Call the vendor's function. Its runtime cuts and fills the chunks."""
         try:
-            self._documented("dynamic_batch")(part)
+            self._find_documented("dynamic_batch")(part)
         except (ValueError, RuntimeError) as error:
             raise no_dynamic_batching(error) from error
 

@@ -6,9 +6,9 @@ gradients return to the parameters.
 """
 
 from parawrap.replicas._batched_copies import lasting
+from parawrap.replicas._hidden_modules import names_of_globals
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, may_be_written_unseen, with_other_buffers
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
-from parawrap.replicas._modules_in_code import names_of_globals
 from parawrap.replicas._private_names import COMPILED_CALL, buffers_of, compiler, version_of
 from parawrap.replicas._replica_set import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.replicas._snapshot import Snapshot

@@ -10,32 +10,32 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends import backend_of, bring, bring_into
+from parawrap.backends import backend_of, transfer, transfer_into
 from parawrap.replicas._private_names import copy_all
 
-__all__ = ["Parcel", "bytes_of", "can_be_sent", "copies_at", "lasting"]
+__all__ = ["PackedTensors", "bytes_of", "can_be_sent", "copies_at", "lasting"]
 
-_SMALL = 1 << 20
-_MOST = 32 << 20
+_SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
+_MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 
 
-class Parcel:
+class PackedTensors:
     """Tensors of one device, packed once and sent to any number of devices."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
             backend_of(tensors[0].device.type).flush(tensors)  # all at once: otherwise each pack computes its part again
         self._tensors = tensors
-        self._packs = [(pack, _packed([tensors[index] for index in pack])) for pack in _packs(tensors)]
+        self._packs = [(pack, _pack([tensors[index] for index in pack])) for pack in _packs(tensors)]
         packed = {index for pack, _ in self._packs for index in pack}
         self._single = [index for index in range(len(tensors)) if index not in packed]
 
     def write(self, copies: Sequence[torch.Tensor]) -> None:
         """Write the tensors into these copies of theirs, which lie on one device; large ones straight."""
         for index in self._single:
-            bring_into(copies[index], self._tensors[index])
+            transfer_into(copies[index], self._tensors[index])
         for pack, flat in self._packs:
-            there = bring(flat, copies[0].device)
+            there = transfer(flat, copies[0].device)
             pieces = there.split([self._tensors[index].numel() for index in pack])
             shaped = [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
             copy_all([copies[index] for index in pack], shaped)
@@ -49,7 +49,7 @@ def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[tor
         for index, tensor in enumerate(tensors)
     ]
     written = [copies[index] for index in sent]
-    Parcel([tensors[index] for index in sent]).write(written)
+    PackedTensors([tensors[index] for index in sent]).write(written)
     backend_of(device.type).flush(written)
     return copies
 
@@ -80,7 +80,7 @@ def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [pack for pack in packs if len(pack) > 1]
 
 
-def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

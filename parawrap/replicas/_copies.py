@@ -18,7 +18,7 @@ from parawrap.replicas._private_names import (
     NOT_CALLED,
     children_of,
     is_compiled_function,
-    recompiled,
+    recompile_copy,
 )
 from parawrap.replicas._survey import Node, Survey
 from parawrap.replicas._torchscript import fill_script, new_script
@@ -113,7 +113,7 @@ class Copies:
             case Kind.WEAK_DICT:
                 shell.update({self._copy(key): self._copy(part) for key, part in node.value.items()})
             case Kind.COMPILED:
-                recompiled(shell, node.value, self._copy)
+                recompile_copy(shell, node.value, self._copy)
                 hooks = {name: self._copy(part) for name, part in vars(node.value).items() if name.endswith("_hooks")}
                 vars(shell).update(hooks)
             case _:
@@ -192,7 +192,7 @@ class Copies:
 
 
 def _needs_shell(node: Node) -> bool:
-    """True for an object whose copy is made empty, before `copy.deepcopy`, and filled after it."""
+    """True if the copy of an object is made empty before `copy.deepcopy`, and filled after it."""
     return node.kind in (Kind.SCRIPT, Kind.COMPILED, Kind.WEAK_DICT) or _is_graph(node)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import backend_of, bring
-from parawrap.replicas._batched_copies import Parcel, bytes_of, copies_at, lasting
+from parawrap.backends import backend_of, transfer
+from parawrap.replicas._batched_copies import PackedTensors, bytes_of, copies_at, lasting
 from parawrap.replicas._private_names import make_subclass
 
 __all__ = ["Mirror", "link_view", "send"]
@@ -27,7 +27,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return bring(gradients[0], ctx.home), None
+        return transfer(gradients[0], ctx.home), None
 
 
 class _View(torch.autograd.Function):
@@ -78,7 +78,7 @@ class Mirror:
         """Make new links at the next use."""
         self._links = {}
 
-    def linked(self, original: torch.Tensor) -> torch.Tensor:
+    def link(self, original: torch.Tensor) -> torch.Tensor:
         """Return the copy of a parameter. Its gradients reach the parameter."""
         key = id(original)
         if not original.requires_grad:
@@ -94,7 +94,7 @@ class Mirror:
         """The copies."""
         return self._copies.values()
 
-    def write(self, originals: Sequence[torch.Tensor], parcel: Parcel) -> None:
+    def write(self, originals: Sequence[torch.Tensor], parcel: PackedTensors) -> None:
         """Write the parcel, which holds these originals, into their copies. Versions stay what they are."""
         copies = [self._copies[id(tensor)].data for tensor in originals]
         parcel.write(copies)
@@ -121,7 +121,7 @@ def send(mirrors: Collection[Mirror], originals: Sequence[torch.Tensor]) -> int:
     if not (mirrors and originals):
         return 0
     with lasting():
-        parcel = Parcel([tensor.detach() for tensor in originals])
+        parcel = PackedTensors([tensor.detach() for tensor in originals])
         for mirror in mirrors:
             mirror.write(originals, parcel)
     return sum(map(bytes_of, originals)) * len(mirrors)

@@ -89,7 +89,7 @@ class LaneTensors:
             elif is_parameter(tensor):
                 self._enter(tensor, self._view(tensor))
         with lasting():
-            copies = self._copied(own)
+            copies = self._copy(own)
         self._originals, self._copies = own, copies
         for tensor, copy in zip(own, copies, strict=True):
             self._enter(tensor, copy)
@@ -157,7 +157,7 @@ class LaneTensors:
         wanted = {id(each) for tensor in changed for each in self._together.get(id(tensor), (tensor,))}
         mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
         with lasting():
-            copies = self._copied([self._originals[index] for index in mine])
+            copies = self._copy([self._originals[index] for index in mine])
         for index, copy in zip(mine, copies, strict=True):
             original = self._originals[index]
             if place(original, copy):
@@ -201,7 +201,7 @@ class LaneTensors:
         return self._mirror is None or tensor.device != self.home
 
     def _view(self, original: torch.Tensor) -> torch.Tensor:
-        base = original if self._mirror is None or self._is_at_home(original) else self._mirror.linked(original)
+        base = original if self._mirror is None or self._is_at_home(original) else self._mirror.link(original)
         if not original.requires_grad and type(original) not in _PLAIN:
             return base  # a subclass may not have views; without gradients none is needed
         is_parameter = isinstance(original, torch.nn.Parameter)
@@ -228,19 +228,19 @@ class LaneTensors:
         brought = tensor if self._is_at_home(tensor) else tensor.to(self.device)
         return brought.detach() if self._detach else brought
 
-    def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _copy(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device.
 
         Tensors that share memory have copies that share memory.
         """
         values = [tensor.detach() for tensor in originals]
-        shared = _sharing(values)
+        shared = _group_sharing(values)
         for group in shared:
             members = [originals[index] for index in group]
             self._together.update((id(member), members) for member in members)
         inside = {index for group in shared for index in group}
         alone = [index for index in range(len(values)) if index not in inside]
-        made = self._moved([*(values[index] for index in alone), *(_whole_memory(values[group[0]]) for group in shared)])
+        made = self._move([*(values[index] for index in alone), *(_whole_memory(values[group[0]]) for group in shared)])
         copies = dict(zip(alone, made, strict=False))
         for group, memory in zip(shared, made[len(alone) :], strict=True):
             for index in group:
@@ -251,7 +251,7 @@ class LaneTensors:
                 vars(copies[index]).update(vars(original))
         return [copies[index] for index in range(len(values))]
 
-    def _moved(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _move(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, straight to the replica's device if they are on the model's."""
         if self._mirror is None:
             return [tensor.clone() for tensor in values]
@@ -275,7 +275,7 @@ def _have_same_memory(view: torch.Tensor, base: torch.Tensor) -> bool:
     return view.data_ptr() == base.data_ptr() and view.shape == base.shape and view.stride() == base.stride()
 
 
-def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def _group_sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the indices of tensors that share memory, in groups that fill most of it."""
     found: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):

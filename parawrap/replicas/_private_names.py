@@ -29,7 +29,7 @@ __all__ = [
     "is_compiled_function",
     "is_compiled_module",
     "make_subclass",
-    "recompiled",
+    "recompile_copy",
     "replicate_script",
     "uses_cuda_graphs",
     "version_of",
@@ -110,7 +110,7 @@ def _check_compiled_functions() -> None:
         raise missing_name(COMPILED_FROM, _COMPILED)
 
 
-def recompiled(copy: Any, compiled: Any, copy_of: Callable[[Any], Any]) -> None:
+def recompile_copy(copy: Any, compiled: Any, copy_of: Callable[[Any], Any]) -> None:
     """Make an empty `copy` of a compiled module compile the copy of the module in it."""
     module = private_attribute(compiled, "_orig_mod", _COMPILED)
     context = private_attribute(compiled, "dynamo_ctx", _COMPILED)

@@ -91,7 +91,7 @@ class Replica:
 
     @property
     def has_own(self) -> bool:
-        """True if the replica has tensors of its own, or places for buffers."""
+        """True if the replica has its own tensors, or places for buffers."""
         return bool(self._buffers or self.tensors.held())
 
     def __del__(self) -> None:
@@ -149,14 +149,14 @@ class Replica:
 
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""
-        return self.has_own and bool(self.tensors.written() or self._replaced())
+        return self.has_own and bool(self.tensors.written() or self._find_replaced())
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
         self.has_written = False
-        replaced = self._replaced()
+        replaced = self._find_replaced()
         for _, copy, name, buffer in replaced:
-            _set_buffer(copy, name, self._given(buffer))
+            _set_buffer(copy, name, self._find_given(buffer))
         due = [*changed, *(buffer for *_, buffer in replaced if buffer is not None), *self.tensors.written()]
         copied = self.tensors.renew(due, self._copies.replace)
         if self._attributes or self.tensors.computed:
@@ -199,7 +199,7 @@ class Replica:
         written = set(map(id, self.tensors.written()))
         found = [(buffer, _buffer(copy, name)) for _, copy, name, buffer in self._buffers]
         found += [(tensor, self.tensors.of(tensor)) for tensor in self._attributes]
-        return [(now, id(original) in written or now is not self._given(original)) for original, now in found]
+        return [(now, id(original) in written or now is not self._find_given(original)) for original, now in found]
 
     def is_buffer(self, index: int) -> bool:
         """True if a state is a buffer."""
@@ -225,11 +225,11 @@ class Replica:
         own = (node.value for node in self._survey.tensors if not is_parameter(node.value))
         self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
 
-    def _replaced(self) -> list[tuple[torch.nn.Module, torch.nn.Module, str, torch.Tensor | None]]:
+    def _find_replaced(self) -> list[tuple[torch.nn.Module, torch.nn.Module, str, torch.Tensor | None]]:
         """The places of buffers where the lane has another tensor than it was given."""
-        return [each for each in self._buffers if _buffer(each[1], each[2]) is not self._given(each[3])]
+        return [each for each in self._buffers if _buffer(each[1], each[2]) is not self._find_given(each[3])]
 
-    def _given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    def _find_given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
         """The copy of a buffer that the lane was given."""
         return None if buffer is None else self.tensors.of(buffer)
 

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.errors import ReplicaError
 from parawrap.replicas._gradients import Mirror, send
+from parawrap.replicas._hidden_modules import refuse_hidden
 from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
-from parawrap.replicas._modules_in_code import refuse_hidden
 from parawrap.replicas._parts import Kind, kind_of
 from parawrap.replicas._private_names import PARAMETERS, check_modules, uses_cuda_graphs
 from parawrap.replicas._replica import Order, Replica, give_buffers
@@ -25,7 +25,7 @@ from parawrap.replicas._survey import Node, Survey
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
-_MOST_NAMED = 3
+_MOST_NAMED = 3  # names in a message: more would not fit a line
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ class ReplicaSet:
         return [replica._replace(versions=versions if shares else None) for replica, shares in pairs]
 
     def warn(self) -> None:
-        """Warn once of attributes and items that calls wrote: they do not come back to the model."""
+        """Warn once of attributes and items that calls wrote: they do not reach the model."""
         if not self._written_state or self._has_warned:
             return
         self._has_warned = True
@@ -386,7 +386,7 @@ def _refuse_left_behind(survey: Survey) -> None:
             raise ReplicaError(msg)
 
 
-def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
+def _iterate_registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
     """Yield the parameters and buffers of all modules, with the module and the name; else a tensor in a plain attribute."""
     found = False
     for node in survey.modules:
@@ -399,12 +399,12 @@ def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
 
 
 def _find_first_tensor(survey: Survey) -> torch.Tensor | None:
-    return next((tensor for *_, tensor in _registered(survey)), None)
+    return next((tensor for *_, tensor in _iterate_registered(survey)), None)
 
 
 def _refuse_meta(survey: Survey, home: torch.device | None) -> None:
     if home is not None and home.type == "meta":
-        node, name, _ = next(_registered(survey))
+        node, name, _ = next(_iterate_registered(survey))
         msg = f"no replica of the module can be made: {node.path_of(name)!r} is on the meta device and has no data to copy"
         raise ReplicaError(msg)
 
@@ -423,7 +423,7 @@ def _refuse_cuda_graphs(survey: Survey, devices: Collection[torch.device]) -> No
 
 def _home_of(survey: Survey) -> torch.device | None:
     first: tuple[Node, str, torch.Tensor] | None = None
-    for node, name, tensor in _registered(survey):
+    for node, name, tensor in _iterate_registered(survey):
         if first is None:
             first = node, name, tensor
         elif tensor.device != first[2].device:

@@ -56,7 +56,7 @@ class Snapshot:
     def accept(self) -> None:
         """Take the objects of now for those that the containers must hold."""
         self._before = {id(own): dict(_kind(own).items(own)) for _, own in self._dicts}
-        self._parts = [_listed_parts(node, each) for node, each in self._listed]
+        self._parts = [_list_parts(node, each) for node, each in self._listed]
         # Most dicts of a model are empty hooks, and their truth is read faster than their length.
         self._empty = [own for _, own in self._dicts if type(own) in _PLAIN_DICTS and not self._before[id(own)]]
         known = set(map(id, self._empty))
@@ -85,7 +85,7 @@ class Snapshot:
             and [*map(dict.__len__, self._filled)] == self._lengths
             and all(map(is_, chain.from_iterable(self._value_views), self._values))
             and self._has_keys()
-            and next(self._changed_parts(), None) is None
+            and next(self._find_changed_parts(), None) is None
         )
 
     def changes(self) -> list[Change] | None:
@@ -93,15 +93,15 @@ class Snapshot:
         if not self._has_identities():
             return None
         found: list[Change] = []
-        for node, own, before in self._changed_dicts():
+        for node, own, before in self._find_changed_dicts():
             keys = dict.fromkeys((*before, *dict.keys(own)))
             pairs = ((key, before.get(key, ABSENT), dict.get(own, key, ABSENT)) for key in keys)
             found += [Change(node, *pair) for pair in pairs if pair[1] is not pair[2]]
             order = [*_kind(own).keys(own)]
             if before.keys() == dict.keys(own) and _differ(order, [*before]):
                 found.append(Change(node, None, [*before], order))
-        for node, each, parts in self._changed_parts():
-            found.append(Change(node, None, parts, _listed_parts(node, each)))
+        for node, each, parts in self._find_changed_parts():
+            found.append(Change(node, None, parts, _list_parts(node, each)))
         return found
 
     def restore(self) -> None:
@@ -109,10 +109,10 @@ class Snapshot:
         for each, own in zip(self._instances, self._own, strict=True):
             if vars(each) is not own:
                 object.__setattr__(each, "__dict__", own)
-        for _, own, before in self._changed_dicts():
+        for _, own, before in self._find_changed_dicts():
             _kind(own).clear(own)
             _kind(own).update(own, before)
-        for node, each, parts in self._changed_parts():
+        for node, each, parts in self._find_changed_parts():
             _put_back(node, each, parts)
 
     def parts_before(self, value: Any) -> list[Any]:
@@ -127,8 +127,8 @@ class Snapshot:
         self._values = [*chain.from_iterable(map(dict.values, before))]
         self._keys_are_names = {str}.issuperset(map(type, self._keys))
 
-    def _changed_dicts(self) -> Iterator[tuple[Node, Any, dict[Any, Any]]]:
-        """Yield each dict that has changed, with what it held."""
+    def _find_changed_dicts(self) -> Iterator[tuple[Node, Any, dict[Any, Any]]]:
+        """Yield each dict that has changed, with its earlier items."""
         for node, own in self._dicts:
             before = self._before[id(own)]
             if not (before or own):
@@ -137,10 +137,10 @@ class Snapshot:
             if _differ(values, [*before.values()]) or _differ(keys, [*before]):
                 yield node, own, before
 
-    def _changed_parts(self) -> Iterator[tuple[Node, Any, list[Any]]]:
+    def _find_changed_parts(self) -> Iterator[tuple[Node, Any, list[Any]]]:
         """Yield each list and the like that has changed, with the parts that it held."""
         for (node, each), parts in zip(self._listed, self._parts, strict=True):
-            if _differ(_listed_parts(node, each), parts):
+            if _differ(_list_parts(node, each), parts):
                 yield node, each, parts
 
     def _has_keys(self) -> bool:
@@ -173,7 +173,7 @@ def _is_listed(node: Node, value: Any) -> bool:
     return node.kind in _LISTED or (node.kind in (Kind.INSTANCE, Kind.MODULE) and bool(slots_of(type(value))))
 
 
-def _listed_parts(node: Node, value: Any) -> list[Any]:
+def _list_parts(node: Node, value: Any) -> list[Any]:
     """Return the parts of a list and the like; of an instance with slots, the names and the values of its attributes."""
     match node.kind:
         case Kind.LIST | Kind.SET:

@@ -85,7 +85,7 @@ class Survey:
         self.atoms: dict[int, Any] = {}  # that `copy.deepcopy` would copy, or refuse
         self._walk(target)
         self.generators = tuple(value for value in self.atoms.values() if isinstance(value, torch.Generator))
-        copied = self._leading_to(filter(_is_source, self.nodes.values()))
+        copied = self._find_leading_to(filter(_is_source, self.nodes.values()))
         self.copied = [node for key, node in self.nodes.items() if key in copied]
         self.shared = [node for key, node in self.nodes.items() if key not in copied]
         self.tensors = [node for node in self.copied if node.kind is Kind.TENSOR]
@@ -151,7 +151,7 @@ class Survey:
         if parent is not None:
             self._holders.setdefault(id(value), []).append(parent)
 
-    def _leading_to(self, sources: Iterable[Node]) -> set[int]:
+    def _find_leading_to(self, sources: Iterable[Node]) -> set[int]:
         found = {id(node.value) for node in sources}
         waiting = list(found)
         while waiting:
@@ -193,7 +193,7 @@ class Survey:
         """Refuse iterators, and objects that lead to the model and cannot be copied."""
         model = [node for node in self.copied if node.kind in _MODULES or node.kind is Kind.TENSOR]
         natives = [node for node in self.nodes.values() if node.is_shared and is_native(node.value)]
-        leading = self._leading_to(model) if natives else set()
+        leading = self._find_leading_to(model) if natives else set()
         for node in self.nodes.values():
             if node.owned and node.kind is Kind.INSTANCE and _is_iterator(node.value):
                 msg = (
@@ -204,7 +204,7 @@ class Survey:
         for node in natives:
             parts = {id(part) for _, part in references_of(node.value, node.kind, shared=True)}
             if parts & leading:
-                held = next(each for each in model if parts & self._leading_to([each]))
+                held = next(each for each in model if parts & self._find_leading_to([each]))
                 msg = (
                     f"no replica can be made: {node.path or 'the target'} ({_name(node.value)}) leads to "
                     f"{held.path or 'the target'} ({_name(held.value)}), and objects of this class cannot be "

@@ -7,9 +7,9 @@ order, are the rows of the call: nothing is padded, truncated, or dropped.
 from parawrap.shards._concatenate import have_one_scale
 from parawrap.shards._cut import Cutter, FlatCall, InDim, Parameters, Piece, Shard, ShardPlan
 from parawrap.shards._join_outputs import Originals, join, with_originals
-from parawrap.shards._output_options import JoinRules, OutDims, Reduce, as_tree, entries_of
+from parawrap.shards._join_rules import JoinRules, OutDims, Reduce, as_tree, entries_of
 from parawrap.shards._register_split import register_split
-from parawrap.shards._shard_sizes import Sizes, balanced, equal, in_units, uneven
+from parawrap.shards._shard_sizes import Sizes, balance, equal, in_units, uneven
 
 __all__ = [
     "Cutter",
@@ -25,7 +25,7 @@ __all__ = [
     "ShardPlan",
     "Sizes",
     "as_tree",
-    "balanced",
+    "balance",
     "entries_of",
     "equal",
     "have_one_scale",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._output_options import CURE, JoinRules, Refusal, refuse
+from parawrap.shards._join_rules import CURE, JoinRules, Refusal, refuse
 
 __all__ = ["concatenate", "concatenate_arrays", "have_one_scale", "shapes_of"]
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
-from parawrap.backends import bring
+from parawrap.backends import transfer
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
     hint_of_items,
@@ -27,10 +26,11 @@ from parawrap.shards._cut_errors import (
     refuse_disagreement,
     refuse_unknown,
 )
-from parawrap.shards._output_options import UNDECLARED, as_tree
+from parawrap.shards._extent import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
+from parawrap.shards._join_rules import UNDECLARED, as_tree
 from parawrap.shards._private_names import version_of
-from parawrap.shards._register_split import placed, splitter_of
-from parawrap.shards._shard_sizes import Sizes, balanced, uneven
+from parawrap.shards._register_split import place_leaf, splitter_of
+from parawrap.shards._shard_sizes import Sizes, balance, uneven
 from parawrap.tree import (
     Opaque,
     TreeSpec,
@@ -57,7 +57,7 @@ InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | li
 """Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
 dict, tuple, or dataclass of these declares the parts of an argument."""
 
-_MOST_PLANS = 1024
+_MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 _MOST_NAMED = 4  # arguments, in the note of an error
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
@@ -180,11 +180,11 @@ class ShardPlan:
         for index, leaf in enumerate(flat.leaves):
             if isinstance(leaf, Opaque) and (update := splitter_of(leaf.value).update) is not None:
                 if len(shards) > 1:
-                    update(leaf.value, self._joined_parts(index, leaf, [shard.leaves[index] for shard in shards]))
+                    update(leaf.value, self._join_parts(index, leaf, [shard.leaves[index] for shard in shards]))
                 elif shards[0].leaves[index] is not leaf.value:
                     update(leaf.value, shards[0].leaves[index])
 
-    def _joined_parts(self, index: int, leaf: Opaque, parts: Sequence[Any]) -> Any:
+    def _join_parts(self, index: int, leaf: Opaque, parts: Sequence[Any]) -> Any:
         try:
             return splitter_of(leaf.value).join(parts)
         except GatherError as error:
@@ -284,7 +284,7 @@ class Cutter:
         parameters: Parameters | None = None,
         *,
         lists_are_shared: bool = False,
-        sizes: Sizes = balanced,
+        sizes: Sizes = balance,
         unit: int = 1,
     ) -> None:
         self.dim = dim
@@ -367,7 +367,7 @@ class Cutter:
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(layout.dims, extents, strict=True))
-        largest = self.unit * balanced(rows // self.unit, lanes)[0]
+        largest = self.unit * balance(rows // self.unit, lanes)[0]
         return ShardPlan(spec, cut, sizes, hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven else None)
 
     def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
@@ -403,13 +403,13 @@ class Cutter:
 
     def _dim_at(self, path: Sequence[Any]) -> int | None:
         """The dim that the rows of a leaf lie on. The items of a sequence are on dim 0."""
-        declared = self._declared_at(path)
+        declared = self._find_declaration(path)
         return self.dim if declared is UNDECLARED else 0 if declared == "items" else declared
 
     def _is_declared(self, path: Sequence[Any]) -> bool:
-        return self._declared_at(path) is not UNDECLARED
+        return self._find_declaration(path) is not UNDECLARED
 
-    def _declared_at(self, path: Sequence[Any]) -> Any:
+    def _find_declaration(self, path: Sequence[Any]) -> Any:
         """The entry of `in_dims` for a path into (args, kwargs); UNDECLARED if there is none."""
         entry = self.in_dims.get(self._name_at(path) or "", UNDECLARED) if self.in_dims else UNDECLARED
         for key in path[2:]:
@@ -485,5 +485,5 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
 
 def _on_device(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return bring(leaf, device)
-    return placed(leaf, device) if isinstance(leaf, Opaque) else leaf
+        return transfer(leaf, device)
+    return place_leaf(leaf, device) if isinstance(leaf, Opaque) else leaf

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
-from parawrap.shards._count_rows import BEYOND, FIXED, FOREIGN, NESTED, OBJECT, has_items
+from parawrap.shards._extent import BEYOND, FIXED, FOREIGN, NESTED, OBJECT, has_items
 from parawrap.shards._register_split import registration_of
 from parawrap.tree import TreeSpec, address, addresses, sequences, tensors_in
 

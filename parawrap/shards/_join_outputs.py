@@ -18,9 +18,9 @@ import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes_of
-from parawrap.shards._output_options import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
-from parawrap.shards._reduce_numbers import is_number, listed, reduced
-from parawrap.shards._register_split import placed, registration_of, splitter_of
+from parawrap.shards._join_rules import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
+from parawrap.shards._reduce_numbers import is_number, list_values, reduce_numbers
+from parawrap.shards._register_split import place_leaf, registration_of, splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
 
 __all__ = ["Originals", "join", "with_originals"]
@@ -57,7 +57,7 @@ def join(
     if rules.join == "list" or (len(outputs) == 1 and rules.keep_single):
         if originals is not None:
             outputs = list(map(with_originals, outputs, originals()))
-        moved = [output if device is None else _moved(output, device) for output in outputs]
+        moved = [output if device is None else _move(output, device) for output in outputs]
         return moved if rules.join == "list" else moved[0]
     try:
         return _Join(len(outputs), sizes, rules, device, originals).join_values(outputs, rules.declared)
@@ -184,7 +184,7 @@ class _Join:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
         if self.lanes > 1 and len({part.shape for part in column}) > 1:
             refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
-        return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
+        return reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _row_dim(self, column: Sequence[Any], declared: Declared) -> int | None:
         """Return the dim to concatenate tensors or arrays on; None if they do not follow the rows."""
@@ -223,7 +223,7 @@ class _Join:
         """Return the value that all lanes returned, compared by value."""
         first = column[0]
         if not all(_equal_values(value, first) for value in column[1:]):
-            shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {listed(column)}"
+            shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {list_values(column)}"
             cure = CURE
             if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not is_number(first):
                 cure = f"{registration_of(type(first))} says how to join them. {JOIN_LIST}"
@@ -235,10 +235,10 @@ class _Join:
     def _join_sequences(self, column: Sequence[Any], declared: Declared) -> Any:
         kind = type(column[0])
         if self._are_items(column, declared):
-            return kind([_moved(item, self.device) for value in column for item in value])
+            return kind([_move(item, self.device) for value in column for item in value])
         lengths = list(map(len, column))
         if len(set(lengths)) > 1:
-            refuse(f"{self._lanes_had()} returned {listed(lengths)} items. {CURE}")
+            refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
         joined = []
         for index, (parts, below) in enumerate(zip(zip(*column, strict=True), declared.items(lengths[0]), strict=True)):
             try:
@@ -265,7 +265,7 @@ class _Join:
                 self._check_proof()
             return lengths == self.rows
         if lengths != self.rows and any(lengths):
-            refuse(f"{self._lanes_had()} returned {listed(lengths)} items. {CURE}")
+            refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
         return True
 
     def _are_items_as_torch(self, column: Sequence[Any]) -> bool:
@@ -292,13 +292,13 @@ class _Join:
         if follows and not columns_follow:
             return True
         what = type(column[0]).__name__
-        returned = f"returned a {what} of {listed(list(map(len, column)))} items without tensors"
+        returned = f"returned a {what} of {list_values(list(map(len, column)))} items without tensors"
         if columns_follow:
-            why = f"had {self._listed_rows()} rows, and both the {what} and each list in it follow. Return a tensor"
+            why = f"had {self._list_rows()} rows, and both the {what} and each list in it follow. Return a tensor"
         elif self.rows is None:
             why = f"{returned}, and gather alone has no row counts to compare with. Return a tensor"
         else:
-            why = f"had {self._listed_rows()} rows and {returned}. Return a tensor, or a list with one item per row"
+            why = f"had {self._list_rows()} rows and {returned}. Return a tensor, or a list with one item per row"
         msg = f"the lanes {why}"
         raise Refusal(msg)
 
@@ -318,23 +318,28 @@ class _Join:
         if follows and any(len(set(place)) > 1 for place in zip(*kinds, strict=False)):
             return True  # nothing that torch joins item by item
         tensors = [[leaf for leaves, _ in value for leaf in leaves if isinstance(leaf, torch.Tensor)] for value in items]
-        forms = {(spec, *map(_form_of, leaves)) for value in items for leaves, spec in value}
-        if len(forms) > 1 or not all(leaf.ndim for found in tensors for leaf in found):
+        if not all(leaf.ndim for found in tensors for leaf in found):
             return False
         counts = [{leaf.shape[0] for leaf in found} for found in tensors]
-        if self.rows is None and any(len(each) > 1 for each in counts):
+        are_alike = _are_alike([item for value in items for item in value])
+        if self.rows is None and are_alike and any(len(each) > 1 for each in counts):
             msg = (
                 "the lanes returned lists of tensors of different sizes, which may have one item per row, and gather alone "
                 "has no row counts to compare with. Concatenate lists of detections, or return a tuple to join its items"
             )
             raise Refusal(msg)
-        if not follows or counts != [{each} for each in self.rows or ()]:
-            return follows
-        if isinstance(column[0][0], torch.Tensor | tuple | list):
+        if not follows:
             return False
-        kind = type(column[0][0]).__name__
+        has_rows = counts == [{each} for each in self.rows or ()]
+        if are_alike and not has_rows:
+            return True
+        first = next(item for value in column for item in value if item is not None)
+        if has_rows and (not are_alike or isinstance(first, torch.Tensor | tuple | list)):
+            return False
+        kind = type(first).__name__
+        why = "whose tensors have the rows too" if has_rows else "which differ, and whose tensors do not have the rows"
         msg = (
-            f"{self._lanes_had()} returned as many items of type {kind}, whose tensors have the rows too: one item per "
+            f"{self._lanes_had()} returned as many items of type {kind}, {why}: one item per "
             'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
             "together. Return a tuple to join its items"
         )
@@ -348,14 +353,14 @@ class _Join:
         original = self._original(values)
         if original is not None:
             return original
-        moved = [leaf.value if self.device is None else placed(leaf, self.device) for leaf in column]
+        moved = [leaf.value if self.device is None else place_leaf(leaf, self.device) for leaf in column]
         if self.lanes == 1 or declared.out_dim is None:
             return moved[0]
         rules = splitter_of(values[0])
         found = [rules.rows(value) for value in values]
         if any(found) and found != self.rows and declared.out_dim != "ragged" and not self.rules.as_torch:
             name = type(values[0]).__name__
-            refuse(f"the lanes had {self._listed_rows()} rows and returned a {name} of {listed(found)}. {CURE}")
+            refuse(f"the lanes had {self._list_rows()} rows and returned a {name} of {list_values(found)}. {CURE}")
         try:
             return rules.join(moved)
         except GatherError as error:
@@ -369,9 +374,9 @@ class _Join:
             if self.lanes == 1:
                 return column[0]
             refuse(
-                f"each lane returned one {type(column[0]).__name__} ({listed(column)}), and equal numbers do not make it "
-                "one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one value "
-                'per shard, or use parallel(model, devices, reduce="sum")'
+                f"each lane returned one {type(column[0]).__name__} ({list_values(column)}), and equal numbers do not make "
+                "it one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one "
+                'value per shard, or use parallel(model, devices, reduce="sum")'
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
             refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")
@@ -383,7 +388,7 @@ class _Join:
                 "each lane had one row and returned a 0-d tensor, which is either a number or that row without its dim. "
                 f"Keep the dim in the model (squeeze(1) instead of squeeze()). {CURE}"
             )
-        return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
+        return reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _may_be_squeezed(self, column: Sequence[Any], declared: Declared) -> bool:
         """True if 0-d tensors may be the one row of each shard, squeezed."""
@@ -415,10 +420,10 @@ class _Join:
         return f"{self._lanes_had()} returned shapes {shapes_of(column)}"
 
     def _lanes_had(self) -> str:
-        return "the lanes" if self.rows is None else f"the lanes had {self._listed_rows()} rows and"
+        return "the lanes" if self.rows is None else f"the lanes had {self._list_rows()} rows and"
 
-    def _listed_rows(self) -> str:
-        return listed(self.rows or [])
+    def _list_rows(self) -> str:
+        return list_values(self.rows or [])
 
 
 def _form_of(leaf: Any) -> object:
@@ -426,18 +431,29 @@ def _form_of(leaf: Any) -> object:
     return (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None
 
 
+def _are_alike(items: Sequence[tuple[Sequence[Any], Any]]) -> bool:
+    """True if all flattened items have the same structure, and tensors at the same places that can be concatenated.
+
+    A place may be None in some items.
+    """
+    if len({spec for _, spec in items}) > 1:
+        return False
+    places = zip(*(leaves for leaves, _ in items), strict=True)
+    return all(len({_form_of(leaf) for leaf in place if leaf is not None}) <= 1 for place in places)
+
+
 def _holds_only_values(column: Sequence[Any]) -> bool:
     return not any(isinstance(leaf, (torch.Tensor, Opaque)) for value in column for leaf in flatten(value)[0])
 
 
-def _moved(output: Any, device: torch.device | None) -> Any:
+def _move(output: Any, device: torch.device | None) -> Any:
     """A whole value on a device."""
     if device is None:
         return output
     if isinstance(output, torch.Tensor):
         return _on(output, device)
     leaves, spec = flatten(output)
-    return unflatten(spec, [placed(leaf, device) if isinstance(leaf, Opaque) else _on(leaf, device) for leaf in leaves])
+    return unflatten(spec, [place_leaf(leaf, device) if isinstance(leaf, Opaque) else _on(leaf, device) for leaf in leaves])
 
 
 def _on(value: Any, device: torch.device | None) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._output_options import Reduce, refuse
+from parawrap.shards._join_rules import Reduce, refuse
 
-__all__ = ["is_number", "listed", "reduced"]
+__all__ = ["is_number", "list_values", "reduce_numbers"]
 
 
 def is_number(value: Any) -> bool:
@@ -20,13 +20,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Number) or getattr(value, "shape", None) == ()
 
 
-def reduced(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
+def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
     """One value from the numbers of the lanes. The mean weighs each shard by its rows, as a mean over rows does."""
     first = parts[0]
     kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
     if reduce is None:
         refuse(
-            f"each lane returned one {kind} ({listed(parts)}), and no reduction is right for every number. Use "
+            f"each lane returned one {kind} ({list_values(parts)}), and no reduction is right for every number. Use "
             'reduce="mean" for a mean over rows, "sum" for sums and counts, "stack" for one value per lane, or a function '
             "of the vector; out_dims=None for a value that is the same in every lane"
         )
@@ -37,10 +37,10 @@ def reduced(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -
     if reduce == "mean":
         if not _has_mean(first):
             refuse(
-                f'each lane returned one {kind} ({listed(parts)}), which has no mean over lanes. Use reduce="sum" for a '
-                'count, reduce="stack" for one value per lane, or a function of the vector'
+                f'each lane returned one {kind} ({list_values(parts)}), which has no mean over lanes. Use reduce="sum" for '
+                'a count, reduce="stack" for one value per lane, or a function of the vector'
             )
-        return _weighted_mean(parts, sizes)
+        return _average(parts, sizes)
     vector = torch.stack(list(parts)) if isinstance(first, torch.Tensor) else torch.tensor(parts)
     return vector if reduce == "stack" else reduce(vector)
 
@@ -51,7 +51,7 @@ def _has_mean(value: Any) -> bool:
     return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)
 
 
-def _weighted_mean(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _average(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     rows = sum(sizes)
     mean = parts[0] * (sizes[0] / rows)
     for part, size in zip(parts[1:], sizes[1:], strict=True):
@@ -59,6 +59,6 @@ def _weighted_mean(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     return mean
 
 
-def listed(values: Sequence[Any]) -> str:
+def list_values(values: Sequence[Any]) -> str:
     shown = ", ".join(repr(value)[:60] for value in values[:4])
     return shown + (", ..." if len(values) > 4 else "")

@@ -14,13 +14,13 @@ from torch.nn.utils import rnn
 
 from parawrap._public import public
 from parawrap.backends import record_use
-from parawrap.shards._geometric_batches import graph_rules
+from parawrap.shards._geometric_graphs import graph_rules
 from parawrap.shards._split_rules import Splitter, spans
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
 from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
 
-__all__ = ["placed", "register_split", "registration_of", "splitter_of"]
+__all__ = ["place_leaf", "register_split", "registration_of", "splitter_of"]
 
 
 _splitters: dict[type, Splitter] = {}
@@ -75,7 +75,7 @@ def splitter_of(value: object) -> Splitter:
     return _splitters.get(type(value), _SEQUENCE)
 
 
-def placed(leaf: Opaque, device: torch.device) -> Any:
+def place_leaf(leaf: Opaque, device: torch.device) -> Any:
     """Return the value of a leaf that is kept whole, with its tensors on `device`."""
     value, rules = leaf.value, splitter_of(leaf.value)
     if all(tensor.device == device for tensor in tensors_in(value)):
@@ -129,11 +129,11 @@ def _join_packed(parts: Sequence[rnn.PackedSequence]) -> rnn.PackedSequence:
     return rnn.pack_sequence(rows, enforce_sorted=is_sorted)
 
 
-def _packed_rows(value: rnn.PackedSequence) -> int:
+def _count_packed_rows(value: rnn.PackedSequence) -> int:
     return int(value.batch_sizes[0])
 
 
 _SEQUENCE = Splitter(_split_sequence, _join_sequence, len, _sequence_to)
 keep_whole(rnn.PackedSequence)  # cut along its time steps, as the namedtuple that it is, it would fall apart silently
-_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows)
+_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _count_packed_rows)
 keep_whole_if(_has_builtin_rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Sizes", "balanced", "equal", "in_units", "uneven"]
+__all__ = ["Sizes", "balance", "equal", "in_units", "uneven"]
 
 Sizes = Callable[[int, int], tuple[int, ...]]
 """From rows and lanes to the sizes of the shards."""
@@ -12,7 +12,7 @@ Sizes = Callable[[int, int], tuple[int, ...]]
 _MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half the work, and batch norm refuses one row
 
 
-def balanced(rows: int, parts: int) -> tuple[int, ...]:
+def balance(rows: int, parts: int) -> tuple[int, ...]:
     """Return sizes that add up to `rows` and differ by at most one, the larger first; none of them is zero.
 
     >>> balanced(10, 4), balanced(2, 4), balanced(0, 4)
@@ -34,7 +34,7 @@ def uneven(rows: int, parts: int) -> tuple[int, ...]:
     >>> uneven(11, 2), uneven(16, 2), uneven(8, 4), uneven(6, 3), uneven(4, 2), uneven(1, 2)
     ((6, 5), (9, 7), (3, 3, 2), (4, 2), (4,), (1,))
     """
-    sizes = balanced(rows, parts)
+    sizes = balance(rows, parts)
     size = sizes[0]
     if len(sizes) == 1 or sizes[-1] != size:
         return sizes
@@ -65,5 +65,5 @@ def in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
     ((4, 2, 2, 2), (4, 3), (1,), (0,))
     """
     units = -(-rows // unit)
-    *full, last = (unit * count for count in balanced(units, parts))
+    *full, last = (unit * count for count in balance(units, parts))
     return (*full, last - (units * unit - rows))

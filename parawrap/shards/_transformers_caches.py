@@ -48,7 +48,7 @@ def _split_cache(cache: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _join_caches(parts: Sequence[Any]) -> Any:
-    return _rebuilt(_joined, parts[0], "", list(parts))
+    return _rebuilt(_join_values, parts[0], "", list(parts))
 
 
 def _cache_to(cache: Any, device: torch.device) -> Any:
@@ -147,7 +147,7 @@ def _cut(start: int, size: int, owner: Any, name: str, values: list[Any]) -> Any
     return part.clone() if dim is None or _is_static(owner) or name in ("conv_states", "recurrent_states") else part
 
 
-def _joined(owner: Any, name: str, values: list[Any]) -> Any:
+def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
     dims = {_row_dim(owner, name, value) for value in values}
     if name == "batch_size" and isinstance(values[0], int):
         return sum(values)

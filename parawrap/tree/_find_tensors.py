@@ -30,10 +30,10 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         if isinstance(each, torch.Tensor):
             yield each
         else:
-            waiting += _held_by(each)
+            waiting += _list_held(each)
 
 
-def _held_by(value: Any) -> list[Any]:
+def _list_held(value: Any) -> list[Any]:
     """The items and attributes of one object."""
     held: list[Any] = []
     if isinstance(value, Mapping):

@@ -111,7 +111,7 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
 
 def address(root: str, path: Iterable[Any]) -> str:
     """Return the address of a path of keys, indices, and attributes, such as ``args[0]["mask"]``."""
-    return root + "".join(f".{entry}" if isinstance(entry, _Attribute) else f"[{_quoted(entry)}]" for entry in path)
+    return root + "".join(f".{entry}" if isinstance(entry, _Attribute) else f"[{_quote(entry)}]" for entry in path)
 
 
 def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
@@ -124,7 +124,7 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
     same_node = len(set(shapes)) == 1 and not any(tree.is_leaf() for tree in trees)
     if same_node:
         for entry, children in zip(first.entries(), zip(*(tree.children() for tree in trees), strict=True), strict=True):
-            deeper = mismatch(children, f"{root}[{_quoted(entry)}]")
+            deeper = mismatch(children, f"{root}[{_quote(entry)}]")
             if deeper is not None:
                 return deeper
         shapes = [_attributes_of(tree) or str(tree) for tree in trees]  # or the order of keys, two classes of one name
@@ -184,7 +184,7 @@ def _unwrap(leaves: Iterable[Any]) -> Any:
     return leaf.value if isinstance(leaf, Opaque) else leaf
 
 
-def _quoted(entry: object) -> str:
+def _quote(entry: object) -> str:
     return f'"{entry}"' if isinstance(entry, str) else repr(entry)
 
 
@@ -192,7 +192,7 @@ def _step(entry: PyTreeEntry) -> str:
     if isinstance(entry, GetAttrEntry) or isinstance(entry.entry, _Attribute):
         return f".{entry.entry}"
     if isinstance(entry, (MappingEntry, SequenceEntry)):
-        return f"[{_quoted(entry.entry)}]"
+        return f"[{_quote(entry.entry)}]"
     return ""
 
 
@@ -249,7 +249,7 @@ def _recipe(cls: type) -> _Recipe | None:
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return None
     if issubclass(cls, Mapping):
-        return _mapping_parts, _rebuild, MappingEntry
+        return _list_mapping_parts, _rebuild, MappingEntry
     if dataclasses.is_dataclass(cls):
         return _dataclass_parts, _rebuild, GetAttrEntry
     if issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "n_fields")):  # not torch.return_types
@@ -294,7 +294,7 @@ def _sequence_parts(value: Sequence[Any]) -> tuple[Any, ...]:
     return _parts(value, range(len(value)), value)
 
 
-def _mapping_parts(value: Mapping[Any, Any]) -> tuple[Any, ...]:
+def _list_mapping_parts(value: Mapping[Any, Any]) -> tuple[Any, ...]:
     keys = tuple(value)
     if not isinstance(value, dict | UserDict):
         skip = list(getattr(value, "__dict__", ()))  # its class alone can fill it, and its attributes may hold the items

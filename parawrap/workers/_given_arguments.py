@@ -191,7 +191,7 @@ def _write(leaf: Any, value: Any) -> None:
 
 
 def _give_shape(leaf: Any, value: Any) -> bool:
-    """Give a tensor with memory of its own another shape, as the call did. Return False if that is impossible."""
+    """Give a tensor with its own memory another shape, as the call did. Return False if that is impossible."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_contiguous() or leaf.untyped_storage().nbytes() != leaf.nbytes:
         return False
     try:

@@ -12,7 +12,7 @@ import torch
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, add_note
 from parawrap.launch import Job, Line, Message, Platform, launch
-from parawrap.workers._serve import serve
+from parawrap.workers._serve import serve_lane
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
 __all__ = ["LocalWorkers"]
@@ -48,7 +48,7 @@ class LocalWorker:
         self._line = Line(ours, copies_small=True)
         with its:
             try:
-                self._launch = launch(Job(platform, serve, (str(device), threads, seed), line=its.fileno()))
+                self._launch = launch(Job(platform, serve_lane, (str(device), threads, seed), line=its.fileno()))
             except BaseException:
                 self._line.close()
                 raise
@@ -79,7 +79,7 @@ class LocalWorker:
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
-        known = self._ending()
+        known = self._find_ending()
         self.close()
         signal, code = (known.signal, known.exit_code) if isinstance(known, RankDiedError) else (None, None)
         how = f"was killed by {getattr(signal, 'name', signal)}" if signal is not None else f"exited with code {code or 0}"
@@ -96,10 +96,10 @@ class LocalWorker:
         """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
         self._line.close()
         if not at_once:
-            self._ending()
+            self._find_ending()
         self._launch.cancel()
 
-    def _ending(self) -> BaseException | None:
+    def _find_ending(self) -> BaseException | None:
         """Return how the launch ended. A process that closed its connection and still runs is not waited for."""
         try:
             self._launch.results(_LAST_S)

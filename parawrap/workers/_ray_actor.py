@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from parawrap.launch import pickled_apart, traceback_of, unpack_from
+from parawrap.launch import pickle_apart, traceback_of, unpack_from
 from parawrap.workers._server import Server, pack_error
 
-__all__ = ["Actor", "Parcel"]
+__all__ = ["Actor", "PickleAndBuffers"]
 
-Parcel = tuple[bytes, list[Any]]
+PickleAndBuffers = tuple[bytes, list[Any]]
 """A pickle, and buffers that Ray moves without pickling their data."""
 
 
@@ -33,32 +33,32 @@ class Actor:
         """Return the process id."""
         return os.getpid()
 
-    def take_model(self, packed: Any) -> tuple[bool, int, Parcel]:
+    def take_model(self, packed: Any) -> tuple[bool, int, PickleAndBuffers]:
         """Take a packed model."""
         return self._answer("model", lambda: unpack_from(memoryview(bytearray(packed))))
 
-    def answer(self, word: str, parcel: Parcel) -> tuple[bool, int, Parcel]:
+    def answer(self, word: str, parcel: PickleAndBuffers) -> tuple[bool, int, PickleAndBuffers]:
         """Return True if the request raised, the nanoseconds that it took, and the value or the exception."""
         return self._answer(word, lambda: loaded(parcel))
 
-    def _answer(self, word: str, load: Callable[[], Any]) -> tuple[bool, int, Parcel]:
+    def _answer(self, word: str, load: Callable[[], Any]) -> tuple[bool, int, PickleAndBuffers]:
         start = perf_counter_ns()
         try:
-            value = packed_apart(self._server.answer(word, load()), "the output")
+            value = pack_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
             return True, perf_counter_ns() - start, (pack_error(error), [traceback_of(error)])
         return False, perf_counter_ns() - start, value
 
 
-def packed_apart(value: Any, address: str) -> Parcel:
+def pack_apart(value: Any, address: str) -> PickleAndBuffers:
     """Return a pickle and its buffers, as Ray takes them. Raises UnsendableError."""
     import numpy as np
 
-    pickled, buffers = pickled_apart(value, address)
+    pickled, buffers = pickle_apart(value, address)
     return bytes(pickled), [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
 
 
-def loaded(parcel: Parcel) -> Any:
+def loaded(parcel: PickleAndBuffers) -> Any:
     """Return a value. Its tensors own their memory: arrays from Ray's object store are read-only."""
     pickled, buffers = parcel
     return pickle.loads(pickled, buffers=[bytearray(buffer) for buffer in buffers])

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
-from parawrap.launch import Device, Platform, Reservation, joined
-from parawrap.workers._ray_actor import Actor, loaded, packed_apart
+from parawrap.launch import Device, Platform, Reservation, join_cluster
+from parawrap.workers._ray_actor import Actor, loaded, pack_apart
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
 __all__ = ["RayWorkers", "devices_of"]
@@ -81,7 +81,7 @@ class RayWorkers:
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
-            worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._stored)
+            worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._store)
             try:
                 self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
             except Exception as error:
@@ -104,7 +104,7 @@ class RayWorkers:
             reservation.end()
 
     def _reserve(self) -> None:
-        self._ray = joined(self._platform)
+        self._ray = join_cluster(self._platform)
         self._reservation = Reservation(self._ray, self._platform)
         self._reservation.request()
         while not self._reservation.is_ready():  # the cluster is large enough when it is idle
@@ -116,7 +116,7 @@ class RayWorkers:
             msg = f"{self._platform.name}: {why} while workers started"
             raise LaunchError(msg)
 
-    def _stored(self, file: ModelFile) -> Any:
+    def _store(self, file: ModelFile) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
         with self._changing:
             if self._model[0] is not file:
@@ -144,7 +144,7 @@ class RayWorker:
         self.label = f"worker {lane} on {device}"
         self.function = -1
         self._ray = ray
-        self._stored = stored
+        self._store = stored
         self._sent: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._death: Exception | None = None
         self._given = self._answered = 0  # requests; the sending thread counts the first, the receiving one the second
@@ -163,7 +163,7 @@ class RayWorker:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
             ConnectionError: If Ray was shut down.
         """
-        parcel = packed_apart(value, address)
+        parcel = pack_apart(value, address)
         self._check_ray()
         if self._given == self._answered:
             self._check_alive()
@@ -174,7 +174,7 @@ class RayWorker:
         """Send a pickled model."""
         self._check_ray()
         self._given += 1
-        self._sent.put((number, self._actor.take_model.remote(self._stored(file))))
+        self._sent.put((number, self._actor.take_model.remote(self._store(file))))
 
     def receive(self) -> Answer | None:
         """Wait for the next answer; None if the actor has ended."""

@@ -14,8 +14,8 @@ import torch
 
 from parawrap.errors import UnsendableError
 from parawrap.lanes import Lane, Modes
-from parawrap.launch import pickled_apart
-from parawrap.workers._server import Answered, Call, Returned, SentModes, SentWarning, unpickle
+from parawrap.launch import pickle_apart
+from parawrap.workers._server import Answered, Call, CallOutput, SentModes, SentWarning, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
 __all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
@@ -32,7 +32,7 @@ class CallRequest(Request):
     def __init__(
         self,
         call: Call,
-        read: Callable[[Returned, Lane], Any] | None = None,
+        read: Callable[[CallOutput, Lane], Any] | None = None,
         prepare: tuple[int, bytes] | None = None,
         *,
         is_inference: bool,
@@ -61,7 +61,7 @@ class CallRequest(Request):
         try:
             worker.send(self.number, "call", fields, "the call")
         except UnsendableError:
-            pickled_apart({"args": self._call.args, "kwargs": self._call.kwargs}, "")  # raises with the argument's address
+            pickle_apart({"args": self._call.args, "kwargs": self._call.kwargs}, "")  # raises with the argument's address
             raise
         worker.function = function
 
@@ -69,7 +69,7 @@ class CallRequest(Request):
         with (
             torch.inference_mode() if self._is_inference else nullcontext()
         ):  # new tensors are like those of the plain call
-            returned = Returned(*answer.read())
+            returned = CallOutput(*answer.read())
         read, self._read = self._read, None  # it refers to the pool, which must not end in a lane's thread
         return returned if read is None else read(returned, lane)
 

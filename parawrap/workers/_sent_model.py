@@ -27,7 +27,7 @@ from parawrap.replicas import (
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._captured_values import CapturedValues
-from parawrap.workers._server import ModelTensor, WrittenBuffer, pickled_function
+from parawrap.workers._server import ModelTensor, WrittenBuffer, pickle_function
 from parawrap.workers._worker_lane import ModelFile, Worker
 
 __all__ = ["SEEDS", "SentModel"]
@@ -73,7 +73,7 @@ class SentModel:
             and self._has_same_structure()
             and self._ledger.unwritten()
             and not self._ledger.has_seen_steps
-            and (self._function is None or self._function == self._pickled_function())
+            and (self._function is None or self._function == self._pickle_function())
             and (not self._unseen or not self._written_unseen())
         )
 
@@ -122,7 +122,7 @@ class SentModel:
         if isinstance(self.target, Build):
             with self._changing:
                 if self._built is None:  # once: a worker that takes another's place builds the same
-                    self._built = pickled_function((*self.target, self._seed, torch.get_default_dtype()), "")
+                    self._built = pickle_function((*self.target, self._seed, torch.get_default_dtype()), "")
             worker.send(number, "build", self._built, "")
             return
         with self._changing:
@@ -185,15 +185,15 @@ class SentModel:
         self._watch = Snapshot((node, node.value) for node in survey.copied)
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
-        self._function = self._pickled_function()
+        self._function = self._pickle_function()
         self._captured = None
         self._note_unseen()
 
-    def _pickled_function(self) -> bytes | None:
+    def _pickle_function(self) -> bytes | None:
         """Return the pickle of a function without a model. The containers that it refers to are not watched."""
         if self._modules or self._tensors:
             return None
-        return pickled_function(self.target, "target")
+        return pickle_function(self.target, "target")
 
     def _written_unseen(self) -> list[torch.Tensor]:
         """Return the tensors that were written without a new version."""

@@ -14,10 +14,10 @@ import torch
 from parawrap.launch import Arrival, Line, Message, traceback_of, unpack
 from parawrap.workers._server import Server, pack_error
 
-__all__ = ["serve"]
+__all__ = ["serve_lane"]
 
 
-def serve(file: int, device: str, threads: int, seed: int) -> None:
+def serve_lane(file: int, device: str, threads: int, seed: int) -> None:
     """Answer the requests that arrive at a socket. Runs as the only rank of a launch."""
     signal.signal(signal.SIGTERM, _exit)
     torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ import torch
 from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
-from parawrap.launch import pack_exception, pickle_value, pickled_apart, seed_all, traceback_of
+from parawrap.launch import pack_exception, pickle_apart, pickle_value, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers._given_arguments import Changed, Contents
@@ -27,14 +27,14 @@ from parawrap.workers._given_arguments import Changed, Contents
 __all__ = [
     "Answered",
     "Call",
+    "CallOutput",
     "ModelTensor",
-    "Returned",
     "SentModes",
     "SentWarning",
     "Server",
     "WrittenBuffer",
     "pack_error",
-    "pickled_function",
+    "pickle_function",
     "unpickle",
 ]
 
@@ -125,7 +125,7 @@ class SentWarning(NamedTuple):
     line: int
 
 
-class Returned(NamedTuple):
+class CallOutput(NamedTuple):
     """Output and side effects of a call of the model.
 
     Attributes:
@@ -149,7 +149,7 @@ class Returned(NamedTuple):
 class Answered(NamedTuple):
     """The answer to one call of a chunk. `start` and `end` are nanoseconds since the worker began the chunk.
 
-    `value` is pickled: the fields of `Returned`, or a packed exception if the call raised, and then its traceback as text.
+    `value` is pickled: the fields of `CallOutput`, or a packed exception if the call raised, and its traceback as text.
     """
 
     start: int
@@ -206,10 +206,10 @@ class Server:
         self._is_changed = True
 
     def _call(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Call the model, and return the fields of `Returned`; the output alone if the call left nothing else."""
+        """Call the model, and return the fields of `CallOutput`; the output alone if the call left nothing else."""
         call = Call(*fields)
         if self._device != _CPU and call.prepare is None:
-            call = call._replace(args=self._placed(call.args), kwargs=self._placed(call.kwargs))
+            call = call._replace(args=self._place(call.args), kwargs=self._place(call.kwargs))
         given = flatten_call(call.args, call.kwargs)[0]
         contents = Contents(call.args, call.kwargs) if call.is_whole else None
         versions = [*map(_version_of, given)]
@@ -217,7 +217,7 @@ class Server:
         if call.rng_state is not None:
             torch.set_rng_state(call.rng_state)
         try:
-            output, has_model_tensors = _unpacked_modes(call.modes).run(
+            output, has_model_tensors = _unpack_modes(call.modes).run(
                 partial(self._output, call), self._device, self._replicas.home
             )
             rng_state = _if_changed(call.rng_state)
@@ -254,7 +254,7 @@ class Server:
         if call.prepare is not None:
             args, kwargs = as_call(self._function(*call.prepare)(*args))
             if self._device != _CPU:
-                args, kwargs = self._placed((args, kwargs))
+                args, kwargs = self._place((args, kwargs))
         if not self._is_model:
             return self._sendable(self._target(*args, **kwargs))
         if self._is_changed or self._device != _CPU:
@@ -330,7 +330,7 @@ class Server:
         self._is_changed = self._is_changed or bool(written)
         return written
 
-    def _placed(self, value: Any) -> Any:
+    def _place(self, value: Any) -> Any:
         leaves, spec = flatten(value)
         return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
@@ -354,19 +354,19 @@ def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
 
 
 @functools.lru_cache(maxsize=8)
-def _unpacked_modes(packed: bytes) -> SentModes:
+def _unpack_modes(packed: bytes) -> SentModes:
     """Return pickled modes of the launching process. They rarely change between calls."""
     modes: SentModes = pickle.loads(packed)
     return modes
 
 
-def pickled_function(function: Any, address: str) -> bytes:
+def pickle_function(function: Any, address: str) -> bytes:
     """Return the pickle of a function, or of a tuple that holds one. Raises UnsendableError with that address."""
-    return _pickle_together(*pickled_apart(function, address))
+    return _pickle_together(*pickle_apart(function, address))
 
 
 def unpickle(data: bytes) -> Any:
-    """Return what `pickled_function` pickled, or the value of an `Answered`."""
+    """Return what `pickle_function` pickled, or the value of an `Answered`."""
     pickled, buffers = pickle.loads(data)
     return pickle.loads(pickled, buffers=buffers)
 

@@ -243,7 +243,7 @@ class WorkerLane(Lane):
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
-            SessionError: If the lane has ended, or there is no room for the tensors of the value.
+            SessionError: If the lane has ended, or memory lacks room for the tensors of the value.
         """
         try:
             self._post(request)
@@ -266,7 +266,7 @@ class WorkerLane(Lane):
         try:
             with self._sending:
                 if self.is_over or self.thread is None:
-                    raise self._failure or _ended()
+                    raise self._failure or _make_end_error()
                 request.number = next(self._numbers)
                 self._unanswered.append(request)
                 if self._is_ready:
@@ -309,7 +309,7 @@ class WorkerLane(Lane):
                 if not ready.done():
                     ready.set_result(None)
                 self._receive_all()
-            failure: BaseException = _ended()
+            failure: BaseException = _make_end_error()
         except BaseException as error:  # noqa: BLE001 (the callers get it)
             failure = error
         self._give_up(failure)
@@ -324,7 +324,7 @@ class WorkerLane(Lane):
         while (answer := receive()) is not None:
             request = self._unanswered.popleft()
             while request.number != answer.number:  # the sending of this request was interrupted
-                request.fail(_ended())
+                request.fail(_make_end_error())
                 self._take_next()
                 request = self._unanswered.popleft()
             if request.calls:
@@ -441,5 +441,5 @@ def _drop_frames(error: Exception) -> Exception:
     return error
 
 
-def _ended() -> SessionError:
+def _make_end_error() -> SessionError:
     return SessionError("the block ended before this call: its workers are gone")

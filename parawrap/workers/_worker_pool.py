@@ -1,6 +1,6 @@
 """Lanes in other processes, each with its own copy of one target.
 
-    Session ── run, submit ──> WorkerPool ── requests ──> WorkerLane ══ a line or an actor ══> serve ── Server
+    Session ── run, submit ──> WorkerPool ── requests ──> WorkerLane ══ a line or an actor ══> serve_lane ── Server
        ^                           |                          |                                        |
        └──── outcomes, futures ────┴───────── answers ────────┴════════════════════════════════════════┘
 
@@ -25,20 +25,20 @@ import torch
 from parawrap.backends import Backend, backend_of
 from parawrap.engine import Entry, LaneCall, Prepare, Record, WholeCall, timed
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees_only_its_own_thread
+from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, TurnsOf, here, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
 from parawrap.workers._given_arguments import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
-from parawrap.workers._server import Call, Returned, pickled_function
+from parawrap.workers._server import Call, CallOutput, pickle_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
 __all__ = ["WorkerPool", "Workers"]
 
 _CPU = torch.device("cpu")
-_EXIT_PATIENCE_S = 5.0
+_EXIT_PATIENCE_S = 5.0  # for a thread that only waits for its worker
 _NO_KWARGS: Mapping[str, Any] = {}
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 _GRADIENTS = (
@@ -139,7 +139,7 @@ class WorkerPool:
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[Outcome]:
+    ) -> list[TaskOutcome]:
         """Send call i to lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         In turns, each lane continues the caller's random numbers, and the first failure ends the call.
@@ -154,7 +154,7 @@ class WorkerPool:
             with self._changing:  # no lane gets changes of the model between two parts of one call
                 futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
             return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
-        outcomes = [Outcome()] * len(calls)
+        outcomes = [TaskOutcome()] * len(calls)
         with self._changing:
             for index, call in enumerate(calls):
                 request = self._request(call, modes, torch.get_rng_state())
@@ -197,7 +197,7 @@ class WorkerPool:
             raise SessionError(msg)
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
-        prepare = None if call.prepare is None else self._numbered(call.prepare)
+        prepare = None if call.prepare is None else self._number_function(call.prepare)
         given = GivenArguments(call.args, call.kwargs)  # now: the caller may change the arguments
         request = CallRequest(sent, partial(self._finish, call, given), prepare, is_inference=modes.inference)
         rows = call.rows  # counted now: the caller may change the arguments
@@ -271,28 +271,28 @@ class WorkerPool:
         request.record = call.record
         return request
 
-    def _outcome(self, call: LaneCall, future: Future[Any]) -> Outcome:
+    def _outcome(self, call: LaneCall, future: Future[Any]) -> TaskOutcome:
         """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
         error = future.exception()
         if error is not None:
-            return Outcome(error=error)
-        returned: Returned = future.result()
+            return TaskOutcome(error=error)
+        returned: CallOutput = future.result()
         try:
             if returned.rng_state is not None:
                 torch.set_rng_state(returned.rng_state)
             if returned.buffers:
                 with self._changing:
                     self._model.take_buffers(returned.buffers)
-            return Outcome(self._landed(returned, GivenArguments(call.args, call.kwargs)))
+            return TaskOutcome(self._take_output(returned, GivenArguments(call.args, call.kwargs)))
         except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
-            return Outcome(error=refused)
+            return TaskOutcome(error=refused)
 
-    def _finish(self, call: WholeCall, given: GivenArguments, returned: Returned, lane: Lane) -> Any:
-        output = self._landed(returned, given)
+    def _finish(self, call: WholeCall, given: GivenArguments, returned: CallOutput, lane: Lane) -> Any:
+        output = self._take_output(returned, given)
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
-    def _landed(self, returned: Returned, given: GivenArguments) -> Any:
-        """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
+    def _take_output(self, returned: CallOutput, given: GivenArguments) -> Any:
+        """Return the output of a call. Repeat its warnings here, and its writes into arguments."""
         warn_again(returned.warned)
         given.take(returned.written, returned.changed)
         return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output
@@ -307,9 +307,9 @@ class WorkerPool:
         if any(parameter.requires_grad for parameter in self._parameters):
             raise SessionError(_GRADIENTS.format("a parameter of the model"))
 
-    def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
+    def _number_function(self, prepare: Prepare) -> tuple[int, bytes]:
         """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""
-        pickled = pickled_function(prepare, "prepare")
+        pickled = pickle_function(prepare, "prepare")
         if pickled != self._prepare[1]:
             self._prepare = next(self._prepares), pickled
         return self._prepare

@@ -67,7 +67,7 @@ def test_items_of_rows_may_differ(kind):
     if kind.startswith("None"):
         assert_close(DataParallel(model, TWO)(x), model(x))
     else:
-        with pytest.raises(GatherError, match="which differ.*Return a tuple"):
+        with pytest.raises(GatherError, match=r"which differ.*Return a tuple"):
             DataParallel(model, TWO)(x)
     heads = Calls(lambda x: [None, x.float(), x.long()[:, None]])
     assert_close(DataParallel(heads, TWO)(x), heads(x))

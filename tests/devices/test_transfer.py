@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parawrap import parallel
-from parawrap.backends import bring
+from parawrap.backends import transfer
 from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
@@ -47,7 +47,7 @@ def test_large_inputs_of_any_layout(layout):
     """A large input is copied once, without blocking the host, and keeps its values; a dense one keeps its strides."""
     tensor = LAYOUTS[layout]()
     simdevice.reset_stats()
-    brought = bring(tensor, torch.device("sim:1"))
+    brought = transfer(tensor, torch.device("sim:1"))
     stats = simdevice.stats()
     assert (stats.h2d, stats.h2d_bytes, stats.late) == (1, tensor.nbytes, 1)
     torch.testing.assert_close(brought.cpu(), tensor, rtol=0, atol=0)

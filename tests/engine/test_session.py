@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from parawrap import parallel
 from parawrap.engine import Entry, Session
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards import Cutter, JoinRules, Parameters, balanced, uneven
+from parawrap.shards import Cutter, JoinRules, Parameters, balance, uneven
 from tests.helpers.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def opened():
     def open_session(target, lanes=2, *, cutter=None, **options):
         rules = JoinRules(**options)
-        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balanced)
+        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balance)
         sessions.append(Session(target, [CPU] * lanes, cutters={None: cutter}, rules=rules))
         return sessions[-1]
 

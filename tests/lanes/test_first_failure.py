@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parawrap.lanes import Outcome, first_failure
+from parawrap.lanes import TaskOutcome, first_failure
 
 CPU = torch.device("cpu")
 LANES = ["lane 0 on cpu", "lane 1 on cpu", "lane 2 on cpu"]
@@ -12,7 +12,7 @@ LANES = ["lane 0 on cpu", "lane 1 on cpu", "lane 2 on cpu"]
 
 def notes_of(*errors, **options):
     """Return the notes of the error that is chosen, and its position."""
-    outcomes = [Outcome(1) if error is None else Outcome(error=error) for error in errors]
+    outcomes = [TaskOutcome(1) if error is None else TaskOutcome(error=error) for error in errors]
     first = first_failure(outcomes, LANES, **options)
     assert outcomes == []  # the traceback may hold a frame that holds the list
     return next(index for index, error in enumerate(errors) if error is first), first.__notes__

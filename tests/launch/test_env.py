@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import PlatformError
-from parawrap.launch._world import surrounding_world
+from parawrap.launch._world import find_world
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
 from tests.helpers.waiting import eventually
@@ -229,7 +229,7 @@ def test_env_outside_a_world_raises(monkeypatch):
 
 def main(folder, *names):
     """Run scenarios in a rank and write their failures."""
-    names, rank = names or SCENARIOS, surrounding_world().global_rank
+    names, rank = names or SCENARIOS, find_world().global_rank
     failures = dict.fromkeys(names, "an earlier scenario failed")
     try:
         for name in names:

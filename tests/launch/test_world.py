@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parawrap import LaunchError, Platform, wrapper
-from parawrap.launch._world import surrounding_world
+from parawrap.launch._world import find_world
 
 # The variables of each launcher in rank 3 of 4, with two nodes of two ranks each.
 TORCHRUN = {
@@ -41,7 +41,7 @@ def worlds_of(environ):
         own |= {"LOCAL_RANK": rank % 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank % 2, "SLURM_LOCALID": rank % 2}
         own |= {"MPI_LOCALRANKID": rank, "OMPI_COMM_WORLD_NODE_RANK": rank % 2, "PMI_FD": 6 + 3 * rank}
         own |= {"GROUP_RANK": rank // 2, "SLURM_NODEID": rank // 2}
-        worlds.append(surrounding_world(environ | {name: str(value) for name, value in own.items() if name in environ}))
+        worlds.append(find_world(environ | {name: str(value) for name, value in own.items() if name in environ}))
     return worlds
 
 
@@ -78,7 +78,7 @@ def test_each_rank_reads_its_place(environ, name, restart, per_node):
 )
 def test_one_process_is_no_world(environ):
     """Incomplete variables, an sbatch script, an salloc shell, and single-rank srun or mpirun jobs are not worlds."""
-    assert surrounding_world(environ) is None
+    assert find_world(environ) is None
 
 
 def test_innermost_launcher_counts():
@@ -121,7 +121,7 @@ def test_each_job_has_its_own_port():
 def test_slurm_counts_are_read():
     """2(x3) means two tasks on each of three nodes. Unequal nodes are not taken for one machine."""
     for per_node, size, ranks in ("4", 4, [4]), ("1(x4)", 4, [1]), ("2(x2),1", 5, [1, 2]):
-        world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})
+        world = find_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})
         assert world.ranks_per_node in ranks
 
 

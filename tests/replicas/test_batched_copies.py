@@ -13,9 +13,9 @@ CPU = torch.device("cpu")
 def test_copies_keep_order_and_values(monkeypatch):
     """Small tensors are packed by dtype; a large one, and a single one of its dtype, travel alone."""
     sent = []
-    bring, bring_into = _batched_copies.bring, _batched_copies.bring_into
-    monkeypatch.setattr(_batched_copies, "bring", lambda each, device: (sent.append(each), bring(each, device))[1])
-    monkeypatch.setattr(_batched_copies, "bring_into", lambda to, each: (sent.append(each), bring_into(to, each)))
+    transfer, transfer_into = _batched_copies.transfer, _batched_copies.transfer_into
+    monkeypatch.setattr(_batched_copies, "transfer", lambda each, device: (sent.append(each), transfer(each, device))[1])
+    monkeypatch.setattr(_batched_copies, "transfer_into", lambda to, each: (sent.append(each), transfer_into(to, each)))
     given = [
         *(torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.randn(2, 0), torch.randn(4, 6).T, torch.arange(3)),
         *(torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(3, dtype=torch.float64)),

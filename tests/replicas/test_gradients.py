@@ -70,12 +70,12 @@ def test_a_mirror_has_linked_copies():
     weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     mirror = Mirror(CPU)
     assert mirror.take([weight, frozen]) == []
-    copied = mirror.linked(weight)
-    assert mirror.linked(weight) is copied
+    copied = mirror.link(weight)
+    assert mirror.link(weight) is copied
     assert copied.data_ptr() != weight.data_ptr()
     (copied * 3).sum().backward()
     assert weight.grad.tolist() == [3, 3]
-    assert not mirror.linked(frozen).requires_grad
+    assert not mirror.link(frozen).requires_grad
     with torch.no_grad():
         weight.fill_(5)
     assert list(map(id, mirror.take([weight]))) == [id(weight)]
@@ -87,4 +87,4 @@ def test_a_mirror_has_linked_copies():
     mirror.advance([weight, frozen])
     assert copied._version == version + 1
     mirror.unlink()
-    assert mirror.linked(weight) is not copied
+    assert mirror.link(weight) is not copied

@@ -160,7 +160,7 @@ def test_plans_are_not_mixed():
 
 def test_shards_on_another_device(monkeypatch):
     """Rows and whole values are copied, one object once; `origins` leads from a copy to the caller's value."""
-    monkeypatch.setattr("parawrap.shards._cut.bring", torch.Tensor.to)  # the meta device has no backend
+    monkeypatch.setattr("parawrap.shards._cut.transfer", torch.Tensor.to)  # the meta device has no backend
     x, scale, packed = torch.zeros(2), torch.ones(1), rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     plan, flat = planned(cutter(), x, [scale] * 3, packed)
     for shard in plan.scatter(flat, [META, META]):

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from parawrap.shards import Cutter, JoinRules, balanced, equal, join, uneven
+from parawrap.shards import Cutter, JoinRules, balance, equal, join, uneven
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU
 
-rules = st.sampled_from([balanced, uneven, equal])
+rules = st.sampled_from([balance, uneven, equal])
 Pair = namedtuple("Pair", "first second")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 

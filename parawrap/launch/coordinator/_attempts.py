@@ -15,11 +15,11 @@ from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._coordinator import Coordinator
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
+from parawrap.launch.coordinator._rank_times import RankTimes
 from parawrap.launch.coordinator._transcript import Record
 from parawrap.launch.guard._guard import Guard
-from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Raised, Requeued, first_failure
+from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Raised, Requeued, first_rank_failure
 from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["Attempts"]
@@ -122,12 +122,12 @@ class Attempts:
                 wants_more = self._wants_more()
                 is_unfinished = wants_more or self._may_restart()
                 if self._cancelled and is_unfinished:
-                    return self._ending(cancelled=True)
+                    return self._make_ending(cancelled=True)
                 elsewhere = self._requeues and (wants_more or self._preempted or self._has_lost_a_node())
                 if is_unfinished and not wants_more:
                     self.failures += 1
                 if not is_unfinished or elsewhere:
-                    return self._ending(requeued=is_unfinished)
+                    return self._make_ending(requeued=is_unfinished)
                 self._history.append(f"attempt {self.restart} {self._summary()}")
                 self.restart += 1
                 self._attempt = self._next_attempt()
@@ -155,7 +155,7 @@ class Attempts:
 
     def _may_restart(self) -> bool:
         """True if a rank failed and another attempt is allowed."""
-        if self._attempt.given_up or first_failure(self._attempt.outcomes()) is None:
+        if self._attempt.given_up or first_rank_failure(self._attempt.outcomes()) is None:
             return False
         has_nodes = self._requeues or not self._has_lost_a_node()
         return has_nodes and self.failures < self._platform.max_restarts
@@ -166,7 +166,7 @@ class Attempts:
     def _wants_more(self) -> bool:
         """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
         outcomes = self._attempt.outcomes()
-        failed = first_failure(outcomes)
+        failed = first_rank_failure(outcomes)
         if self._attempt.given_up or not (failed is None or (self._attempt.preempted and _is_echo(outcomes[failed]))):
             return False
         if any(isinstance(each, Requeued) for each in outcomes.values()):
@@ -184,7 +184,7 @@ class Attempts:
 
     def _summary(self) -> str:
         outcomes = self._attempt.outcomes()
-        failed = first_failure(outcomes)
+        failed = first_rank_failure(outcomes)
         if failed is None:
             return "was preempted" if self._attempt.preempted else "requested a restart"
         outcome = outcomes[failed]
@@ -199,7 +199,7 @@ class Attempts:
         self._preempted = True
         self._attempt.preempt(ends_late=ends_late)
 
-    def _ending(self, *, requeued: bool = False, cancelled: bool = False) -> Ending:
+    def _make_ending(self, *, requeued: bool = False, cancelled: bool = False) -> Ending:
         attempt = self._attempt
         return Ending(
             outcomes=attempt.outcomes(),

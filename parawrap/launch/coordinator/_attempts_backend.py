@@ -1,4 +1,4 @@
-"""The backend of launches whose ranks this process supervises: on this machine and on Ray."""
+"""The backend of launches on this machine and on Ray: this process supervises their ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._ending import Ending
-from parawrap.launch.coordinator._interruptible_event import Latch
+from parawrap.launch.coordinator._latch import Latch
 from parawrap.launch.coordinator._standstill import report_interval_s
 from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.rank._process_groups import StoreAddress

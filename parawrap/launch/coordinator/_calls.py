@@ -20,15 +20,15 @@ from typing import Any, cast
 
 from parawrap.errors import LaunchError, SessionError
 from parawrap.launch._platform import Platform
-from parawrap.launch._system_limits import explained
+from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._interruptible_event import Latch
+from parawrap.launch.coordinator._latch import Latch
 from parawrap.launch.coordinator._rank_state import RankState
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.coordinator._transcript import Record, Transcript
 from parawrap.launch.guard._guard import CallGuard
-from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Parcel, Raised, Returned
+from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, PackedValue, Raised, Returned
 from parawrap.launch.messages._line import Arrival, Message, pickle_value
 from parawrap.launch.messages._sent_globals import PackedCall, SentGlobals
 from parawrap.launch.rank._control_thread import Status
@@ -41,7 +41,7 @@ _HALT_S = 30.0  # to interrupt the ranks; a stopped process never does, and one 
 _LEAST_GRACE_S = 1.0  # for the errors of closed connections to arrive
 _REMEMBERED = 100  # calls whose globals a late answer may report as not set; ranks answer one call after the other
 _REGROUP_S = 60.0  # for all ranks to meet again; a guess that no test has contradicted
-_NEVER = float("inf")
+_NEVER = float("inf")  # by the monotonic clock
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -59,7 +59,7 @@ class Call:
         has_begun: True once it was sent to the ranks.
         records: Receive the output of the ranks during the call, by rank.
         done: Set once the call has ended.
-        ending: How the call ended; None until then.
+        ending: How the call ended; None before its end.
         has_output: True if a rank wrote output during the call.
         took_s: Seconds between the begin and the end of the call.
     """
@@ -80,7 +80,7 @@ class Call:
 
 
 class _Value:
-    """The value of an answer. Implements the methods of `Parcel`."""
+    """The value of an answer. Implements the methods of `PackedValue`."""
 
     def __init__(self, answer: Arrival) -> None:
         self._answer: Arrival | None = answer
@@ -150,7 +150,7 @@ class Calls:
     Attributes:
         ready: Set once all ranks can be called, or the launch has ended.
         idle: Set once the last call has ended after `close`, or the launch has ended.
-        ending: How the launch ended; None until then.
+        ending: How the launch ended; None before its end.
         lost: The reason why the ranks had to be ended, other than a death or a time limit.
         transcripts: The output of the ranks. Set by their owner.
         ended_in: The name of the function that the ranks ran when the launch ended.
@@ -242,7 +242,7 @@ class Calls:
         self.ended_in = self._current.call.name if self._current is not None else ""
         current, self._current = self._current, None
         if current is not None:
-            self._finish(current, self._ending_with(current, ending))
+            self._finish(current, self._make_ending(current, ending))
         self._fail_queue()
         self.ready.set()
         self.idle.set()
@@ -321,7 +321,7 @@ class Calls:
                 except SessionError as error:  # no room for its tensors
                     refused[state.rank] = error
                 except OSError as error:
-                    msg = f"the call of {call.name} cannot be sent to rank {state.rank}: {explained(error)}"
+                    msg = f"the call of {call.name} cannot be sent to rank {state.rank}: {explain_error(error)}"
                     refused[state.rank] = LaunchError(msg)
         return refused
 
@@ -486,7 +486,7 @@ class Calls:
         return _NEVER if current is None else min(current.until, current.up_at if current.step == "call" else _NEVER)
 
     def silent_from(self) -> float | None:
-        """Return the begin of the call that runs, from which on ranks may be silent. None if all ranks are idle."""
+        """Return the begin of the call that runs: ranks may be silent since then. None if all ranks are idle."""
         current = self._current
         return None if current is None or current.step != "call" or current.halts else current.began
 
@@ -525,7 +525,7 @@ class Calls:
         self._finish(current, ending)
         self._start_next()
 
-    def _ending_with(self, current: _Current, ending: Ending | BaseException) -> Ending:
+    def _make_ending(self, current: _Current, ending: Ending | BaseException) -> Ending:
         """Return how a call ended that the end of its ranks has ended."""
         if isinstance(ending, BaseException):
             return Ending({}, broken=f"the ranks ended: {ending}")
@@ -572,4 +572,4 @@ def _outcome_of(answer: Arrival) -> Outcome:
         return Ended(answer.load())
     assert answer.file is not None
     body = answer.load()
-    return Raised(body["at"], Parcel(answer.file), body["summary"], body["traceback"], body["is_echo"])
+    return Raised(body["at"], PackedValue(answer.file), body["summary"], body["traceback"], body["is_echo"])

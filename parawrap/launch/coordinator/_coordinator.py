@@ -18,18 +18,18 @@ from typing import Any
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
+from parawrap.launch.coordinator._rank_times import RankTimes
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Ended,
     Outcome,
-    Parcel,
+    PackedValue,
     Raised,
     Requeued,
     Returned,
-    first_failure,
+    first_rank_failure,
 )
 from parawrap.launch.messages._line import Arrival
 from parawrap.launch.rank._control_thread import FORCED, Status
@@ -38,11 +38,11 @@ from parawrap.launch.rank._rank_assignment import Assignment
 __all__ = ["Coordinator"]
 
 _ECHO_WAIT_S = 1.0  # time for the original failure to arrive after an echo of it
-_STACKS_WAIT_S = 1.0
+_STACKS_WAIT_S = 1.0  # a rank answers at once, unless C code holds the GIL
 _WATCHING_S = 1.0  # a longer delay of the loop means that this process itself was stopped
 _GIVE_UP_S = 20.0  # time for guards to report the end of killed ranks and their leftovers
-_LAST_WORDS = 2500
-_NEVER = float("inf")
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
+_NEVER = float("inf")  # by the monotonic clock
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _NOT_STARTED = "its process has not started yet"
 
@@ -212,7 +212,7 @@ class Coordinator:
     def _is_over(self) -> bool:
         return all(guard.is_over for guard in self._guards)
 
-    def _living(self) -> list[RankState]:
+    def _list_living(self) -> list[RankState]:
         return [state for state in self._states if state.is_alive]
 
     # -- the clock
@@ -261,7 +261,7 @@ class Coordinator:
 
     def _end_with_stacks(self) -> None:
         """Request the stacks of every rank, then end the ranks."""
-        for state in self._living():
+        for state in self._list_living():
             if state.is_running and (self._calls is None or self._calls.is_running(state.rank)):
                 state.stacks = _NO_ANSWER if state.pid else _NOT_STARTED
                 state.request_stacks()
@@ -279,11 +279,11 @@ class Coordinator:
             self._kill()
 
     def _kill(self) -> None:
-        for state in self._living():
+        for state in self._list_living():
             state.kill()
 
     def _request_stacks(self) -> None:
-        for state in self._living():
+        for state in self._list_living():
             state.request_stacks()
 
     # -- reports from guards
@@ -325,7 +325,7 @@ class Coordinator:
         state.is_alive = False
         state.began["end"] = time.time()
         if state.outcome is None:
-            self._settle(state, self._died(state, code, lost_with))
+            self._settle(state, self._judge_death(state, code, lost_with))
 
     def on_trouble(self, what: str) -> None:
         self.broken = self.broken or what
@@ -348,8 +348,8 @@ class Coordinator:
         self._standstill.hint()
         self._end_deadlock()
 
-    def _died(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
-        ended_by_us = state.ordered_to_end and not lost_with and _caused_by_order(state, code)
+    def _judge_death(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
+        ended_by_us = state.ordered_to_end and not lost_with and _is_caused_by_order(state, code)
         if ended_by_us or self.broken is not None:  # a failing node may have missed the rank's last message
             return Ended(time.time())
         last_words = state.transcript.last_words(_LAST_WORDS)
@@ -371,7 +371,7 @@ class Coordinator:
             self._changed.notify_all()
         self._last_sign = time.monotonic()
         self._has_failed = self._has_failed or isinstance(outcome, (Raised, Died))
-        first = first_failure(self._outcomes) if self._has_failed else None
+        first = first_rank_failure(self._outcomes) if self._has_failed else None
         if first is not None:
             self._on_failure(self._outcomes[first])
         elif len(self._outcomes) == len(self._states):
@@ -392,7 +392,7 @@ class Coordinator:
     def _release(self) -> None:
         """Let ranks that have returned end, once all others have joined the process groups."""
         if all("run" in state.began or not state.is_running for state in self._states):
-            for state in self._living():
+            for state in self._list_living():
                 if not state.is_running:
                     state.guard.send(state.rank, "met")
         if self._calls is not None and all("run" in state.began for state in self._states):
@@ -421,7 +421,7 @@ def _failure_in(outcome: Outcome | None) -> str | None:
     return outcome.summary if isinstance(outcome, (Raised, Died)) else None
 
 
-def _caused_by_order(state: RankState, code: int | None) -> bool:
+def _is_caused_by_order(state: RankState, code: int | None) -> bool:
     """True if the order to end, or a kill by the coordinator, explains the rank's exit code."""
     return code in (None, FORCED, -signal.SIGTERM) or (state.killed and code == -signal.SIGKILL)
 
@@ -430,10 +430,10 @@ def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, state:
     at = body["at"]
     if word == "returned":
         assert file is not None
-        return Returned(at, Parcel(file))
+        return Returned(at, PackedValue(file))
     if word == "raised":
         assert file is not None
-        return Raised(at, Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+        return Raised(at, PackedValue(file), body["summary"], body["traceback"], body["is_echo"])
     if word == "left":
         return Died(at, state.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
     if word == "requeued":

@@ -9,8 +9,8 @@ from typing import Any
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, add_note
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.coordinator._launch_timeline import RankTimes
-from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_failure, values_of
+from parawrap.launch.coordinator._rank_times import RankTimes
+from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_rank_failure, values_of
 
 __all__ = ["Ending", "results_or_error"]
 
@@ -76,7 +76,7 @@ def results_or_error(
         return _timeout_error(name, ending)
     if ending.stuck:
         return _stuck_error(name, ending)
-    failed = first_failure(ending.outcomes)
+    failed = first_rank_failure(ending.outcomes)
     if failed is None and (ending.broken or ending.lost or len(ending.outcomes) < len(ranks)):
         why = ending.broken or ending.lost
         return LaunchError(why or f"only {len(ending.outcomes)} of {world_size} ranks of {name} started")

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from parawrap._public import public
-from parawrap.displays import Table, shortened
+from parawrap.displays import Table, shorten
 from parawrap.errors import LaunchCancelledError, LaunchError
 from parawrap.launch._packed_call import Job
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch._system_limits import explained
+from parawrap.launch._system_limits import explain_error
 from parawrap.launch.coordinator._ending import Ending, results_or_error
-from parawrap.launch.coordinator._interruptible_event import Latch
-from parawrap.launch.coordinator._launch_timeline import trace_path, write_trace
+from parawrap.launch.coordinator._latch import Latch
 from parawrap.launch.coordinator._printer import Printer
+from parawrap.launch.coordinator._rank_times import trace_path, write_trace
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 from parawrap.launch.guard._start_methods import stop_server
 
-__all__ = ["Backend", "Launch", "await_ranks", "cancel_all", "cancel_launches", "ended_launch", "start"]
+__all__ = ["Backend", "Launch", "await_ranks", "cancel_all", "cancel_launches", "make_ended_launch", "start"]
 
 R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
@@ -199,7 +199,7 @@ class Launch(Generic[R]):
 
     @property
     def records(self) -> Sequence[Transcript]:
-        """What keeps the output of each rank."""
+        """The output of each rank."""
         return self._transcripts
 
     def flush_output(self) -> None:
@@ -222,7 +222,7 @@ class Launch(Generic[R]):
             (
                 f"{rank}",
                 outcomes[rank].summary if rank in outcomes else self._state_of(rank),
-                shortened(transcript.last_line(), _LONGEST),
+                shorten(transcript.last_line(), _LONGEST),
             )
             for rank, transcript in enumerate(self._transcripts)
         ]
@@ -293,7 +293,7 @@ def start(launch: Launch[Any]) -> None:
     except RuntimeError as error:
         _running.discard(launch)
         launch._finish_transcripts()
-        msg = f"the thread that watches {launch._job.name} cannot be started: {explained(error)}"
+        msg = f"the thread that watches {launch._job.name} cannot be started: {explain_error(error)}"
         raise LaunchError(msg) from error
     except BaseException:  # Ctrl-C
         launch.request_cancel()
@@ -316,7 +316,7 @@ def await_ranks(launch: Launch[Any]) -> None:
         raise launch._known
 
 
-def ended_launch(job: Job, outcome: RankResults[Any] | BaseException) -> Launch[Any]:
+def make_ended_launch(job: Job, outcome: RankResults[Any] | BaseException) -> Launch[Any]:
     """Return the handle of a call that has ended. Its ranks wrote their output to their own streams."""
     launch: Launch[Any] = Launch(job, None)
     launch._results = outcome

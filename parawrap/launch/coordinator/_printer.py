@@ -18,7 +18,7 @@ from typing import TextIO
 
 __all__ = ["Lines", "Printer"]
 
-_LONGEST_LINE = 1 << 16
+_LONGEST_LINE = 1 << 16  # characters that are held back; a longer line is shown in parts
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _PIECE = 4096  # a pipe that is ready for writing takes this many bytes without blocking (PIPE_BUF of Linux)
 _PATIENCE_S = 1.0  # `finish` gives up if standard output takes nothing for this long; a guess that no test has contradicted
@@ -68,7 +68,7 @@ class Printer:
         with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
             encoding = getattr(target, "encoding", None) or "utf-8"
             data = text.encode(encoding, "backslashreplace")
-            file = _blocking_file(target)
+            file = _find_blocking_file(target)
             for piece in [data] if file is None else _pieces(data):
                 if file is not None:
                     _await_writable(file)
@@ -145,7 +145,7 @@ class Lines:
         self._printer.write(self._stream, "".join(self._prefix + line for line in shown))
 
 
-def _blocking_file(target: TextIO) -> int | None:
+def _find_blocking_file(target: TextIO) -> int | None:
     """Return the descriptor of a stream if a write to it may block until another process reads. Else None."""
     try:
         file = target.fileno()
@@ -155,7 +155,7 @@ def _blocking_file(target: TextIO) -> int | None:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Split encoded text into pieces of whole lines of at most `_PIECE` bytes. Longer lines are pieces of their own."""
+    """Split encoded text into pieces of whole lines of at most `_PIECE` bytes. A longer line is one piece."""
     piece = b""
     for line in data.splitlines(keepends=True):
         if piece and len(piece) + len(line) > _PIECE:

@@ -113,7 +113,7 @@ class Ranks:
 
         `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks. `Launch.preempt` has no effect.
         """
-        bare, sent_as, arguments = _checked(function, args, kwargs)
+        bare, sent_as, arguments = _check_call(function, args, kwargs)
         call = self._new_call(bare, self._all())
         job = Job(_quiet(self.platform), bare, arguments, kwargs)
         launch: Launch[R] = Launch(job, _CallBackend(self, call))
@@ -126,7 +126,7 @@ class Ranks:
         """Return one rank. Calling it runs a function on that rank only.
 
         Raises:
-            IndexError: If there is no such rank.
+            IndexError: If the world does not have this rank.
         """
         size = self.platform.world_size
         if not -size <= rank < size:
@@ -148,7 +148,7 @@ class Ranks:
         return Call(next(self._numbers), name, ranks)
 
     def _run(self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankResults[Any]:
-        bare, sent_as, arguments = _checked(function, args, kwargs)
+        bare, sent_as, arguments = _check_call(function, args, kwargs)
         call = self._new_call(bare, ranks)
         try:
             self._submit(call, sent_as, arguments, kwargs)
@@ -398,7 +398,7 @@ def _abandon(launch: Launch[Any], pid: int) -> None:
         launch.request_cancel()
 
 
-def _checked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+def _check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...]]:
     """Return the function, what to send for it, and the arguments. A function that `wrapper` decorated is unwrapped.
 
     Raises:
@@ -415,7 +415,7 @@ def _checked(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _quiet(platform: Platform) -> Platform:
-    """Return a platform whose launch neither prints nor writes files: that of the ranks does."""
+    """Return the platform without output and files: the launch of the ranks makes them."""
     quiet = copy.copy(platform)
     for name, value in {"verbose": False, "console_logs": None, "trace": None, "upon_finish": None}.items():
         object.__setattr__(quiet, name, value)

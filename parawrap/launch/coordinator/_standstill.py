@@ -18,7 +18,7 @@ STILL_S = 60.0
 STUCK_S = 20.0
 """Seconds that the remaining ranks may wait for other ranks after some have exited."""
 
-_REPORT_S = 1.0
+_REPORT_S = 1.0  # often enough for limits of a few seconds
 _REPORTS_PER_S = 1000  # a guess: the coordinator handles one report in less than 0.1 ms
 _IDLE_S = 5.0  # a loop that polls, such as one over a queue, is busy
 _MISSED = 3  # intervals without a report until a rank counts as one that does not answer

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch._system_limits import explained
-from parawrap.launch.rank._process_groups import LOOPBACK, StoreAddress, planned_store
+from parawrap.launch._system_limits import explain_error
+from parawrap.launch.rank._process_groups import LOOPBACK, StoreAddress, plan_store
 
 __all__ = ["open_store_host"]
 
-_BACKLOG = 4096
+_BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _FOLDER = f"parawrap-store-{os.getuid()}-"
 _EVERYWHERE = "0.0.0.0"
 
@@ -44,27 +44,27 @@ def open_store_host(platform: Platform, host: str | None = None, path: Path | No
     Raises:
         LaunchError: If the store cannot listen on the platform's address.
     """
-    planned = planned_store(platform, host)
+    planned = plan_store(platform, host)
     if planned is None and host is not None:
         yield None
     elif planned is None:  # no store, but an address for user code
-        with _reserved_port() as port:
+        with _reserve_port() as port:
             yield StoreAddress(platform.master_addr or LOOPBACK, platform.master_port or port)
     elif planned.path is None:
-        store, port = _listening_store(planned, platform)
+        store, port = _open_store_at_port(planned, platform)
         yield StoreAddress(planned.host, port)
         del store
     elif path is not None and platform.n_nodes > 1:
         yield StoreAddress(path=str(path))
     else:
-        with _private_folder() as folder, _reserved_port() as port:
+        with _private_folder() as folder, _reserve_port() as port:
             yield StoreAddress(LOOPBACK, port, str(folder / "store"))
 
 
-def _listening_store(planned: StoreAddress, platform: Platform) -> tuple[dist.TCPStore, int]:
+def _open_store_at_port(planned: StoreAddress, platform: Platform) -> tuple[dist.TCPStore, int]:
     """Open a store at the platform's port or a free one. Pass it the bound socket, so no other process gets the port."""
     is_one_address = planned.host in (LOOPBACK, platform.master_addr)
-    listener = _listening(planned if is_one_address else StoreAddress(_EVERYWHERE, planned.port))
+    listener = _listen(planned if is_one_address else StoreAddress(_EVERYWHERE, planned.port))
     host, port = str(planned.host), int(listener.getsockname()[1])
     with listener:
         try:
@@ -77,7 +77,7 @@ def _listening_store(planned: StoreAddress, platform: Platform) -> tuple[dist.TC
     return store, port
 
 
-def _listening(meeting: StoreAddress) -> socket.socket:
+def _listen(meeting: StoreAddress) -> socket.socket:
     listener = None
     try:
         family = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][0]
@@ -89,7 +89,7 @@ def _listening(meeting: StoreAddress) -> socket.socket:
         if listener is not None:
             listener.close()
         place = f"{meeting.host}:{meeting.port}"
-        msg = f"the ranks' store cannot listen on {place}: {explained(error)}; leave out master_addr and master_port"
+        msg = f"the ranks' store cannot listen on {place}: {explain_error(error)}; leave out master_addr and master_port"
         raise LaunchError(msg) from error
     return listener
 
@@ -101,7 +101,7 @@ def _private_folder() -> Iterator[Path]:
     This process locks the folder. Also remove unlocked folders, which killed processes left behind.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        with contextlib.suppress(OSError), _locked(left):
+        with contextlib.suppress(OSError), _lock(left):
             shutil.rmtree(left)
     with contextlib.ExitStack() as cleanup:
         yield _new_folder(cleanup)
@@ -113,7 +113,7 @@ def _new_folder(cleanup: contextlib.ExitStack) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
-            cleanup.enter_context(_locked(folder))
+            cleanup.enter_context(_lock(folder))
         except (FileNotFoundError, BlockingIOError):
             continue
         except OSError as error:
@@ -125,7 +125,7 @@ def _new_folder(cleanup: contextlib.ExitStack) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Lock a folder.
 
     Raises:
@@ -140,7 +140,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
+def _reserve_port() -> Iterator[int]:
     """Reserve a loopback port for MASTER_PORT, where user code on rank 0 may open a store.
 
     A bound socket that does not listen keeps the system from assigning the port to another process.

@@ -26,7 +26,7 @@ __all__ = ["Record", "Transcript", "end_of", "new_log_folder"]
 
 _log = logging.getLogger("parawrap.launch")
 
-_IN_MEMORY = 1 << 20
+_IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
 _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _SEARCHED = 1 << 16  # the last bytes of the output, which are searched for a crash report
 _CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)  # the first line of faulthandler's report
@@ -81,7 +81,7 @@ class Transcript:
         self._access = threading.Lock()
         self._printer = printer
         path = None if folder is None else folder / f"rank-{rank}.log"
-        self._file = None if path is None else _TolerantFile(_opened(path), str(path))
+        self._file = None if path is None else _TolerantFile(_open_file(path), str(path))
         self._spool = _Spool()
         self._words_from = 0
         self._kept = _TolerantFile(self._spool, f"the transcript of rank {rank}")
@@ -169,7 +169,7 @@ def _end_of(text: str, at_most: int) -> str:
     return rest if newline and len(end) < len(text) else end
 
 
-def _opened(path: Path) -> io.FileIO:
+def _open_file(path: Path) -> io.FileIO:
     try:
         return path.open("wb", buffering=0)
     except OSError as error:

@@ -26,13 +26,13 @@ import warnings
 from typing import NamedTuple, NoReturn
 
 from parawrap.launch._private_names import keep_finalizers_from_exits
-from parawrap.launch.guard._orphan_processes import LOOK_S, Leftovers, kill_group
+from parawrap.launch.guard._orphan_processes import LOOK_S, Orphans, kill_group
 from parawrap.launch.messages._channel import receive_exactly, socket_at_standard_input
 from parawrap.launch.rank._cluster_signals import heed_signals
 from parawrap.launch.rank._control_thread import PRELOADABLE
 from parawrap.launch.rank._rank_process import run_rank
 
-__all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve", "serve_standard_input"]
+__all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve_forks", "serve_standard_input"]
 
 REQUEST = struct.Struct("<cd")  # FORK with the rank's grace_s, or LOAD with an index into PRELOADABLE
 FORK, LOAD = b"f", b"l"
@@ -43,9 +43,9 @@ STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 ENDED = b"e"  # with the exit code, or the negative signal number
 
-_LOOK_FOR_PARENT_S = 0.5
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_FOR_PARENT_S = 0.5  # the kernel reports a dead parent on Linux only
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 class _Rank(NamedTuple):
@@ -57,11 +57,11 @@ class _Rank(NamedTuple):
 
 def serve_standard_input() -> NoReturn:
     """Serve requests from standard input, which is a socket. The entry point of a fresh interpreter."""
-    serve(socket_at_standard_input())
+    serve_forks(socket_at_standard_input())
     os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
 
 
-def serve(requests: socket.socket) -> None:
+def serve_forks(requests: socket.socket) -> None:
     """Serve requests until the launching process closes the connection and the last rank has ended."""
     with requests:
         # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
@@ -76,7 +76,7 @@ class _Server:
         self._requests = requests
         self._ranks: dict[int, _Rank] = {}
         self._ended: dict[int, _Rank] = {}
-        self._leftovers = Leftovers()
+        self._leftovers = Orphans()
         self._to_load: list[str] = []
         self._parent, self._pid = os.getppid(), os.getpid()
         self._libc = ctypes.CDLL(None)

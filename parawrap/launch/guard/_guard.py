@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from parawrap.errors import LaunchError
-from parawrap.launch._system_limits import explained, open_files_limit
+from parawrap.launch._system_limits import explain_error, open_files_limit
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.guard._forkserver import FAILED, STARTED, STATUS
 from parawrap.launch.guard._orphan_processes import kill_group
@@ -29,7 +29,7 @@ from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["CallGuard", "CallWatcher", "Guard", "LocalGuard", "Watcher"]
 
-_PIECE = 1 << 16
+_PIECE = 1 << 16  # the size of a pipe in Linux
 _PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
 _LINE_TIMEOUT_S = 10.0  # the longest time that a rank stopped in the middle of a message blocks the launch
 
@@ -105,7 +105,7 @@ class CallGuard(Guard, Protocol):
         """Send a request to a rank that stays, unless it has ended. `pickled` and `buffers` are the value of `message`.
 
         Raises:
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
         """
 
     def end_calls(self, rank: int) -> None:
@@ -166,9 +166,9 @@ class LocalGuard:
     def start(self, assignment: Assignment, watcher: Watcher) -> None:
         rank = assignment.place.global_rank
         try:
-            process = self._started(assignment.grace_s, watcher)
+            process = self._start_process(assignment.grace_s, watcher)
         except OSError as error:
-            msg = f"the process of rank {rank} cannot be started: {explained(error)}"
+            msg = f"the process of rank {rank} cannot be started: {explain_error(error)}"
             raise LaunchError(msg) from error
         self._processes[rank] = process
         self._loop.watch(process.channel, partial(self._on_message, rank, process))
@@ -187,7 +187,7 @@ class LocalGuard:
         with its:
             process.channel.send("assignment", assignment, (*self._files, its.fileno()))
 
-    def _started(self, grace_s: float, watcher: Watcher) -> _Process:
+    def _start_process(self, grace_s: float, watcher: Watcher) -> _Process:
         ours, its = socket.socketpair()
         ours.settimeout(_LINE_TIMEOUT_S)
         channel = Channel(ours)
@@ -310,7 +310,7 @@ class LocalGuard:
         elif word == FAILED:
             error = OSError(number, os.strerror(number))
             self._forget(rank, process)
-            process.watcher.on_trouble(f"the process of rank {rank} cannot be forked: {explained(error)}")
+            process.watcher.on_trouble(f"the process of rank {rank} cannot be forked: {explain_error(error)}")
             process.watcher.on_end(rank, None)
         else:
             self._end(rank, process, None if process.is_cancelled else number)

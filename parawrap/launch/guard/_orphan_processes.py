@@ -18,14 +18,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LOOK_S", "Leftovers", "kill_group"]
+__all__ = ["LOOK_S", "Orphans", "kill_group"]
 
-LOOK_S = 0.02
+LOOK_S = 0.02  # a leftover process ends soon after its signal
 _PATIENCE_S = 10.0  # enough for a Python process that is still starting on a busy machine
 _PF_EXITING = 0x4  # of include/linux/sched.h
 
 
-class Leftovers:
+class Orphans:
     """Tracks the leftover processes of ended ranks until all are gone. Runs in the process that forked the ranks.
 
     Running ranks adopt their own orphans. So an orphan that becomes a child of this process belongs to an ended rank.

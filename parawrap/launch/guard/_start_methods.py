@@ -24,8 +24,8 @@ import torch
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
-from parawrap.launch._system_limits import explained
-from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve
+from parawrap.launch._system_limits import explain_error
+from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve_forks
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._first_rank_failure import exit_text
 from parawrap.launch.rank._control_thread import PRELOADABLE
@@ -45,10 +45,10 @@ _FLAGS = {
 
 _Around = Callable[[], AbstractContextManager[None]]
 
-_SEND_S = 10.0
-_EXIT_S = 1.0
-_LOOK_S = 0.02
-_STOP_S = 60.0
+_SEND_S = 10.0  # the process reads at once, unless it was stopped
+_EXIT_S = 1.0  # then it is killed
+_LOOK_S = 0.02  # a process starts in some tens of milliseconds
+_STOP_S = 60.0  # it ends the ranks first; a guess that no test has contradicted
 
 
 class Starter(Protocol):
@@ -145,7 +145,7 @@ class _Server:
                 self._process = _fresh_server(its) if forked_with is None else _ForkedServer(its, forked_with)
             except OSError as error:
                 ours.close()
-                msg = f"the process that forks ranks cannot be started: {explained(error)}"
+                msg = f"the process that forks ranks cannot be started: {explain_error(error)}"
                 raise LaunchError(msg) from error
         self._sending = threading.Lock()
         self._loaded: set[str] = set()
@@ -168,7 +168,7 @@ class _Server:
         except OSError as error:
             os.close(status)
             self.retire()
-            msg = f"{self.describe()} does not accept requests: {explained(error)}. The next launch starts another one"
+            msg = f"{self.describe()} does not accept requests: {explain_error(error)}. The next launch starts another one"
             raise LaunchError(msg) from error
         finally:
             written.close()
@@ -301,7 +301,7 @@ def _serve_in_fork(requests: socket.socket) -> NoReturn:
         forget_finalizers()
         os.setsid()
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would block forever
-        serve(requests)
+        serve_forks(requests)
         os._exit(0)
     finally:
         traceback.print_exc()

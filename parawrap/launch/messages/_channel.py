@@ -22,7 +22,7 @@ from parawrap.launch.messages._pickle_values import memory_file
 
 __all__ = [
     "Channel",
-    "Message",
+    "ChannelMessage",
     "close_in_forked_children",
     "is_readable",
     "receive_exactly",
@@ -31,7 +31,7 @@ __all__ = [
 
 _HEAD = struct.Struct("<QB?")  # the length of the body, the number of attached files, and if the last one holds the body
 _LARGEST_BODY = 1 << 14  # larger ones are attached: a socket buffers about 200 KiB
-_MOST_FILES = 8
+_MOST_FILES = 8  # the payload, the line of a rank, and an attached body need three
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -44,7 +44,7 @@ class HasFileno(Protocol):
         ...
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
     """One message. The receiver closes its files."""
 
     word: str
@@ -88,7 +88,7 @@ class Channel:
                 return False
         return True
 
-    def receive(self) -> Message | None:
+    def receive(self) -> ChannelMessage | None:
         """Wait for the next message. Return None if the other end is closed."""
         files: list[int] = []
         try:
@@ -101,7 +101,7 @@ class Channel:
             if len(files) != count:  # the kernel dropped descriptors: this process has reached its limit on open files
                 for file in files:
                     os.close(file)
-                return Message("files lost", None, ())
+                return ChannelMessage("files lost", None, ())
             if is_attached:
                 with os.fdopen(files.pop(), "rb") as attached:
                     attached.seek(0)
@@ -111,7 +111,7 @@ class Channel:
             for file in files:
                 os.close(file)
             return None
-        return Message(word, body, tuple(files))
+        return ChannelMessage(word, body, tuple(files))
 
     def close(self) -> None:
         """Close the connection. The other end receives end of file."""

@@ -14,7 +14,7 @@ from parawrap.launch._private_names import REGISTERED_BY_MODULES
 
 __all__ = ["RefusedError", "find_unpicklable"]
 
-_MOST_STEPS = 50
+_MOST_STEPS = 50  # levels of nesting; deeper paths are useless in a message
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _PLACES = ("the result", "the function")
 

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol
 
 from parawrap.errors import LaunchError, RankDiedError, add_note
 from parawrap.launch._rank_results import RankResults
+from parawrap.launch.messages._pack_exception import summary_of
 from parawrap.launch.messages._pickle_values import memory_file, unpack
 from parawrap.launch.messages._private_files import open_private
-from parawrap.launch.messages._rank_errors import summary_of
 
 __all__ = [
     "Died",
@@ -28,20 +28,20 @@ __all__ = [
     "Failure",
     "Outcome",
     "Packed",
-    "Parcel",
+    "PackedValue",
     "Raised",
     "Requeued",
     "Returned",
     "error_of",
     "exit_text",
-    "first_failure",
-    "missed_collective",
+    "first_rank_failure",
+    "make_collective_error",
     "values_of",
 ]
 
-_MOST_NAMED = 8
-_LAST_WORDS = 2500
-_PIECE = 1 << 24
+_MOST_NAMED = 8  # ranks in a message: more would not fit a line
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
+_PIECE = 1 << 24  # bytes in memory while a file is copied
 _TIMED_OUT = re.compile(
     r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE
 )  # of gloo, NCCL, and stores
@@ -60,7 +60,7 @@ class Packed(Protocol):
         """Release its memory."""
 
 
-class Parcel:
+class PackedValue:
     """A pickled value from a rank, in an open file or at a path."""
 
     def __init__(self, file: int | Path) -> None:
@@ -76,7 +76,7 @@ class Parcel:
         assert self._file is not None, "closed"
         return unpack(self._file)
 
-    def put(self, path: Path) -> Parcel:
+    def put(self, path: Path) -> PackedValue:
         """Write the value to a file at this path for another process. Return the new parcel, and close this one."""
         if self._file is None:  # it has a path already
             return self
@@ -85,7 +85,7 @@ class Parcel:
             while out.tell() < size:
                 out.write(os.pread(self._file, _PIECE, out.tell()))
         self.close()
-        return Parcel(path)
+        return PackedValue(path)
 
     def close(self) -> None:
         """Close the file."""
@@ -148,7 +148,7 @@ class Died:
     def summary(self) -> str:
         """How the rank died, to complete a sentence that starts with the rank's name."""
         if self.signal is not None:
-            return _killed_by(self.signal)
+            return _describe_kill(self.signal)
         if self.by_sys_exit:
             return f"called sys.exit({self.exit_code}) and returned nothing"
         if self.lost_with:
@@ -176,10 +176,10 @@ class Ended:
 
 def exit_text(code: int) -> str:
     """Describe how a process ended, from its exit code or a negative signal number."""
-    return _killed_by(_signal(-code)) if code < 0 else f"exited with code {code}"
+    return _describe_kill(_signal(-code)) if code < 0 else f"exited with code {code}"
 
 
-def _killed_by(number: Signal) -> str:
+def _describe_kill(number: Signal) -> str:
     return f"was killed by {getattr(number, 'name', f'signal {number}')}"
 
 
@@ -195,7 +195,7 @@ Failure = Raised | Died
 Outcome = Returned | Raised | Died | Requeued | Ended
 
 
-def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
+def first_rank_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     """Return the rank to report as failed, or None if no rank failed.
 
     If a rank exited to be restarted, the echoes of its exit do not count as failures.
@@ -235,21 +235,21 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
     """
     failure = outcomes[rank]
     if isinstance(failure, Raised):
-        error = _opened(failure, rank)
+        error = _open_failure(failure, rank)
         returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
-            error = missed_collective(rank, returned, error)
+            error = make_collective_error(rank, returned, error)
         if _TIMED_OUT.search(failure.summary):
             add_note(error, "Platform(ipc_timeout_min=...) sets how many minutes a collective waits for other ranks")
         add_note(
-            error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indented(failure.traceback)}"
+            error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indent(failure.traceback)}"
         )
     else:
         assert isinstance(failure, Died)
         msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
         error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=failure.exit_code)
         if failure.last_words:
-            error.add_note(f"the last output of rank {rank}:\n{_indented(failure.last_words[-_LAST_WORDS:])}")
+            error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words[-_LAST_WORDS:])}")
         if failure.signal is signal.SIGKILL:
             error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
     for note in _on_others(rank, outcomes, failure):
@@ -257,7 +257,7 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
     return error
 
 
-def missed_collective(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
+def make_collective_error(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
     """Return an error that says that a collective broke because other ranks had returned. Its cause is `error`."""
     named = f"rank {returned[0]}" if len(returned) == 1 else f"ranks {', '.join(map(str, returned))}"
     msg = (
@@ -269,7 +269,7 @@ def missed_collective(rank: int, returned: Sequence[int], error: BaseException) 
     return explained
 
 
-def _opened(failure: Raised, rank: int) -> BaseException:
+def _open_failure(failure: Raised, rank: int) -> BaseException:
     try:
         error: BaseException = failure.error.open()
     except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
@@ -293,5 +293,5 @@ def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> 
     )
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join("  | " + line for line in text.splitlines())

@@ -32,7 +32,7 @@ __all__ = [
     "content_of",
     "content_of_definition",
     "has_state",
-    "learned_state",
+    "is_learned_state",
     "reference_to",
     "state_of",
     "walk",
@@ -168,9 +168,9 @@ class DigestPickler(ScriptPickler):
             return tuple, ((obj.__qualname__, id(obj)),)
         return reduced
 
-    def _reduced_tensor(self, tensor: torch.Tensor) -> Any:
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
-            return super()._reduced_tensor(tensor)
+            return super()._reduce_tensor(tensor)
         version = 0 if tensor.is_inference() else version_of(tensor)
         shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device))
         return tuple, ((tensor.data_ptr(), version, *shape, tensor.requires_grad),)
@@ -188,7 +188,7 @@ def has_state(value: Any) -> bool:
     return bool(getattr(value, "__dict__", None)) and not callable(value) and not isinstance(value, _CONSTANT)
 
 
-def learned_state(value: Any) -> bool:
+def is_learned_state(value: Any) -> bool:
     """True for an object that training changes."""
     return isinstance(value, _LEARNING)
 

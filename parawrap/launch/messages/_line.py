@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.launch.messages._pickle_values import pickled_apart
-from parawrap.launch.messages._plain_values import pickled_plain
-from parawrap.launch.messages._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
+from parawrap.launch.messages._pickle_values import pickle_apart
+from parawrap.launch.messages._plain_values import pickle_plain
+from parawrap.launch.messages._slabs import MappedSlabs, OwnSlabs, Slab, layout
 from parawrap.tree import flatten, unflatten
 
-__all__ = ["Arrival", "Line", "Message", "pickle_value", "trimmed"]
+__all__ = ["Arrival", "Line", "Message", "pickle_value", "trim_tensors"]
 
 _WORDS = (
     *("model", "build", "tensors_changed", "call", "calls"),  # requests to workers; "call" also to ranks
@@ -34,12 +34,12 @@ _WORDS = (
 )
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _ROOM = 2 * _INLINE  # for messages that arrive with one system call
-_WORTH_LENDING = 1 << 20
-_MOST_LENT = 4
+_WORTH_LENDING = 1 << 20  # bytes; copying fewer takes less time than renewing a slab
+_MOST_LENT = 4  # slabs that the reader holds: later values are copied, so that memory stays bounded
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _FILE_BYTES = array("i").itemsize
 _MOST_FILES = 8  # that arrive with one system call
-_NO_SLAB = -1
+_NO_SLAB = -1  # slabs are numbered from 0
 
 
 class Message(NamedTuple):
@@ -118,7 +118,7 @@ class Line:
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
         self.send_pickled(message, *pickle_value(message.value, address))
@@ -127,7 +127,7 @@ class Line:
         """Send a message whose value is pickled already. Its own value is ignored.
 
         Raises:
-            SessionError: If there is no room for its tensors. Nothing is sent then.
+            SessionError: If memory lacks room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
         if len(pickled) > _INLINE:
@@ -136,7 +136,7 @@ class Line:
         offsets, size = layout(lengths)
         slab, retired = (None, []) if size <= _INLINE else self._own.take(size)
         try:
-            inline = _padded(buffers, offsets) if slab is None else _copied_into(slab, buffers, offsets)
+            inline = _pad(buffers, offsets) if slab is None else _copy_into(slab, buffers, offsets)
             released = self._others.released()
             numbers = array("q", (*lengths, *retired, *released))
             head = _HEAD.pack(
@@ -252,10 +252,10 @@ class Line:
 
 def pickle_value(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors, which is not copied. Raises UnsendableError."""
-    return pickled_plain(value) or pickled_apart(trimmed(value), address)
+    return pickle_plain(value) or pickle_apart(trim_tensors(value), address)
 
 
-def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+def _pad(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
     """Return buffers and the bytes between them."""
     pieces: list[memoryview | bytes] = []
     end = 0
@@ -265,7 +265,7 @@ def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memor
     return pieces
 
 
-def _copied_into(slab: Slab, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+def _copy_into(slab: Slab, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
     """Copy buffers into a slab. Nothing is left for the message itself."""
     memory = memoryview(slab.memory)
     for buffer, offset in zip(buffers, offsets, strict=True):
@@ -288,7 +288,7 @@ def _copy(memory: memoryview, offset: int, length: int, buffer: memoryview) -> N
     target.copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
-def trimmed(value: Any) -> Any:
+def trim_tensors(value: Any) -> Any:
     """Return the value with tensors whose storages hold their own elements only: a shard is a view of the whole batch.
 
     Tensors that share memory share it in the result too.

@@ -19,7 +19,7 @@ import torch
 from parawrap.launch.messages._find_unpicklable import RefusedError
 from parawrap.launch.messages._importable_modules import is_importable
 
-__all__ = ["is_found_by_name", "reduced_class", "reduced_definition"]
+__all__ = ["is_found_by_name", "reduce_class", "reduce_definition"]
 
 _CACHED: Any = type(functools.cache(len))
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def is_found_by_name(value: Any) -> bool:
     return found is value
 
 
-def reduced_definition(value: Any) -> Any:
+def reduce_definition(value: Any) -> Any:
     """Return the pickle reduction of a decorated function or a type alias by value. None for any other object.
 
     Raises:
@@ -49,26 +49,26 @@ def reduced_definition(value: Any) -> Any:
     """
     if isinstance(value, functools.cached_property):
         state = {name: part for name, part in vars(value).items() if name != "lock"}
-        return _cached_property, (type(value),), state
+        return _make_cached_property, (type(value),), state
     if isinstance(value, functools.singledispatchmethod):
-        return _dispatching_method, (value.func, value.dispatcher)
+        return _make_dispatching_method, (value.func, value.dispatcher)
     if not _is_decorated(value) or is_found_by_name(value):
         return None
     if type(value) is _CACHED:
-        return _cached, (value.__wrapped__, value.cache_parameters())
+        return _make_cached, (value.__wrapped__, value.cache_parameters())
     if isinstance(value, typing.NewType):
         return typing.NewType, (value.__name__, value.__supertype__), dict(vars(value))
     if isinstance(value, _TYPE_PARAMETERS):
         return type(value), (value.__name__,)
     if isinstance(value, types.FunctionType) and value.__code__ is _DISPATCHING:
-        return _dispatching, (value.__wrapped__, dict(value.registry))  # type: ignore[attr-defined]
+        return _make_dispatching, (value.__wrapped__, dict(value.registry))  # type: ignore[attr-defined]
     if (name := _name_in_modules(value)) is not None:
         return resolve_name, (name,)
     msg = f"torch has made it for this process only: {_CURE}"
     raise RefusedError(value, msg)
 
 
-def reduced_class(cls: type, reduced: Any) -> Any:
+def reduce_class(cls: type, reduced: Any) -> Any:
     """Return cloudpickle's reduction of a class by value, so that the rank gets an equal class.
 
     cloudpickle leaves out ``__qualname__``, and making the class runs ``__init_subclass__`` of its bases again, whose
@@ -122,24 +122,24 @@ def _name_in_modules(value: Any) -> str | None:
     return None
 
 
-def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+def _make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
 
-def _cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
+def _make_cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
     made = cls.__new__(cls)
     functools.cached_property.__init__(made, len)  # makes a lock; the state replaces the function
     return made
 
 
-def _dispatching_method(function: Any, dispatcher: Any) -> functools.singledispatchmethod[Any]:
+def _make_dispatching_method(function: Any, dispatcher: Any) -> functools.singledispatchmethod[Any]:
     """Make a method again: since Python 3.13 it has a cache of weak references, which cannot be pickled."""
     made: functools.singledispatchmethod[Any] = functools.singledispatchmethod(function)
     made.dispatcher = dispatcher
     return made
 
 
-def _dispatching(function: Callable[..., Any], registry: dict[type, Callable[..., Any]]) -> Any:
+def _make_dispatching(function: Callable[..., Any], registry: dict[type, Callable[..., Any]]) -> Any:
     made = functools.singledispatch(function)
     for cls, implementation in registry.items():
         made.register(cls, implementation)

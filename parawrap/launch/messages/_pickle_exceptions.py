@@ -6,16 +6,16 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["reduced_exception"]
+__all__ = ["reduce_exception"]
 
 
-def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> Any:
+def reduce_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> Any:
     """Return the pickle reduction of an exception: the state of its builtin base class, its attributes, and its cause.
 
     The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` often fail, so they are not called. Arguments
     and attributes that cannot be pickled are replaced by their ``repr``.
 
-    A class in C with a state of its own, such as pydantic's ValidationError, can be made only by its own reduction.
+    A class in C with its own state, such as pydantic's ValidationError, can be made only by its own reduction.
     """
 
     def sendable(value: Any) -> Any:

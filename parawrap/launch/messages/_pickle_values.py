@@ -31,8 +31,8 @@ import torch
 from parawrap.errors import UnsendableError
 from parawrap.launch.messages._find_unpicklable import RefusedError, find_unpicklable
 from parawrap.launch.messages._importable_modules import is_importable
-from parawrap.launch.messages._pickle_definitions import reduced_class, reduced_definition
-from parawrap.launch.messages._pickle_exceptions import reduced_exception
+from parawrap.launch.messages._pickle_definitions import reduce_class, reduce_definition
+from parawrap.launch.messages._pickle_exceptions import reduce_exception
 from parawrap.launch.messages._script_names import may_read_names, names_of_script
 
 __all__ = [
@@ -41,9 +41,9 @@ __all__ = [
     "explain_unpicklable",
     "memory_file",
     "pack",
+    "pack_with_script",
     "packed",
-    "packed_with_script",
-    "pickled_apart",
+    "pickle_apart",
     "unpack",
     "unpack_from",
     "unpack_with_script",
@@ -51,8 +51,8 @@ __all__ = [
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
-_ALIGNMENT = 64
-_WORTH_MAPPING = 1 << 20
+_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # also of higher order
@@ -80,7 +80,7 @@ def packed(value: Any, name: str, address: str, sent: list[types.FunctionType | 
     return file
 
 
-def packed_with_script(value: Any, name: str) -> int:
+def pack_with_script(value: Any, name: str) -> int:
     """Pack a value for a rank into a new file, and behind it further names of the script. Return the file.
 
     The functions of ``__main__`` have the rank's ``__main__`` as their globals. The last value of a dict may be
@@ -119,7 +119,7 @@ def pack(value: Any, file: int, address: str, sent: list[types.FunctionType | ty
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
-    _write(file, *pickled_apart(value, address, sent))
+    _write(file, *pickle_apart(value, address, sent))
 
 
 def _write(file: int, pickled: memoryview, buffers: list[memoryview]) -> None:
@@ -132,7 +132,7 @@ def _write(file: int, pickled: memoryview, buffers: list[memoryview]) -> None:
             out.write(buffer)
 
 
-def pickled_apart(
+def pickle_apart(
     value: Any, address: str, sent: list[types.FunctionType | type] | None = None
 ) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors and arrays, which is not copied.
@@ -159,7 +159,7 @@ def explain_unpicklable(value: Any, address: str, buffers: list[memoryview]) -> 
         place, found, reason = find_unpicklable(value, address, _refusal)
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
-        del found, reason  # the context of `reason` is `error`, whose traceback holds this frame
+        del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
         raise UnsendableError(msg) from error
 
 
@@ -174,7 +174,7 @@ def unpack_from(memory: memoryview) -> Any:
 
 
 def unpack_with_script(file: int) -> tuple[Any, Callable[[], Any]]:
-    """Return the value that `packed_with_script` wrote, and a function to call once.
+    """Return the value that `pack_with_script` wrote, and a function to call once.
 
     It returns the further names of the script: those that were sent, with their values, and the others, with the reason.
     """
@@ -267,7 +267,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
-            return self._reduced_tensor(obj)
+            return self._reduce_tensor(obj)
         if (name := _name_of_module(obj)) is not None:  # before isinstance, which would load a lazy module
             return resolve_name, (name,)
         if isinstance(obj, ScriptNotes):
@@ -286,20 +286,20 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
             self._main_objects[obj.__qualname__] = obj
         if isinstance(obj, BaseException):
-            return reduced_exception(obj, lambda value: _refusal(value) is None)
+            return reduce_exception(obj, lambda value: _refusal(value) is None)
         if (name := _name_of_operator(obj)) is not None:
             return resolve_name, (name,)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
             self._check_module(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
-        if (definition := reduced_definition(obj)) is not None:
+        if (definition := reduce_definition(obj)) is not None:
             return definition
         reduced = super().reducer_override(obj)
         if isinstance(obj, (types.FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
             if isinstance(obj, type):
-                return reduced_class(obj, reduced)
+                return reduce_class(obj, reduced)
             if isinstance(obj, types.FunctionType) and may_read_names(obj.__code__):
                 self._reads_names = True
         return reduced
@@ -318,7 +318,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if not Path(filename).exists() and (lines := linecache.getlines(filename)):
                 self._sources[filename] = lines
 
-    def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
@@ -331,9 +331,9 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _name_of_module(value: Any) -> str | None:
-    """Return the name under which a module of a class of its own can be imported. None for any other object.
+    """Return the name to import a module by, if it has its own class. None for any other object.
 
-    cloudpickle handles objects whose class is ``types.ModuleType`` itself.
+    cloudpickle handles instances of ``types.ModuleType`` itself.
     """
     if type(value) is types.ModuleType:
         return None

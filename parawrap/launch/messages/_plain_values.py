@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["pickled_plain"]
+__all__ = ["pickle_plain"]
 
 _DTYPES = (
     torch.float32,
@@ -35,7 +35,7 @@ class _NotPlainError(Exception):
     """The value has a part that another pickler must handle."""
 
 
-def pickled_plain(value: Any) -> tuple[memoryview, list[memoryview]] | None:
+def pickle_plain(value: Any) -> tuple[memoryview, list[memoryview]] | None:
     """Return the pickle of a plain value, and the memory of its tensors, which is not copied; None for other values."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []

@@ -12,8 +12,8 @@ from parawrap.errors import LaunchError
 
 __all__ = ["make_private", "open_private"]
 
-_OTHERS = 0o077
-_OTHERS_MAY_WRITE = 0o022
+_OTHERS = 0o077  # every permission of the group and of other users
+_OTHERS_MAY_WRITE = 0o022  # permission to write of the group and of other users
 
 
 def make_private(folder: Path) -> None:

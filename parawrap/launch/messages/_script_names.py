@@ -29,7 +29,7 @@ _READERS = frozenset({"eval", "exec", "globals", "vars"})
 # Guesses: settings of scripts are smaller, and copies of smaller data take no noticeable time.
 _MOST_PARTS = 1000
 _MOST_PARTS_OF_SCRIPT = 20_000  # about 20 ms
-_LONGEST_TEXT = 1 << 14
+_LONGEST_TEXT = 1 << 14  # characters; longer texts are data, not names
 
 _ATOMS = (type(None), bool, int, float, complex, torch.dtype, torch.device)
 _SHARED = (types.ModuleType, logging.Logger, re.Pattern, PurePath, types.BuiltinFunctionType, types.MethodDescriptorType)

@@ -19,9 +19,9 @@ import cloudpickle
 import torch
 
 from parawrap.launch.messages._importable_modules import is_importable
-from parawrap.launch.messages._line import trimmed
+from parawrap.launch.messages._line import trim_tensors
 from parawrap.launch.messages._pickle_values import ValuePickler, explain_unpicklable
-from parawrap.launch.messages._plain_values import pickled_plain
+from parawrap.launch.messages._plain_values import pickle_plain
 from parawrap.launch.messages._script_names import globals_used_by
 
 __all__ = ["ScriptPickler", "find_in_main", "goes_by_value", "pickle_definition", "pickle_with_names"]
@@ -101,10 +101,10 @@ class ScriptPickler(ValuePickler):
         if not isinstance(obj, _WITHOUT_STATE):
             self.objects.append(obj)
         if isinstance(obj, types.FunctionType):
-            return self._reduced_function(obj)
+            return self._reduce_function(obj)
         return super().reducer_override(obj)
 
-    def _reduced_function(self, function: types.FunctionType) -> Any:
+    def _reduce_function(self, function: types.FunctionType) -> Any:
         """Reduce a function. One that is pickled by value uses the globals of its module in the reader's process."""
         module, name = function.__globals__, str(function.__globals__.get("__name__"))
         is_importable_module = name in sys.modules and vars(sys.modules[name]) is module and is_importable(name)
@@ -146,12 +146,12 @@ def pickle_with_names(value: Any, address: str, is_shared: Callable[[str], bool]
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
-    if (plain := pickled_plain(value)) is not None:
+    if (plain := pickle_plain(value)) is not None:
         return plain
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     with explain_unpicklable(value, address, buffers):
-        ScriptPickler(stream, buffers, is_shared).dump(trimmed(value))
+        ScriptPickler(stream, buffers, is_shared).dump(trim_tensors(value))
     return stream.getbuffer(), buffers
 
 

@@ -1,6 +1,6 @@
 """The globals of ``__main__`` that ranks that stay receive with a call.
 
-A rank has a ``__main__`` of its own, in which the functions of calls run. Before a call, it receives the globals that the
+A rank has its own ``__main__``. The functions of calls run in it. Before a call, it receives the globals that the
 function uses, also through other functions, if they are new here or have changed here since the ranks received them:
 
 * definitions (functions, classes, modules) and plain values (numbers, strings, settings) are compared by their content,
@@ -31,12 +31,12 @@ from parawrap.launch.messages._global_contents import (
     content_of,
     content_of_definition,
     has_state,
-    learned_state,
+    is_learned_state,
     reference_to,
     walk,
 )
 from parawrap.launch.messages._pickle_definitions import is_found_by_name
-from parawrap.launch.messages._plain_values import pickled_plain
+from parawrap.launch.messages._plain_values import pickle_plain
 from parawrap.launch.messages._script_names import names_of_script
 from parawrap.launch.messages._script_pickler import ScriptPickler, goes_by_value, pickle_definition, pickle_with_names
 
@@ -63,7 +63,7 @@ class PackedCall(NamedTuple):
 
     def detached(self) -> PackedCall:
         """Return a copy for a later time, when the caller may have changed the arguments."""
-        return PackedCall(_copied(self.payload), _copied(self.names_only), self.sent, None)
+        return PackedCall(_copy_payload(self.payload), _copy_payload(self.names_only), self.sent, None)
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,17 @@ class SentGlobals:
         else:
             pickler = walk({"the function": found}, "", ScriptPickler, _is_global)[1]
             survey.visit_all(pickler, name)
-            self._check_apart(_parts_of(pickler, learned_state), self._sent.keys() - survey.sent.keys(), "the function")
-        if (args or kwargs) and (survey.uses_objects or pickled_plain((args, kwargs)) is None):
+            self._check_apart(_parts_of(pickler, is_learned_state), self._sent.keys() - survey.sent.keys(), "the function")
+        if (args or kwargs) and (survey.uses_objects or pickle_plain((args, kwargs)) is None):
             pickler = walk({"args": args, "kwargs": kwargs}, "", ScriptPickler, _is_global)[1]
             survey.visit_all(pickler, name)
             self._check_apart(_parts_of(pickler), (self._sent.keys() & survey.seen) - survey.sent.keys(), "an argument")
         self._check_globals(survey)
         has_definitions = survey.definitions or survey.sources
-        definitions = pickle.dumps((survey.ordered_definitions(), survey.sources)) if has_definitions else _NO_DEFINITIONS
-        payload = _joined(definitions, survey.values, found, args, kwargs)
+        definitions = pickle.dumps((survey.order_definitions(), survey.sources)) if has_definitions else _NO_DEFINITIONS
+        payload = _join_pickles(definitions, survey.values, found, args, kwargs)
         has_names = survey.definitions or survey.values
-        names_only = _joined(definitions, survey.values, None, (), {}) if has_names else None
+        names_only = _join_pickles(definitions, survey.values, None, (), {}) if has_names else None
         return PackedCall(payload, names_only, survey.sent, (args, kwargs, survey.values))
 
     def _check_globals(self, survey: _Survey) -> None:
@@ -167,7 +167,10 @@ class SentGlobals:
             for name in new:
                 checked.add(name)
                 for other in self._sent.keys() - survey.sent.keys():
-                    if self._sent[other].is_plain and _shared(survey.sent[name].parts, self._sent[other].parts) is not None:
+                    if (
+                        self._sent[other].is_plain
+                        and _find_shared(survey.sent[name].parts, self._sent[other].parts) is not None
+                    ):
                         survey.visit(other, name, again=True)
         for name, sent in survey.sent.items():
             apart = self._sent.keys() - survey.sent.keys()
@@ -185,7 +188,7 @@ class SentGlobals:
         """
         known = {**self._sent, **(sent or {})}
         for other in others:
-            part = _shared(parts, known[other].parts)
+            part = _find_shared(parts, known[other].parts)
             if part is not None:
                 msg = (
                     f"{what} holds a {type(part).__qualname__} that the global {other!r} holds too, and they travel apart: "
@@ -195,7 +198,7 @@ class SentGlobals:
                 raise UnsendableError(msg)
 
 
-def _joined(
+def _join_pickles(
     definitions: bytes, values: dict[str, Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[memoryview, list[memoryview]]:
     """Return two pickles in one: the definitions are loaded first, because the call may refer to them."""
@@ -204,14 +207,14 @@ def _joined(
     return memoryview(definitions + pickled), buffers
 
 
-def _copied(payload: tuple[memoryview, list[memoryview]] | None) -> tuple[memoryview, list[memoryview]] | None:
+def _copy_payload(payload: tuple[memoryview, list[memoryview]] | None) -> tuple[memoryview, list[memoryview]] | None:
     if payload is None:
         return None
     pickled, buffers = payload
     return pickled, [memoryview(bytes(each)) for each in buffers]
 
 
-def _shared(parts: Mapping[int, Any], others: Mapping[int, Any]) -> Any:
+def _find_shared(parts: Mapping[int, Any], others: Mapping[int, Any]) -> Any:
     """Return an object that is among both, or that shares memory with one of the others. None if there is none."""
     for key, reference in parts.items():
         part, other = reference(), others[key]() if key in others else None
@@ -271,7 +274,7 @@ class _Survey:
         self.sent: dict[str, _Sent] = {}
         self.uses_objects = False
 
-    def ordered_definitions(self) -> list[tuple[tuple[str, ...], bytes, dict[str, list[str]]]]:
+    def order_definitions(self) -> list[tuple[tuple[str, ...], bytes, dict[str, list[str]]]]:
         """Return the pickles of the definitions, each after those that it needs. Circular ones share one pickle.
 
         With each come its names, and the attributes of its classes.
@@ -342,7 +345,7 @@ class _Survey:
         if before is None or content != before.content:
             self._check_owner(name, user)
             self.definitions[name] = _Definition(value, pickled, frozenset(pickler.required))
-            self.sent[name] = _sent_by(pickler, content, parts=_parts_of(pickler, learned_state))
+            self.sent[name] = _make_sent(pickler, content, parts=_parts_of(pickler, is_learned_state))
         self.visit_all(pickler, name)
 
     def _visit_plain(self, name: str, value: Any, content: Any, before: _Sent | None, user: str) -> None:
@@ -354,7 +357,7 @@ class _Survey:
         self.values[name] = value
         parts = {id(each): reference_to(each) for each in containers_in(value)}
         holder = reference_to(value) if id(value) in parts else None
-        self.sent[name] = _sent_by(pickler, content, parts=parts, holder=holder, is_plain=True)
+        self.sent[name] = _make_sent(pickler, content, parts=parts, holder=holder, is_plain=True)
         self.visit_all(pickler, name)
 
     def _visit_object(self, name: str, value: Any, before: _Sent | None, user: str) -> None:
@@ -376,7 +379,7 @@ class _Survey:
         self._check_owner(name, user)
         by_value = walk(value, f"the global {name!r}", ScriptPickler, _is_global)[1]
         self.values[name] = value
-        self.sent[name] = _sent_by(
+        self.sent[name] = _make_sent(
             by_value, digest, parts=_parts_of(by_value), holder=reference_to(value), kept=pickler.definitions
         )
         self.visit_all(by_value, name)
@@ -391,7 +394,7 @@ class _Survey:
             raise UnsendableError(msg)
 
 
-def _sent_by(pickler: ScriptPickler, content: Any, **others: Any) -> _Sent:
+def _make_sent(pickler: ScriptPickler, content: Any, **others: Any) -> _Sent:
     needs = (*pickler.required, *pickler.used)
     return _Sent(content, needs=needs, reads_names=pickler.reads_names, **others)
 

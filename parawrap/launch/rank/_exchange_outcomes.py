@@ -18,16 +18,16 @@ from parawrap.errors import LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._world import World
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Outcome,
-    Parcel,
+    PackedValue,
     Raised,
     Requeued,
     Returned,
     error_of,
-    missed_collective,
+    make_collective_error,
     values_of,
 )
 from parawrap.launch.messages._pickle_values import memory_file, packed
@@ -37,11 +37,11 @@ from parawrap.launch.rank._signed_values import REFUSAL, SignedStore, Signer
 __all__ = ["Exchange", "agree_on_session"]
 
 _PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
-_LOOK_S = 0.01
-_ECHO_WAIT_S = 1.0
-_LINGER_S = 1.0
-_LONGEST_READ_S = 60.0
-_NONCE_BYTES = 16
+_LOOK_S = 0.01  # short against a call; a guess that no test has contradicted
+_ECHO_WAIT_S = 1.0  # for the rank that failed first to report it
+_LINGER_S = 1.0  # for ranks that wait in a collective to notice that this one has ended
+_LONGEST_READ_S = 60.0  # for all ranks to read a large result; a guess that no test has contradicted
+_NONCE_BYTES = 16  # so many that two calls never share one
 _SEED, _FAILED, _REQUEUED, _JOINED, _READERS = "seed", "failed", "requeued", "joined", "readers"
 
 
@@ -108,7 +108,7 @@ class Exchange:
         self._place = f"node {world.node}, {socket.gethostname()}"
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
 
-    def shared_seed(self, own: int) -> int:
+    def share_seed(self, own: int) -> int:
         """Return the seed of rank 0, which gives its own."""
         if self._world.global_rank == 0:
             self._store.set(_SEED, b"%d" % own)
@@ -141,7 +141,7 @@ class Exchange:
         if self._store.check([_FAILED]):
             return self._failure()
         if is_echo and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
-            error = missed_collective(self._world.global_rank, returned, error)
+            error = make_collective_error(self._world.global_rank, returned, error)
         file = failures.pack_exception(error)
         try:
             body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
@@ -204,8 +204,8 @@ class Exchange:
             os.close(file)
             return Requeued(body["at"])
         if word == "returned":
-            return Returned(body["at"], Parcel(file))
-        return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+            return Returned(body["at"], PackedValue(file))
+        return Raised(body["at"], PackedValue(file), body["summary"], body["traceback"], body["is_echo"])
 
     def _wait_for(self, key: str, missing: str) -> None:
         """Wait for another rank to write a key. `missing` says what is missing without it."""

@@ -61,7 +61,7 @@ class Interrupts:
 
     @property
     def is_halting(self) -> bool:
-        """True if a call runs that is to end."""
+        """True if the call that runs must end."""
         return self._halted is not None and self._halted == self.running
 
     def look(self, waits_s: float) -> str | None:

@@ -16,8 +16,8 @@ from parawrap.launch.rank._signed_values import SignedStore
 
 __all__ = ["StoreAgreement"]
 
-_LOOK_S = 0.2
-_JOIN_S = 5.0
+_LOOK_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
+_JOIN_S = 5.0  # a call to a living store takes milliseconds
 _RANKS_A_LOOK = 2000  # in larger worlds, each rank polls less often to limit the load on the store
 _REQUESTED = "requested"
 _log = logging.getLogger("parawrap.launch")

@@ -1,7 +1,7 @@
 """Break the collectives that block ranks, by closing the connections between the ranks of a world.
 
 torch offers this for NCCL only (`ProcessGroup.abort`). A thread that waits in gloo returns when its connections close. They
-are the TCP connections whose two ends are processes of the same world.
+are the TCP connections between processes of the same world.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def sequence_numbers() -> Mapping[str, int]:
 def count_messages() -> None:
     """Count the messages from rank to rank that this process sends or receives from now on."""
     for name in ("send", "recv", "recv_anysource"):
-        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
+        setattr(dist.ProcessGroup, name, _count_calls(getattr(dist.ProcessGroup, name)))
 
 
 def forget_messages() -> None:
@@ -87,7 +87,7 @@ def forget_messages() -> None:
     _messages = 0
 
 
-def _counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(operation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(operation)
     def counted(*args: Any, **kwargs: Any) -> Any:
         global _messages

@@ -20,9 +20,9 @@ __all__ = [
     "StoreAddress",
     "enter_groups",
     "leave_groups",
+    "make_own_group",
     "open_store",
-    "own_group",
-    "planned_store",
+    "plan_store",
     "stay_on_loopback",
 ]
 
@@ -45,7 +45,7 @@ class StoreAddress:
         return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
 
 
-def planned_store(platform: Platform, host: str | None = None) -> StoreAddress | None:
+def plan_store(platform: Platform, host: str | None = None) -> StoreAddress | None:
     """Return where a platform's ranks would meet; None if they do not form process groups.
 
     Args:
@@ -111,21 +111,21 @@ def enter_groups(
         raise
     if not platform.ipc_groups:
         return cast("dist.ProcessGroup", dist.group.WORLD)
-    return own_group(platform, rank)
+    return make_own_group(platform, rank)
 
 
 def _number_groups_anew() -> None:
     """Make torch number the next groups as the first ones.
 
-    It counts a group that could not be joined, and starts anew only when it destroys the default group. Ranks whose groups
-    have different numbers would wait for each other forever.
+    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks with
+    different numbers of groups would wait for each other forever.
     """
     with contextlib.suppress(Exception):  # the first error is raised
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     leave_groups()
 
 
-def own_group(platform: Platform, rank: int) -> dist.ProcessGroup | None:
+def make_own_group(platform: Platform, rank: int) -> dist.ProcessGroup | None:
     """Make all ``ipc_groups``, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
     mine: dist.ProcessGroup | None = None
     for ranks in platform.ipc_groups or ():

@@ -24,11 +24,11 @@ import torch
 from parawrap.backends import neuron_is_device
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device, core_of
-from parawrap.launch._packed_call import Job, unpacked_call
+from parawrap.launch._packed_call import Job, unpack_call
 from parawrap.launch._platform import Platform
 from parawrap.launch._private_names import join_threads, run_exit_handlers
 from parawrap.launch._rank import IN_RANK, Rank, being
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._channel import Channel
 from parawrap.launch.messages._first_rank_failure import Died
 from parawrap.launch.messages._pickle_values import packed
@@ -43,10 +43,10 @@ from parawrap.launch.rank._share_cores import share_cores
 
 __all__ = ["run_rank"]
 
-_LINGER_S = 1.0
+_LINGER_S = 1.0  # as docs/launching.md promises
 _SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
-_SUCCEEDED = 0
-_FAILED = 1
+_SUCCEEDED = 0  # the exit code
+_FAILED = 1  # the exit code
 
 _CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 
@@ -74,7 +74,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     gc.enable()
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
     channel = Channel(sock)
-    _own_session()
+    _start_session()
     streams = _streams()
     channel.send("hello", None, streams)
     for stream in streams:
@@ -91,7 +91,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     _leave(_SUCCEEDED if has_succeeded else body.get("code") or _FAILED)
 
 
-def _own_session() -> None:
+def _start_session() -> None:
     """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed.
 
     The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
@@ -169,7 +169,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     payload, *line = files
     assignment.surroundings.take_over()
     faulthandler.enable()
-    job = _unpacked(payload)
+    job = _unpack(payload)
     _refuse_prompts("function" if assignment.stays else job.name)
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
@@ -209,9 +209,9 @@ def _explain(error: Exception, job: Job) -> None:
                 failures.add_note(error, remedy)
 
 
-def _unpacked(payload: int) -> Job:
+def _unpack(payload: int) -> Job:
     try:
-        return unpacked_call(payload)
+        return unpack_call(payload)
     except BaseException as error:
         error.add_note("raised while the rank unpickled the function and its arguments, before the call")
         if isinstance(error, ModuleNotFoundError):
@@ -224,7 +224,7 @@ def _unpacked(payload: int) -> Job:
 def _refuse_prompts(name: str) -> None:
     """Have breakpoints and `input` raise an error that names ``inline``, because a rank has no terminal.
 
-    Debuggers with a connection of their own, and those of PYTHONBREAKPOINT, still work.
+    Debuggers with their own connection, and those of PYTHONBREAKPOINT, still work.
     """
     short = name.rpartition("<locals>.")[2]
     msg = (

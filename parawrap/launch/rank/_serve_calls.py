@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, UnsendableError, add_note
 from parawrap.launch._rank import become, current_rank
-from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages import _pack_exception as failures
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._global_contents import state_of
 from parawrap.launch.messages._line import Arrival, Line, Message
@@ -110,7 +110,7 @@ class _Server:
             del result  # its tensors lend their memory until here
 
     def _result_of(self, request: Arrival) -> tuple[Any, tuple[memoryview, list[memoryview]]]:
-        """Call the function. Return the result and its pickle, whose memory is that of the result."""
+        """Call the function. Return the result and its pickle, which share memory."""
         function, args, kwargs = self._load(request)
         result = function(*args, **kwargs)
         return result, pickle_with_names(result, "the result", self._is_shared)

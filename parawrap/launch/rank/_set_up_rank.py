@@ -14,7 +14,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank
 from parawrap.launch._seeds import seed
 from parawrap.launch.rank._loader_warning import watch_loaders
-from parawrap.launch.rank._process_groups import enter_groups, own_group
+from parawrap.launch.rank._process_groups import enter_groups, make_own_group
 
 __all__ = ["Place", "set_up"]
 
@@ -54,7 +54,7 @@ def set_up(place: Place, platform: Platform, store: dist.Store | None, group: di
         watch_loaders()
     rank = Rank(place.global_rank, place.local_rank, place.node, place.world_size, device, platform, group, place.restart)
     if group is not None and platform.ipc_groups:
-        return replace(rank, group=own_group(platform, place.global_rank))
+        return replace(rank, group=make_own_group(platform, place.global_rank))
     if store is None or group is not None:
         return rank
     one_machine = place.ranks_per_node == place.world_size

@@ -33,7 +33,7 @@ def share_cores(platform: Platform, ranks_per_node: int) -> None:
     if "OMP_NUM_THREADS" in os.environ:  # a BLAS that is loaded has read it
         return
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for path in _loaded_blas():
+    for path in _find_blas():
         _limit_library(path, threads)
 
 
@@ -48,7 +48,7 @@ def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
     return max(1, usable_cores() // ranks_per_node)
 
 
-def _loaded_blas() -> set[str]:
+def _find_blas() -> set[str]:
     """Return the BLAS libraries that this process has loaded. Empty on systems without /proc."""
     with contextlib.suppress(OSError):
         return {line.split()[-1] for line in _MAPPED.read_text().splitlines() if "openblas" in line or "mkl_rt" in line}

@@ -27,7 +27,7 @@ from parawrap.launch.messages._private_files import make_private
 __all__ = ["REFUSAL", "SignedStore", "Signer"]
 
 _VARIABLE = "PARAWRAP_SECRET"
-_KEY_BYTES = 32
+_KEY_BYTES = 32  # of SHA-256
 _DIGEST = "sha256"
 _DIGEST_BYTES = hashlib.new(_DIGEST).digest_size
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parawrap.errors import LaunchError, SessionError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.guard._guard import LocalGuard
 from parawrap.launch.guard._start_methods import starter_named
@@ -28,13 +28,13 @@ from parawrap.launch.messages._line import Arrival, Message
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.ray._node_messages import Inbox, pack_message
 
-__all__ = ["serve"]
+__all__ = ["guard_node"]
 
-_PIECE = 1 << 20
-_NEVER = float("inf")
+_PIECE = 1 << 20  # bytes of one item of Ray's generator
+_NEVER = float("inf")  # by the monotonic clock
 
 
-def serve(payload: int, spawn_method: str, grace_s: float, address: str) -> NoReturn:
+def guard_node(payload: int, spawn_method: str, grace_s: float, address: str) -> NoReturn:
     """Guard the ranks of this node until the launch ends. The entry point of the process; the actor is at standard input.
 
     Args:

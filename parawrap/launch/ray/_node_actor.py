@@ -22,10 +22,10 @@ __all__ = ["CONCURRENCY", "NodeActor", "address_of_node"]
 CONCURRENCY = {"events": 1, "acknowledgements": 1}
 """Ray runs the methods of each group, and the other methods, in a thread of their own and in order of arrival."""
 
-_PIECE = 2 << 20
+_PIECE = 2 << 20  # bytes of one item of Ray's generator
 _UNREAD_PIECES = 4  # so at most 8 MiB of a node wait in the object store
 _MUCH = 1 << 16  # if so many bytes arrive at once, more will follow soon, and one object for all of them is cheaper
-_SOON_S = 0.002
+_SOON_S = 0.002  # the next piece of a large value follows at once
 
 # The guard's interpreter. It reports a failed import as a message of `_node_messages`. Garbage collection is off during the
 # imports, because it would take a sixth of the time to import torch. The guard turns it on.
@@ -34,14 +34,14 @@ import gc, sys
 gc.disable()
 sys.path[:] = {path!r}
 try:
-    from parawrap.launch.ray._guard_process import serve
+    from parawrap.launch.ray._guard_process import guard_node
 except BaseException as error:
     import os, pickle, socket
     text = f"{{socket.gethostname()}}: {{sys.executable}} cannot import parawrap: {{error!r}}"
     data = pickle.dumps(("unable", (text,)))
     os.write(0, len(data).to_bytes(8, "little") + data)
     os._exit(1)
-serve({arguments})
+guard_node({arguments})
 """
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import AttemptsBackend, assignments_of
@@ -26,11 +26,11 @@ from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.ray._node_actor import address_of_node
 from parawrap.launch.ray._ray_guard import RayGuard
-from parawrap.launch.ray._reservation import Reservation, joined
+from parawrap.launch.ray._reservation import Reservation, join_cluster
 
 __all__ = ["launcher"]
 
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
 _LEAVING_S = 10.0  # for the guard processes to end, which have no ranks left
 
 
@@ -66,7 +66,7 @@ class _RayBackend(AttemptsBackend):
         with os.fdopen(job.packed(), "rb") as packed:
             packed.seek(0)
             self._payload = packed.read()
-        self._ray = joined(job.platform)
+        self._ray = join_cluster(job.platform)
         self._reservation = Reservation(self._ray, job.platform)
 
     def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:

@@ -17,15 +17,15 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.launch.ray import _node_actor
 
-__all__ = ["Reservation", "joined"]
+__all__ = ["Reservation", "join_cluster"]
 
-_LOOK_S = 0.2
-_ANSWER_S = 5.0
-_GB = 1 << 30
+_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
+_ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
+_GB = 1 << 30  # bytes
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
-def joined(platform: Platform) -> Any:
+def join_cluster(platform: Platform) -> Any:
     """Join a Ray cluster and return the ray module.
 
     Use the cluster that this process has joined already, or else the one at RAY_ADDRESS, or else the one that runs on this
@@ -175,8 +175,10 @@ class Reservation:
         fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
         if len(fitting) >= platform.n_nodes:
             return
-        wanted = _listed(self._bundle, self._bundle)
-        found = "; ".join(f"{node['NodeManagerHostname']} has {_listed(node['Resources'], self._bundle)}" for node in nodes)
+        wanted = _list_resources(self._bundle, self._bundle)
+        found = "; ".join(
+            f"{node['NodeManagerHostname']} has {_list_resources(node['Resources'], self._bundle)}" for node in nodes
+        )
         msg = (
             f"the platform needs {platform.n_nodes} node(s) with {wanted} each, but only {len(fitting)} of the Ray "
             f"cluster's nodes have that: {found}"
@@ -202,7 +204,7 @@ def _bundle(platform: Platform) -> dict[str, float]:
     return bundle
 
 
-def _listed(resources: dict[str, float], names: Iterable[str]) -> str:
+def _list_resources(resources: dict[str, float], names: Iterable[str]) -> str:
     amounts = {name: resources.get(name, 0) for name in names}
     return ", ".join(
         f"{amount / _GB:.1f} GB of memory" if name == "memory" else f"{amount:g} {name}" for name, amount in amounts.items()

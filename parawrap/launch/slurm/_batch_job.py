@@ -21,7 +21,7 @@ import cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.launch.slurm._commands import slurm_missing
+from parawrap.launch.slurm._job_commands import slurm_missing
 from parawrap.launch.slurm._launch_folder import Folder
 
 __all__ = ["log_ends", "script", "submit"]
@@ -114,10 +114,10 @@ def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int
     if len(folders) > 1:
         parameters["array_parallelism"] = max_parallel or len(folders)
     calls = [partial(_run_task, str(folder.path)) for folder in folders]
-    return partial(_submit, str(folders[0].submitit), _guarded_python(), parameters, calls)
+    return partial(_submit, str(folders[0].submitit), _guard_python(), parameters, calls)
 
 
-def _guarded_python() -> str:
+def _guard_python() -> str:
     return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
 
 

@@ -24,18 +24,18 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import own_addresses
+from parawrap.launch._addresses import list_addresses
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
 from parawrap.launch.guard._guard import Watcher
-from parawrap.launch.messages._first_rank_failure import Died, Raised, first_failure
+from parawrap.launch.messages._first_rank_failure import Died, Raised, first_rank_failure
 from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
-from parawrap.launch.slurm._commands import requeue_job
+from parawrap.launch.slurm._job_commands import requeue_job
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue, connect
 
@@ -44,8 +44,8 @@ __all__ = ["ARRIVAL_S", "JobCoordinator"]
 ARRIVAL_S = 300.0
 """Seconds for the tasks of a launch to arrive: Slurm starts them, and file systems show files, at different times."""
 
-_LOOK_S = 0.2
-_BACKLOG = 4096
+_LOOK_S = 0.2  # a guess that no test has contradicted
+_BACKLOG = 4096  # the most that Linux queues by default: all tasks connect at once
 _NO_VALUE = Path(os.devnull)  # values stay in the tasks, which return them themselves
 
 _log = logging.getLogger("parawrap.launch")
@@ -94,7 +94,7 @@ class JobCoordinator:
             folder.mark_over()
             msg = f"attempt {restart} follows a lost node or task, and max_restarts={self._platform.max_restarts}"
             raise LaunchError(msg)
-        hosts = own_addresses() if self._platform.n_nodes > 1 else [LOOPBACK]
+        hosts = list_addresses() if self._platform.n_nodes > 1 else [LOOPBACK]
         hosts = hosts if self._platform.master_addr is None else [self._platform.master_addr]
         with socket.create_server((LOOPBACK if self._platform.n_nodes == 1 else "", 0), backlog=_BACKLOG) as listener:
             port = listener.getsockname()[1]
@@ -192,8 +192,8 @@ class JobCoordinator:
         history, times = self._folder.earlier()
         ending = replace(ending, history=[*history, *ending.history], times=[*times, *ending.times])
         if ending.requeued and not self._cancelled.is_set():
-            ending = self._requeued(ending)
-        failed = first_failure(ending.outcomes)
+            ending = self._requeue(ending)
+        failed = first_rank_failure(ending.outcomes)
         given_up = ending.cancelled or ending.stuck or ending.timed_out or ending.broken
         restarts = failed is not None and not given_up and self._failures < self._platform.max_restarts
         self.is_final = not (restarts or ending.requeued)
@@ -211,7 +211,7 @@ class JobCoordinator:
         raised = "raised " if isinstance(outcome, Raised) else ""
         return [*ending.history, f"attempt {self.address.restart} failed: rank {failed} {raised}{outcome.summary}"]
 
-    def _requeued(self, ending: Ending) -> Ending:
+    def _requeue(self, ending: Ending) -> Ending:
         self._folder.mark_preempted(self._start)
         self._folder.note_earlier((list(ending.history), list(ending.times)))  # before Slurm ends this task
         reason = requeue_job(os.environ["SLURM_JOB_ID"])

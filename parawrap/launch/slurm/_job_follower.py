@@ -23,10 +23,10 @@ from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutErro
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Died, Outcome, Parcel, Raised, Returned, error_of
+from parawrap.launch.messages._first_rank_failure import Died, Outcome, PackedValue, Raised, Returned, error_of
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.messages._private_files import open_private
-from parawrap.launch.slurm import _commands as queue
+from parawrap.launch.slurm import _job_commands as queue
 from parawrap.launch.slurm._batch_job import log_ends
 from parawrap.launch.slurm._launch_folder import Folder
 from parawrap.launch.slurm._task import TaskResult
@@ -36,10 +36,10 @@ __all__ = ["JobFollower"]
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 0.5  # pause between two reads of the folder; it grows while the job writes nothing
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
-_SIGN_S = 5.0
+_SIGN_S = 5.0  # a network file system shows a new file within seconds
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 15.0  # time for the tasks to exit after the ending
-_LOG_END = 2000
+_LOG_END = 2000  # characters: about thirty lines, enough for a traceback
 _DEATH = re.compile(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")  # a task that could not report anything
 
 _log = logging.getLogger("parawrap.launch")
@@ -210,12 +210,12 @@ class JobFollower:
             if isinstance(outcome, (Returned, Raised)):
                 while (result := self.result_of(rank)) is None or result.attempt != attempt:
                     if time.monotonic() > until:
-                        return replace(ending, outcomes={}, broken=self._missing(rank))
+                        return replace(ending, outcomes={}, broken=self._describe_missing(rank))
                     time.sleep(_LOOK_S)
                 file = memory_file("parcel")
                 with open(file, "wb", closefd=False) as copy:
                     copy.write(result.value)
-                parcel = Parcel(file)
+                parcel = PackedValue(file)
                 if isinstance(outcome, Returned):
                     outcomes[rank] = replace(outcome, value=parcel)
                 else:
@@ -224,7 +224,7 @@ class JobFollower:
         self._record_tracebacks(ending)
         return ending
 
-    def _missing(self, rank: int) -> str:
+    def _describe_missing(self, rank: int) -> str:
         logs = log_ends(self._folder, self._number, _LOG_END)
         return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
 

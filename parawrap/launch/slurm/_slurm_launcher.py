@@ -17,18 +17,18 @@ from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._launch import Launch, start
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Parcel
+from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import script, submit
-from parawrap.launch.slurm._commands import cancel_job, job_state
+from parawrap.launch.slurm._job_commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
 
 __all__ = ["launcher"]
 
 _LEASE_S = 120.0  # the tasks end the launch if this process is silent for this long
-_STACKS_S = 5.0
-_LOOK_S = 0.05
+_STACKS_S = 5.0  # as docs/launch_slurm.md promises
+_LOOK_S = 0.05  # a rank answers within a second, and a user waits
 
 
 class _Slurm:
@@ -88,7 +88,7 @@ class _SlurmBackend:
         surroundings = Surroundings.here().without_environ()
         plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
         try:
-            Parcel(job.packed()).put(folder.call)
+            PackedValue(job.packed()).put(folder.call)
             folder.write_plan(plan)
         except OSError as error:
             raise folder.unusable(error) from error

@@ -19,7 +19,7 @@ from parawrap.launch.rank._signed_values import SignedStore, Signer
 __all__ = ["StoreQueue", "connect", "reachable"]
 
 _FOREVER = timedelta(days=365)  # a reader waits for the next message as long as the attempt runs
-_DIAL_S = 3.0
+_DIAL_S = 3.0  # a host of the cluster answers in milliseconds, or not at all
 
 
 def connect(host: str, port: int) -> dist.TCPStore:

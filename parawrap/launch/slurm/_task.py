@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._network import interface_of
+from parawrap.launch._addresses import interface_of
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
@@ -43,15 +43,15 @@ from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
 
 __all__ = ["TaskResult", "guard_rank"]
 
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # a guess that no test has contradicted
 _TASKS_PER_LOOK = 100  # with more tasks, each reads the shared folder less often
 _REACH_S = 30.0  # rank 0 listens before it publishes its address, so only a broken network takes longer
 _ALIVE_S = 0.5  # between two reports of output or progress
 _KEPT = 1 << 16  # the end of the rank's output, which may have a crash report
-_LAST_WORDS = 2500
+_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _RESULTS_S = 5.0  # time for other tasks to write their files
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
-_NEVER = float("inf")
+_NEVER = float("inf")  # by the monotonic clock
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Task:
             if self._rank == 0:
                 self._coordinator = JobCoordinator(self._folder, plan, self.start, self._attempt, cleanup)
             address = self._await_address(plan)
-            host, own = self._reached(address)
+            host, own = self._find_addresses(address)
             self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
             self._began = time.time()
             guard.start(_assignment(self._rank, plan, address, host, own), self)  # before this process has threads
@@ -156,7 +156,7 @@ class _Task:
             time.sleep(look_s)
         return address
 
-    def _reached(self, address: Address) -> tuple[str, str]:
+    def _find_addresses(self, address: Address) -> tuple[str, str]:
         """Return the address at which this task reaches rank 0's machine, and its own address of that connection."""
         until = time.monotonic() + _REACH_S
         while (found := reachable(address.hosts, address.port)) is None:

@@ -9,9 +9,17 @@ import pytest
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch.messages._first_rank_failure import Died, Ended, Parcel, Raised, Requeued, error_of, first_failure
+from parawrap.launch.messages._first_rank_failure import (
+    Died,
+    Ended,
+    PackedValue,
+    Raised,
+    Requeued,
+    error_of,
+    first_rank_failure,
+)
+from parawrap.launch.messages._pack_exception import is_echo, pack_exception, summary_of, traceback_of
 from parawrap.launch.messages._pickle_values import memory_file
-from parawrap.launch.messages._rank_errors import is_echo, pack_exception, summary_of, traceback_of
 from tests.helpers.processes import notes_of
 
 PLACE = "node 3, a-host"
@@ -19,7 +27,7 @@ ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
 
 
 def raised(error, at=1.0):
-    return Raised(at, Parcel(pack_exception(error)), summary_of(error), traceback_of(error), is_echo(error))
+    return Raised(at, PackedValue(pack_exception(error)), summary_of(error), traceback_of(error), is_echo(error))
 
 
 def died(at=1.0, **how):
@@ -40,7 +48,7 @@ def died(at=1.0, **how):
 )
 def test_earliest_cause_is_raised(outcomes, rank):
     """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is no failure."""
-    assert first_failure(outcomes) == rank
+    assert first_rank_failure(outcomes) == rank
 
 
 def test_other_failures_are_noted():
@@ -55,7 +63,7 @@ def test_other_failures_are_noted():
 def test_unreadable_error_is_told():
     file = memory_file("test")
     os.write(file, b"no pickle")
-    error = error_of(1, {1: Raised(1.0, Parcel(file), "OddError: odd", "the traceback", False)}, 2, PLACE)
+    error = error_of(1, {1: Raised(1.0, PackedValue(file), "OddError: odd", "the traceback", False)}, 2, PLACE)
     assert type(error) is LaunchError
     assert "rank 1 raised OddError: odd" in str(error)
     assert "the traceback" in notes_of(error)

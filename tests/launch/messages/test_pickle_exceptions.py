@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from parawrap.errors import LaunchError
+from parawrap.launch.messages._pack_exception import pack_exception, summary_of
 from parawrap.launch.messages._pickle_values import unpack
-from parawrap.launch.messages._rank_errors import pack_exception, summary_of
 
 LOCK = threading.Lock()
 

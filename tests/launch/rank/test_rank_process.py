@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path

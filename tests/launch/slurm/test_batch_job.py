@@ -12,7 +12,7 @@ import pytest
 from parawrap.errors import PlatformError
 from parawrap.launch._platform import Platform
 from parawrap.launch.slurm import _batch_job
-from parawrap.launch.slurm._commands import JobState, job_state, requeue_job
+from parawrap.launch.slurm._job_commands import JobState, job_state, requeue_job
 from parawrap.launch.slurm._launch_folder import Folder
 
 
@@ -96,7 +96,7 @@ def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
 def test_submitit_starts_guarded(folder):
     """Slurm's signals stay pending, and the job exits before submitit unpickles files from a folder of others."""
     show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    call = [*shlex.split(_batch_job._guarded_python()), "-c", show, str(folder.submitit / "any")]
+    call = [*shlex.split(_batch_job._guard_python()), "-c", show, str(folder.submitit / "any")]
     blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
     assert {str(int(signal.SIGUSR2)), str(int(signal.SIGTERM))} <= set(blocked)
     folder.submitit.chmod(0o777)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Parcel
+from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Surroundings
@@ -99,7 +99,7 @@ def reads_of(folder):
     folder.write_plan(plan())
     folder.write_address("0-0", ADDRESS)
     folder.note_earlier(([], []))
-    parcel = Parcel(packed(1, "result", "it")).put(folder.path / "parcel")
+    parcel = PackedValue(packed(1, "result", "it")).put(folder.path / "parcel")
     return [folder.read_plan, lambda: folder.address("0-0"), folder.earlier, parcel.open]
 
 

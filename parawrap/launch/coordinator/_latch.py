@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 
 __all__ = ["Latch"]
 
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # a wait without limit would not notice signals on all systems
 
 
 class Latch:

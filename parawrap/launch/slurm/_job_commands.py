@@ -35,7 +35,7 @@ _ENDED = [
     "TIMEOUT",
 ]
 _WAITING = ["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED"]
-_PATIENCE_S = 60.0
+_PATIENCE_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
 class JobState(NamedTuple):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, RankDiedError, current_rank, wrapper
 from parawrap.displays import read_timeline
-from parawrap.launch.coordinator._launch_timeline import RankTimes, write_trace
+from parawrap.launch.coordinator._rank_times import RankTimes, write_trace
 from tests.helpers.processes import ranks
 
 

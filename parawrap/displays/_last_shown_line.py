@@ -22,12 +22,12 @@ def last_shown_line(output: str) -> str:
     >>> last_shown_line("epoch 1\n 50%\r100% \x1b[32mdone\x1b[0m\r\n")
     '100% done'
     """
-    lines = map(_shown, reversed(_LINE_END.split(output)))
+    lines = map(_overwrite, reversed(_LINE_END.split(output)))
     return next((line for line in lines if line), "")
 
 
-def _shown(line: str) -> str:
-    """Return a line in which each part after a carriage return overwrites the start."""
+def _overwrite(line: str) -> str:
+    """Return a line as a terminal shows it: each part after a carriage return overwrites the start."""
     shown = ""
     for part in line.split("\r"):
         text = _UNSEEN.sub("", part)

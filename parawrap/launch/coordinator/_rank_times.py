@@ -15,7 +15,7 @@ from parawrap.launch._packed_call import Job
 __all__ = ["RankTimes", "trace_path", "write_trace"]
 
 _PHASES = "start", "meeting", "run", "teardown"
-_NS = 1e9
+_NS = 1e9  # per second
 _log = logging.getLogger("parawrap.launch")
 
 

@@ -22,7 +22,7 @@ if sys.platform != "win32":
 __all__ = ["cores_of_others", "memory_growth", "page_faults", "turn"]
 
 _PROC = Path("/proc")
-_SHORTEST_S = 0.3  # 30 ticks of the kernel's clock per core; a shorter time cannot be told from an idle one
+_SHORTEST_S = 0.3  # 30 ticks of the kernel's clock per core; a shorter time looks like an idle one
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def turn(name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices
     buffers = [(owner, key, old, old.clone()) for owner, _ in owners for key, old in owner.named_buffers(recurse=False)]
     gradients = [leaf.grad for leaf in leaves]
     try:
-        with backend_of(devices[0].type if devices else "cpu").forked_rng(devices):
+        with backend_of(devices[0].type if devices else "cpu").fork_rng(devices):
             yield
     except Exception as error:
         add_note(error, f"raised in the way {name!r} of parawrap.compare")
@@ -101,10 +101,10 @@ def _ticks_of_others() -> int | None:
         return None
     # user, nice, system, idle, iowait, irq, softirq, steal: proc(5)
     busy = [sum(map(int, words[1:9])) - int(words[4]) - int(words[5]) for words in lines if words[0] in cores]
-    return sum(busy) - _own_ticks()
+    return sum(busy) - _count_own_ticks()
 
 
-def _own_ticks() -> int:
+def _count_own_ticks() -> int:
     """Return the ticks of this process, its descendants, and their children that have ended."""
     parents, ticks = {}, {}
     for path in _PROC.glob("[0-9]*/stat"):

@@ -9,12 +9,12 @@ import struct
 
 from parawrap.launch.rank._process_groups import LOOPBACK
 
-__all__ = ["interface_of", "own_addresses"]
+__all__ = ["interface_of", "list_addresses"]
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
-def own_addresses() -> list[str]:
+def list_addresses() -> list[str]:
     """Return this machine's IPv4 addresses, the one of its hostname first. Return loopback only without other addresses."""
     found = [address for _, name in socket.if_nameindex() if (address := _address_of(name)) is not None]
     others = [address for address in found if not address.startswith("127.")]

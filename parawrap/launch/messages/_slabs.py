@@ -20,8 +20,8 @@ from parawrap.launch.messages._pickle_values import memory_file
 
 __all__ = ["MappedSlabs", "OwnSlabs", "Slab", "layout"]
 
-_ALIGNMENT = 64
-_SMALLEST = 1 << 20
+_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_SMALLEST = 1 << 20  # bytes; smaller slabs would be replaced often
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM)
 
 

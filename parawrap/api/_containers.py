@@ -14,18 +14,18 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "check_kinds",
     "columns",
-    "described",
+    "describe",
     "is_container",
     "is_list_per_row",
     "items_of",
     "kind_of",
     "plain_tuple",
     "rebuilt",
-    "transposed",
+    "transpose_rows",
 ]
 
 
-def transposed(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
+def transpose_rows(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
     """Transpose rows, at least one. Messages refer to a row by `noun`; `refuse` raises them."""
     return rebuilt(plain_tuple(rows[0]), columns(rows, noun, refuse))
 
@@ -77,7 +77,7 @@ def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoRetu
     """Call ``refuse`` with a message unless all values are of one kind, such as tensors, sequences, or mappings."""
     for position, value in enumerate(values):
         if kind_of(value) is not kind_of(values[0]):
-            refuse(f"{noun} {position} is {described(value)}, {noun} 0 is {described(values[0])}")
+            refuse(f"{noun} {position} is {describe(value)}, {noun} 0 is {describe(values[0])}")
 
 
 def kind_of(value: Any) -> type:
@@ -93,7 +93,7 @@ def kind_of(value: Any) -> type:
     return dict if isinstance(value, Mapping) else tuple
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__qualname__}"
 
 

@@ -27,7 +27,7 @@ _ECHO = re.compile(
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
     re.IGNORECASE,
 )
-_LONGEST_CHAIN = 20
+_LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
 
 
 def pack_exception(error: BaseException) -> int:
@@ -49,7 +49,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text, from its first frame outside parawrap on; all of it if there is no such frame."""
+    """Return the traceback as text, from its first frame outside parawrap on; all of it without such a frame."""
     trace = user_frames(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 

@@ -31,11 +31,11 @@ def _graph_rows(batch: Any) -> int:
 
 def _split_graphs(batch: Any, sizes: Sequence[int]) -> list[Any]:
     graphs = _graphs(batch)
-    return [_batched([batch], graphs[start:end]) for start, end in spans(sizes)]
+    return [_batch_graphs([batch], graphs[start:end]) for start, end in spans(sizes)]
 
 
 def _join_graphs(parts: Sequence[Any]) -> Any:
-    return _batched(parts, [graph for part in parts for graph in _graphs(part)])
+    return _batch_graphs(parts, [graph for part in parts for graph in _graphs(part)])
 
 
 def _graphs(batch: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def _edges_stay_inside(batch: Any, store: Any) -> bool:
     return all(torch.equal(each, graphs) for each in found)
 
 
-def _batched(parts: Sequence[Any], graphs: list[Any]) -> Any:
+def _batch_graphs(parts: Sequence[Any], graphs: list[Any]) -> Any:
     """Return one Batch of the class and with the attributes of `parts`."""
     first: Any = parts[0]
     followed = {name for store in first.stores for name in _of_store(first._slice_dict, store) if f"{name}_ptr" in store}

@@ -49,7 +49,7 @@ def _refuse_class(cls: type) -> None:
         for function in _functions(value) if name not in _NOT_CALLED else ():
             _refuse_globals(function, function.__qualname__, follows=False)  # methods call too much to follow
             for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                for held in _held_by(_content(cell)):
+                for held in _find_held(_content(cell)):
                     msg = f"{function.__qualname__} captures {free!r}, which holds a {_name(held)}: {_CURE}"
                     raise ReplicaError(msg)
 
@@ -62,7 +62,7 @@ def _refuse_globals(function: types.FunctionType, place: str, *, follows: bool) 
         each, place = waiting.pop()
         for name, value in _globals_of(each):
             if not isinstance(value, types.FunctionType):
-                held = _held_by(value)[0]
+                held = _find_held(value)[0]
                 msg = f"{place or each.__qualname__} uses the global {name!r}, which holds a {_name(held)}: {_CURE}"
                 raise ReplicaError(msg)
             if follows and value not in seen:
@@ -74,18 +74,18 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the globals that a function reads, if they hold modules or are functions of the user's."""
     for code in _codes(function.__code__):
         found = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in found.items() if _held_by(value) or _is_of_user(value)}
-        loaded = _loaded_globals(code) if found else set()  # names of attributes are among co_names too
+        found = {name: value for name, value in found.items() if _find_held(value) or _is_of_user(value)}
+        loaded = _find_loaded_globals(code) if found else set()  # names of attributes are among co_names too
         for name in found.keys() & loaded:
             yield name, found[name]
 
 
 def names_of_globals(code: types.CodeType) -> set[str]:
     """Return the names of the globals that code reads, also in its inner functions and classes."""
-    return {name for each in _codes(code) for name in _loaded_globals(each)}
+    return {name for each in _codes(code) for name in _find_loaded_globals(each)}
 
 
-def _loaded_globals(code: types.CodeType) -> set[str]:
+def _find_loaded_globals(code: types.CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
@@ -122,7 +122,7 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _held_by(value: Any) -> list[Any]:
+def _find_held(value: Any) -> list[Any]:
     """The modules with tensors that a value is, or that it holds if it is a container."""
     if isinstance(value, dict):
         return [each for each in value.values() if _has_tensors(each)]

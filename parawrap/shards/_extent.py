@@ -23,7 +23,7 @@ __all__ = ["BEYOND", "EMPTY", "FIXED", "FOREIGN", "NESTED", "NUMBER", "NUMBERS",
 
 # Values of `extent_of` for leaves without rows.
 BROADCAST = -1
-NUMBER = -2
+NUMBER = -2  # a 0-d tensor or a number
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
 FIXED = -4  # another value that cannot follow the rows and has no state: every lane gets the same object
 OBJECT = -5  # of a class that parawrap does not know
