@@ -20,6 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The subpackages that each subpackage may import, besides itself and `errors`. "." is parawrap/__init__.py.
 ALLOWED = {
     "_version": set(),
+    "_documentation": set(),
     "_private_name": set(),
     "_public": set(),
     "errors": set(),
@@ -94,7 +95,7 @@ def imports_of(module: str, *, at_import: bool) -> set[str]:
 
 def test_imports_run_downwards():
     """The table above allows each import, also in functions and for types only. No underscored file of another is used."""
-    of_all = {"errors", "_version", "_private_name", "_public"}
+    of_all = {"errors", "_documentation", "_version", "_private_name", "_public"}
     for module in MODULES:
         subpackage = subpackage_of(module)
         for name in imports_of(module, at_import=False):
@@ -141,7 +142,10 @@ def test_imports_are_cheap():
     command = [sys.executable, "-W", "error", "-c", IMPORTS]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (found.returncode, found.stderr) == (0, "")
-    assert found.stdout.splitlines() == ["['parawrap._version', 'parawrap.errors']", "[]"]
+    assert found.stdout.splitlines() == [
+        "['parawrap._version', 'parawrap._documentation', 'parawrap.errors']",
+        "[]",
+    ]
 
 
 def test_all_names_exist_sorted():

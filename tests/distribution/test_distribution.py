@@ -19,6 +19,7 @@ from tests.helpers.tiers import require_packages
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/owner/parawrap"
+DOCUMENTATION = "https://example.org/docs"
 LINK = re.compile(r"\]\(([^)]*)\)")
 
 
@@ -36,7 +37,7 @@ def build(folder, *options, **environment):
 def built(tmp_path_factory):
     """The folder with a wheel and a source distribution, and what their build printed."""
     folder = tmp_path_factory.mktemp("dist")
-    return folder, build(folder, PARAWRAP_REPOSITORY=REPOSITORY)
+    return folder, build(folder, PARAWRAP_REPOSITORY=REPOSITORY, PARAWRAP_DOCUMENTATION=DOCUMENTATION)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,19 @@ def test_wheel_has_only_the_package(wheel):
     (info,) = {name.partition("/")[0] for name in files if ".dist-info/" in name}
     assert f"{info}/licenses/LICENSE" in files
     assert "parawrap = parawrap.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+
+
+def test_errors_cite_the_address(wheel, tmp_path):
+    """With PARAWRAP_DOCUMENTATION, errors of the wheel end with an address. Those of the source name a page."""
+    wheel.extractall(tmp_path)
+    script = "import parawrap; print(parawrap.__file__); print(parawrap.LaunchError('no'))"
+    command = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}
+    )
+    file, error = done.stdout.splitlines()
+    assert Path(file).is_relative_to(tmp_path)
+    assert error == f"no ({DOCUMENTATION}/errors.html#launcherror)"
 
 
 def test_wheel_requires_what_is_listed(wheel):
