@@ -307,6 +307,7 @@ def place_of_main_thread() -> str:
     if not users:
         return "an unknown place"
     code, number = users[0]
+    number = number or code.co_firstlineno  # some bytecode belongs to no line
     line = linecache.getline(code.co_filename, number).strip()
     return f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
 
