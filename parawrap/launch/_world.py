@@ -65,7 +65,7 @@ _TABLES = (
 def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     """Return this process's place in its world. Return None if no launcher started it.
 
-    >>> surrounding_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank
+    >>> find_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank
     1
     """
     for table in _TABLES:

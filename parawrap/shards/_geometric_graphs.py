@@ -76,7 +76,7 @@ def _edges_stay_inside(batch: Any, store: Any) -> bool:
     """True if both ends of each edge lie in the graph that the slices assign the edge to."""
     slices = _of_store(batch._slice_dict, store).get("edge_index")
     if slices is None:
-        return True  # `_batched` refuses an attribute that was set later
+        return True  # `_batch_graphs` refuses an attribute that was set later
     edges: torch.Tensor = store.edge_index
     graphs = torch.repeat_interleave(slices.diff()).to(edges.device)
     starts = _of_store(batch._inc_dict, store)["edge_index"].to(edges.device)  # one per graph, or one per graph and end

@@ -15,7 +15,7 @@ _MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half t
 def balance(rows: int, parts: int) -> tuple[int, ...]:
     """Return sizes that add up to `rows` and differ by at most one, the larger first; none of them is zero.
 
-    >>> balanced(10, 4), balanced(2, 4), balanced(0, 4)
+    >>> balance(10, 4), balance(2, 4), balance(0, 4)
     ((3, 3, 2, 2), (1, 1), (0,))
     """
     if rows <= parts:

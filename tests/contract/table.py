@@ -59,7 +59,7 @@ differently from its cell.
 """
 
 _MASKS = [
-    (r" \(docs/errors\.md#\w+\)", ""),  # of an error in the documentation
+    (r' \(the page "Errors" of the documentation, \w+\)', ""),  # of an error in the documentation
     (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
     (r"Connection (closed|reset) by peer.*", "… (gloo) connection closed"),
     (r"\(node \d+, [^)]*\)", "(node …)"),

@@ -109,6 +109,6 @@ def test_release_without_a_context(monkeypatch):
         del double.package.neuron_cores_context
         double.install(monkeypatch)
         compiled = TorchNeuronx().trace(mlp(), rows(2))
-        said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*neuron_hardware\.md"
+        said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
         with pytest.raises(DeviceUnavailableError, match=said):
             TorchNeuronx().place(compiled, 0, 1)

@@ -11,6 +11,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from array import array
 from collections import Counter
@@ -397,12 +399,14 @@ print([digest_value(sample).hex() for sample in samples])
 """
 
 
-def test_digests_in_another_process(tmp_path):
+def test_digests_in_another_process():
     """Sets and hashes of strings have another order in each process."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     with redirect_stdout(io.StringIO()) as here:
         exec(SAMPLES, {"__name__": "__main__"})
-    assert run_script(tmp_path, SAMPLES, env={**os.environ, "PYTHONHASHSEED": seed}) == here.getvalue()
+    command, environment = [sys.executable, "-c", SAMPLES], os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == here.getvalue()
 
 
 CYCLE = Sample()

@@ -91,7 +91,7 @@ def test_message_has_the_reason():
 
     error = refusal_of([Session()])
     assert str(error).startswith("value[0] cannot be sent to another process: ")
-    assert "Session: a session stays where it is (docs/errors.md" in str(error)
+    assert "Session: a session stays where it is (" in str(error)
     assert isinstance(error.__cause__, RuntimeError)
 
 
