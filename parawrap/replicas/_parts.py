@@ -199,7 +199,8 @@ def references_of(value: Any, kind: Kind, *, shared: bool = False) -> Iterable[P
 def is_shared(value: Any) -> bool:
     """True for an instance that every lane uses, unless it leads to the model: a lock, a logger, a sentinel, an array."""
     cls = type(value)
-    is_service = any(each.partition(".")[0] in _SERVICES for each in (base.__module__ for base in cls.__mro__))
+    modules = [base.__module__ for base in cls.__mro__]
+    is_service = any(each == _OPERATORS or each.partition(".")[0] in _SERVICES for each in modules)
     if is_service or is_native(value) or _is_singleton(value):
         return True
     has_state = _is_plain(cls) or hasattr(value, "__dict__") or bool(slots_of(cls))
@@ -290,6 +291,7 @@ def fill_function(value: types.FunctionType, copy: types.FunctionType, copy_of: 
 
 
 _SERVICES = sys.stdlib_module_names - _OF_DATA - {"__main__"}
+_OPERATORS = "torch._ops"  # `copy.copy` of a torch.ops operator recurses for minutes
 
 
 def _referents(value: Any) -> list[Any]:

@@ -95,7 +95,7 @@ def test_death_in_a_chunk(retries):
 
 @pytest.mark.parametrize(
     ("batches", "every", "elements", "chunksize"),
-    [(200, 50, 3, 8), (200, 50, 20_000, 1), pytest.param(10_000, 200, 20_000, 8, marks=pytest.mark.long)],
+    [(200, 50, 3, 8), (200, 50, 20_000, 1), pytest.param(3_000, 150, 20_000, 8, marks=pytest.mark.long)],
 )
 def test_killed_workers_lose_no_batch(batches, every, elements, chunksize):
     """While workers are killed, each batch of a stream comes out once, in order."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, ShardError, parallel
+from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler reads after a break
 TWO = ["cpu"] * 2
@@ -120,6 +121,14 @@ def test_any_callable_is_parallel(target):
     assert torch.equal(p(x), x)
     assert p.stats().shards == (3, 2, 2)
     p.close()
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.mul, torch.ops.aten.mul.Scalar], ids=["packet", "overload"])
+def test_torch_operators_in_closures(operator):
+    x = torch.rand(7, 2)
+    with parallel(lambda x: operator(x, 2), TWO, out_dims=0) as p:
+        assert_close(p(x), 2 * x)
+        assert_close(p.submit(x).result(PATIENCE_S), 2 * x)
 
 
 def test_one_cpu_lane_is_the_plain_call():

@@ -186,11 +186,38 @@ def swap(value, fails=False):
     return received.item()
 
 
-def test_a_message_of_a_failed_call(world):
-    """A message of a failed call does not arrive in the next one."""
+def begin_and_fail():
+    if my_rank() == 0:
+        STATE["work"] = dist.all_reduce(torch.ones(3), async_op=True)
+    raise LookupError
+
+
+def make_group_in_rank_0():
+    if my_rank() == 0:
+        dist.new_group([0])
+        raise LookupError
+
+
+def sum_in_new_group(value):
+    total = torch.tensor(value)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return total.item() / 2
+
+
+FAILED = {
+    "collective": (begin_and_fail, (), all_sum, 10.0),
+    "message": (swap, (6.0, True), swap, 5.0),
+    "group": (make_group_in_rank_0, (), sum_in_new_group, 5.0),
+}
+
+
+@pytest.mark.parametrize("kind", FAILED)
+def test_operations_of_a_failed_call(world, kind):
+    """One that a single rank has begun is not mixed up with those of the next call."""
+    fails, args, works, value = FAILED[kind]
     with pytest.raises(LookupError):
-        world(swap, 6.0, fails=True)
-    assert world(swap, 5.0) == (5.0, 5.0)
+        world(fails, *args)
+    assert world(works, 5.0) == (value, value)
 
 
 def test_a_busy_rank_may_finish(world, tmp_path):

@@ -120,6 +120,21 @@ def test_pickles_of_an_open_folder(folder, mode):
     assert follower.new_result() == TaskResult("0-0")
 
 
+def test_pickles_of_a_replaced_folder(folder, monkeypatch, tmp_path):
+    """A folder of another user, or a link, is refused."""
+    for read in reads_of(folder):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda: 12345)
+            with pytest.raises(LaunchError, match=r"my-job-.* belongs to user \d+, not to user 12345: \w+"):
+                read()
+    reads = reads_of(folder)
+    folder.path.rename(tmp_path / "moved")
+    folder.path.symlink_to(tmp_path / "moved")
+    for read in reads:
+        with pytest.raises(NotADirectoryError):
+            read()
+
+
 # -- what the job and the submitter exchange
 
 
