@@ -78,6 +78,7 @@ def wait_for(path):
 def kill_guard(folder):
     """Rank 1 kills the task that guards it while rank 0 waits for it."""
     scenarios.report(folder, f"start{current_rank().restart}")
+    dist.barrier()  # both have reported
     if current_rank().global_rank == 1:
         server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         os.kill(int(server[1]), signal.SIGKILL)
