@@ -24,8 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("shards", "replicas", "lanes", "engine")
-STAGES = (*PACKAGES, "tree", "api")
-"""The folders of tests. Those of the mutant's own package run first, and tests/api last."""
+STAGES = (*PACKAGES, "tree", "devices", "workers", "api")
+"""The folders of tests, each in its own process. Those of the mutant's own package run first, and tests/api last."""
 MOST_TIMES = 10
 """The time limit of a folder, in times of the run without a mutant."""
 
