@@ -293,7 +293,7 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     return "\n".join(
-        f"thread {names.get(ident, ident)}:\n" + "".join(_stack_of(frame).format())
+        f"thread {names.get(ident, ident)}:\n{_stack_text(frame)}"
         for ident, frame in sys._current_frames().items()
         if ident != mine
     )
@@ -308,8 +308,18 @@ def place_of_main_thread() -> str:
         return "an unknown place"
     code, number = users[0]
     number = number or code.co_firstlineno  # some bytecode belongs to no line
-    line = linecache.getline(code.co_filename, number).strip()
-    return f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
+    place = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
+    try:
+        return f"{place}: {linecache.getline(code.co_filename, number).strip()}"
+    except Exception:  # noqa: BLE001 (another thread may change the cache of lines, and other code may fill it)
+        return place
+
+
+def _stack_text(frame: FrameType) -> str:
+    try:
+        return "".join(_stack_of(frame).format())
+    except Exception as error:  # noqa: BLE001 (as above; a rank does not end because of it)
+        return f"  its source cannot be read: {error!r}\n"
 
 
 def _stack_of(frame: FrameType) -> traceback.StackSummary:
