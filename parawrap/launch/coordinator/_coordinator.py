@@ -31,6 +31,7 @@ from parawrap.launch.messages._first_rank_failure import (
     Returned,
     first_rank_failure,
 )
+from parawrap.launch.messages._last_words import LAST_WORDS
 from parawrap.launch.messages._line import Arrival
 from parawrap.launch.rank._control_thread import FORCED, Status
 from parawrap.launch.rank._rank_assignment import Assignment
@@ -41,7 +42,6 @@ _ECHO_WAIT_S = 1.0  # time for the original failure to arrive after an echo of i
 _STACKS_WAIT_S = 1.0  # a rank answers at once, unless C code holds the GIL
 _WATCHING_S = 1.0  # a longer delay of the loop means that this process itself was stopped
 _GIVE_UP_S = 20.0  # time for guards to report the end of killed ranks and their leftovers
-_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _NEVER = float("inf")  # by the monotonic clock
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _NOT_STARTED = "its process has not started yet"
@@ -352,7 +352,7 @@ class Coordinator:
         ended_by_us = state.ordered_to_end and not lost_with and _is_caused_by_order(state, code)
         if ended_by_us or self.broken is not None:  # a failing node may have missed the rank's last message
             return Ended(time.time())
-        last_words = state.transcript.last_words(_LAST_WORDS)
+        last_words = state.transcript.last_words(LAST_WORDS)
         return Died.of(code, at=time.time(), pid=state.pid, last_words=last_words, lost_with=lost_with)
 
     # -- the end of a rank, and its consequences

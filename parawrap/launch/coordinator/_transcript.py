@@ -9,7 +9,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import tempfile
 import threading
 from datetime import datetime
@@ -21,16 +20,15 @@ from parawrap.displays import last_shown_line
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._printer import Lines, Printer
+from parawrap.launch.messages._last_words import end_of
 
-__all__ = ["Record", "Transcript", "end_of", "new_log_folder"]
+__all__ = ["Record", "Transcript", "new_log_folder"]
 
 _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
 _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _SEARCHED = 1 << 16  # the last bytes of the output, which are searched for a crash report
-_CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)  # the first line of faulthandler's report
-_LEFT_OUT = "\n...\n"
 
 
 def new_log_folder(platform: Platform, name: str) -> Path | None:
@@ -147,26 +145,6 @@ class Transcript:
         self.end_lines()
         if self._file is not None:
             self._file.close()
-
-
-def end_of(text: str, at_most: int) -> str:
-    """Return the end of a text, in whole lines if possible.
-
-    If long stacks follow the first line of a crash report, a quarter of `at_most` is for the text up to that line.
-    """
-    if len(text) <= at_most:
-        return text
-    crash = _CRASH.search(text)
-    if crash is None or crash.start() >= len(text) - at_most:
-        return _end_of(text, at_most)
-    head = _end_of(text[: crash.end()], max(at_most // 4, len(crash[0]))) + _LEFT_OUT
-    return head + _end_of(text, at_most - len(head))
-
-
-def _end_of(text: str, at_most: int) -> str:
-    end = text[max(0, len(text) - at_most) :]
-    _, newline, rest = end.partition("\n")
-    return rest if newline and len(end) < len(text) else end
 
 
 def _open_file(path: Path) -> io.FileIO:

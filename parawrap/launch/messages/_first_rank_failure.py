@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 from parawrap.errors import LaunchError, RankDiedError, add_note
 from parawrap.launch._rank_results import RankResults
+from parawrap.launch.messages._last_words import LAST_WORDS
 from parawrap.launch.messages._pack_exception import summary_of
 from parawrap.launch.messages._pickle_values import memory_file, unpack
 from parawrap.launch.messages._private_files import open_private
@@ -40,7 +41,6 @@ __all__ = [
 ]
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
-_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _PIECE = 1 << 24  # bytes in memory while a file is copied
 _TIMED_OUT = re.compile(
     r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE
@@ -249,7 +249,7 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
         msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
         error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=failure.exit_code)
         if failure.last_words:
-            error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words[-_LAST_WORDS:])}")
+            error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words[-LAST_WORDS:])}")
         if failure.signal is signal.SIGKILL:
             error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
     for note in _on_others(rank, outcomes, failure):

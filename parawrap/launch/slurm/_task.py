@@ -30,9 +30,9 @@ from parawrap.launch._addresses import interface_of
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._transcript import end_of
 from parawrap.launch.guard._guard import LocalGuard
 from parawrap.launch.guard._start_methods import starter_named
+from parawrap.launch.messages._last_words import LAST_WORDS, end_of
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.rank._rank_assignment import Assignment
@@ -48,7 +48,6 @@ _TASKS_PER_LOOK = 100  # with more tasks, each reads the shared folder less ofte
 _REACH_S = 30.0  # rank 0 listens before it publishes its address, so only a broken network takes longer
 _ALIVE_S = 0.5  # between two reports of output or progress
 _KEPT = 1 << 16  # the end of the rank's output, which may have a crash report
-_LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _RESULTS_S = 5.0  # time for other tasks to write their files
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _NEVER = float("inf")  # by the monotonic clock
@@ -265,7 +264,7 @@ class _Task:
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         self._has_ended = True
         self._end_at = self._kill_at = _NEVER
-        self._send("end", code, lost_with, end_of(self._last_output.decode(errors="replace"), _LAST_WORDS))
+        self._send("end", code, lost_with, end_of(self._last_output.decode(errors="replace"), LAST_WORDS))
 
     def on_trouble(self, what: str) -> None:
         self._send("trouble", what)

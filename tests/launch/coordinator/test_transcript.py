@@ -68,15 +68,6 @@ def test_chunk_boundaries_do_not_matter(text, data):
     assert shown(chunks) == shown([raw])
 
 
-def test_last_words_name_the_crash():
-    """Long faulthandler stacks displace neither the line that names the crash nor the line before it."""
-    crash = b"Fatal Python error: Aborted\n\n" + b"  File one\n" * 50 + b"  File last\n"
-    words = written((OUT, b"long ago\n" * 50 + b"just before\n"), (ERR, crash), is_shown=False).last_words(200)
-    assert "\njust before\nFatal Python error: Aborted\n...\n  File one\n" in words
-    assert words.endswith("  File one\n  File last\n")
-    assert len(words) <= 200
-
-
 # -- log files
 
 
