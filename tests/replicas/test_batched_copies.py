@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parawrap.replicas import _batched_copies, lasting
+from parawrap.replicas import _batched_copies
 from parawrap.replicas._batched_copies import bytes_of, copies_at
 
 CPU = torch.device("cpu")
@@ -29,11 +29,3 @@ def test_copies_keep_order_and_values(monkeypatch):
     assert sorted(str(each.dtype) for each in sent) == kinds
     assert copies_at(CPU, []) == []
     assert (bytes_of(torch.ones(2, 3)), bytes_of(torch.eye(3).to_sparse())) == (24, 0)
-
-
-def test_lasting_tensors_outlive_modes():
-    with torch.inference_mode():
-        with lasting():
-            assert not torch.ones(1).is_inference()
-            assert not torch.is_grad_enabled()
-        assert torch.ones(1).is_inference()

@@ -11,9 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from parawrap.replicas._gradients import Mirror, send
 
-CPU, TWO = torch.device("cpu"), ["cpu"] * 2
+TWO = ["cpu"] * 2
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
@@ -63,28 +62,3 @@ def test_writes_before_backward():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         model(x).sum().backward()  # the next call works
-
-
-def test_a_mirror_has_linked_copies():
-    """Gradients of a copy reach the parameter; stale copies are kept until they are written again."""
-    weight, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
-    mirror = Mirror(CPU)
-    assert mirror.take([weight, frozen]) == []
-    copied = mirror.link(weight)
-    assert mirror.link(weight) is copied
-    assert copied.data_ptr() != weight.data_ptr()
-    (copied * 3).sum().backward()
-    assert weight.grad.tolist() == [3, 3]
-    assert not mirror.link(frozen).requires_grad
-    with torch.no_grad():
-        weight.fill_(5)
-    assert list(map(id, mirror.take([weight]))) == [id(weight)]
-    assert copied.tolist() == [1, 1]
-    assert send([mirror], [weight]) == 8
-    assert copied.tolist() == [5, 5]
-    assert (len([*mirror.held()]), send([mirror], []), send([], [weight])) == (1, 0, 0)
-    version = copied._version
-    mirror.advance([weight, frozen])
-    assert copied._version == version + 1
-    mirror.unlink()
-    assert mirror.link(weight) is not copied

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import ReplicaError, parallel
+from parawrap import parallel
+from tests.fuzz.models import SlottedBox
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.waiting import PATIENCE_S
 
@@ -23,14 +27,15 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.dropout = nn.Dropout(1.0)
-        self.tail = nn.Sequential(nn.Tanh())
+        self.tail = nn.Sequential(nn.Tanh(), nn.Softplus())
         self.register_buffer("shift", torch.arange(4.0))
         self.table = torch.ones(4)
-        self.options = {"factor": 1.0}
+        self.options, self.space, exponent = {"factor": 1.0}, SimpleNamespace(offset=0.0), 1.0
+        self.power = lambda x: x**exponent
 
     def forward(self, x):
         y = self.dropout(self.linear(x)) * self.options["factor"] + self.shift
-        return self.tail(y) * self.table
+        return self.power(self.tail(y) * self.table) + self.space.offset
 
 
 CHANGES = {
@@ -40,6 +45,10 @@ CHANGES = {
     "edited buffer": lambda model: model.shift.add_(1),
     "resized buffer": lambda model: setattr(model, "shift", torch.ones(1)),
     "item of a dict": lambda model: model.options.update(factor=3.0),
+    "attribute of an object": lambda model: setattr(model.space, "offset", 3.0),
+    "variable of a function": lambda model: setattr(model.power.__closure__[0], "cell_contents", 2.0),
+    "order": lambda model: model.tail._modules.update({"0": model.tail._modules.pop("0")}),
+    "class": lambda model: setattr(model.tail[0], "__class__", nn.Sigmoid),
     "edited tensor": lambda model: model.table.mul_(3),
     "submodule": lambda model: setattr(model, "linear", nn.Linear(4, 4, bias=False)),
     "patch": lambda model: setattr(model.linear, "forward", lambda x: x * model.linear.weight.sum()),
@@ -98,81 +107,48 @@ WAYS = {
     "map": lambda p, x: list(p.map([x] * 6)),
     "submit": lambda p, x: [p.submit(x).result(PATIENCE_S) for _ in range(4)],
 }
-
-
 class Writes(nn.Linear):
     """Changes its own state in each forward, in the way that `write` does. Each forward must find the first state."""
 
     def __init__(self, write):
         super().__init__(3, 3)
-        self.write, self.table = write, {"a": 1}
+        self.write, self.table, self.slotted = write, {"a": 1}, SlottedBox("first")
+        self.steps, self.recent, self.kinds = ["first", "word"], deque([1, 2]), {"a"}
 
     def forward(self, x):
-        assert self.state() == (False, {"a": 1})
+        assert self.state() == FIRST_STATE
         self.write(self)
         return x + 1
 
     def state(self):
-        return hasattr(self, "new"), self.table
+        held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None)
+        return *held, self.steps, [*self.recent], self.kinds
+
+
+FIRST_STATE = (False, 3, {"a": 1}, "first", ["first", "word"], [1, 2], {"a"})
+WRITES = {
+    "new": lambda self: setattr(self, "new", 1),
+    "out_features": lambda self: delattr(self, "out_features"),
+    "table['c']": lambda self: self.table.update(c=3),
+    "slotted": lambda self: delattr(self.slotted, "items"),
+    "steps": lambda self: self.steps.__setitem__(1, "other"),
+    "recent": lambda self: self.recent.append(3),
+    "kinds": lambda self: self.kinds.add("b"),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("write", "place"),
-    [(lambda self: setattr(self, "new", 1), "new"), (lambda self: self.table.update(c=3), "table['c']")],
-    ids=["attribute", "item"],
-)
-def test_writes_are_put_back(write, place, way):
+@pytest.mark.parametrize("place", WRITES)
+def test_writes_are_put_back(place, way):
     """Each task starts from the model's state, and the model keeps it. One warning per block names the place."""
-    model, x = Writes(write), torch.zeros(9, 3)
+    model, x = Writes(WRITES[place]), torch.zeros(9, 3)
 
     def use():
         with torch.no_grad(), parallel(model, TWO) as p:
             assert all(torch.equal(output, x + 1) for output in WAYS[way](p, x))
 
     (message,) = warnings_of(use)
-    assert model.state() == (False, {"a": 1})
+    assert model.state() == FIRST_STATE
     assert message.startswith("the model wrote ")
     assert place in message
     assert "these writes do not come back to the model" in message
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", ["weight", "cache"])
-def test_writes_that_are_refused(place, way):
-    """Lanes share the model's parameters. A cache with one entry per row differs between the lanes of a cut call."""
-
-    class Model(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 3)
-            self.register_buffer("cache", torch.zeros(3))
-
-        def forward(self, x):
-            getattr(self, place).copy_(x.sum(0))
-            return super().forward(x)
-
-    model, x = Model().eval(), torch.arange(27.0).reshape(9, 3)
-    with torch.no_grad(), parallel(model, TWO) as p:
-        if place == "weight" or way == "call":
-            with pytest.raises(ReplicaError, match=place):
-                WAYS[way](p, x)
-        else:
-            WAYS[way](p, x)
-            assert_close(model.cache, x.sum(0))
-
-
-def test_layers_created_in_forward():
-    """Each lane would create its own layer, so the error suggests a call before the block, which works."""
-
-    class Grows(nn.Module):
-        def forward(self, x):
-            if not hasattr(self, "layer"):
-                self.layer = nn.Linear(3, 3)
-            return self.layer(x)
-
-    model, x = Grows(), torch.randn(7, 3)
-    with parallel(model, TWO), pytest.raises(ReplicaError, match=r"layer.*before the block"):
-        model(x)
-    plain = model(x)
-    with parallel(model, TWO):
-        assert_close(model(x), plain)

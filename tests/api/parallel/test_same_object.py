@@ -71,6 +71,19 @@ def test_the_model_inside_the_block():
         assert (model.forward.__self__, model.forward.__func__) == (model, Net.forward)
 
 
+def test_vars_inside_the_block():
+    """They read like those of the plain model, and copies of them are plain dicts."""
+    model = Net()
+    plain = dict(vars(model))
+    with parallel(model, TWO):
+        own = vars(model)
+        assert (own == plain, len(own), own["training"]) == (True, len(plain), True)
+        assert ([*own], [*own.items()]) == ([*plain], [*plain.items()])
+        assert ([*own.keys()], [*own.values()], repr(own)) == ([*plain.keys()], [*plain.values()], repr(plain))
+        for made in (own | {}, {} | own, own.copy(), copy.copy(own), dict(own.items())):
+            assert (type(made), made) == (dict, plain)
+
+
 def test_a_forward_on_the_instance():
     """A `forward` set before the block is parallel and restored. A `forward` set inside the block stays."""
     model, x = Net(), torch.randn(7, 4)
