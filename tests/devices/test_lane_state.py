@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parawrap import ReplicaError, parallel
-from tests.helpers.device_models import SIMS, rows
+from tests.helpers.device_models import SIMS, Average, rows
 from tests.helpers.odd_models import CASES, MODELS, check, quiet
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
@@ -59,24 +59,6 @@ def test_later_calls_keep_graphs_usable():
         torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in expected), msg=name)
 
 
-class Average(nn.Module):
-    """Subtracts a running mean. Forward replaces the mean's buffer, or writes to it in place."""
-
-    def __init__(self, *, in_place):
-        super().__init__()
-        self.in_place = in_place
-        self.linear = nn.Linear(5, 5, dtype=torch.float64)
-        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
-
-    def forward(self, x):
-        output = self.linear(x) - self.mean
-        if self.in_place:
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-        else:
-            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
-        return output
-
-
 @HOMES
 @pytest.mark.parametrize("in_place", [True, False])
 def test_buffers_that_forward_writes(in_place, home):
@@ -90,29 +72,6 @@ def test_buffers_that_forward_writes(in_place, home):
             torch.testing.assert_close(model(x).cpu(), expected)
             plain(x[: p.stats().shards[0]])
             torch.testing.assert_close(model.mean.cpu(), plain.mean)
-
-
-@HOMES
-def test_writes_of_other_lanes_are_lost(home):
-    """Buffer writes in lanes other than lane 0 are discarded before the next call."""
-
-    class Latch(nn.Linear):
-        def __init__(self):
-            super().__init__(1, 1, bias=False)
-            self.register_buffer("tripped", torch.zeros(()))
-
-        def forward(self, x):
-            before = self.tripped.clone()
-            if (x > 6).any():
-                self.tripped.fill_(1)
-            return before.expand(len(x))
-
-    model = Latch().to(home)
-    x = torch.arange(9.0)[:, None]
-    with torch.no_grad(), parallel(model, SIMS):
-        for _ in range(3):
-            assert model(x).tolist() == [0.0] * 9
-    assert model.tripped.item() == 0
 
 
 @torch.no_grad()

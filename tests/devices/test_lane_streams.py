@@ -21,7 +21,7 @@ from parawrap import DataParallel, parallel
 from parawrap.backends import backend_of
 from parawrap.lanes import LanePool, Modes
 from parawrap.lanes import _lane_streams as lane_streams
-from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
+from tests.helpers.device_models import SIMS, Average, Holder, assert_same_gradients, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
 
 TWICE = ["sim:0", "sim:0"]
@@ -282,18 +282,7 @@ def ones_in_a_lane(pool):
 @pytest.mark.parametrize("device", ["sim:0", "sim:1"])
 def test_order_of_tasks_in_a_lane(device):
     """A task with gradients uses the caller's stream, and the next one without the lane's own: they run in order."""
-
-    class Average(nn.Linear):
-        def __init__(self):
-            super().__init__(5, 5, dtype=torch.float64)
-            self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
-
-        def forward(self, x):
-            output = super().forward(x) - self.mean
-            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
-            return output
-
-    model = Average().to("sim:0")
+    model = Average(in_place=True).to("sim:0")
     plain = copy.deepcopy(model)
     x = rows(7).to("sim:0")
     expected = [plain(x), plain(x)]

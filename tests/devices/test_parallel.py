@@ -232,23 +232,6 @@ def test_absent_devices_are_refused(devices):
         parallel(mlp(), ["sim:0", "cpu"])
 
 
-def test_errors_name_lane_and_device():
-    class Fragile(nn.Linear):
-        def forward(self, x):
-            if (x == 3).any():
-                raise KeyError("mine")
-            return super().forward(x)
-
-    model = Fragile(1, 1).to("sim:0")
-    x = torch.arange(4.0)[:, None]
-    with torch.no_grad(), parallel(model, SIMS, out_dims=0):
-        model(x + 10)
-        with pytest.raises(KeyError, match="mine") as caught:
-            model(x)
-        torch.testing.assert_close(model(x + 10), model.weight * (x + 10).to("sim:0") + model.bias)
-    assert "in lane 3 on sim:3, shard 3 of 4: 1 of 4 rows" in caught.value.__notes__
-
-
 def test_models_on_wrong_devices():
     """A model on two devices, or on the meta device, is refused, and the error names the parameters."""
     model = mlp().to("sim:0")

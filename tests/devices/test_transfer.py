@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +12,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parawrap import parallel
 from parawrap.backends import transfer
-from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
+from tests.helpers.packing import sent
 from tests.helpers.waiting import PATIENCE_S
 
 MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a device without staging
@@ -88,12 +87,7 @@ def test_prepare_follows_the_caller():
 def test_tensors_for_other_processes():
     """Copies in host memory live until they are written."""
     tensors = [torch.full((1 << 21,), float(index)).to("sim:0") for index in range(4)]
-    file = memory_file("test")
-    try:
-        pack(tensors, file, "value")
-        assert [tensor.unique().tolist() for tensor in unpack(file)] == [[0], [1], [2], [3]]
-    finally:
-        os.close(file)
+    assert [tensor.unique().tolist() for tensor in sent(tensors)] == [[0], [1], [2], [3]]
 
 
 def pending(value=3.0):

@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from parawrap import parallel
 from parawrap.engine import Entry, Session
@@ -39,18 +38,6 @@ def opened():
 
 def call(session, *args, **kwargs):
     return session.call(Entry(session.target), args, kwargs)
-
-
-def test_a_call_uses_every_lane(opened):
-    """At the same time. With `out_dims` the shards are balanced, and else they have sizes of their own."""
-    gate, x = threading.Barrier(2), torch.arange(16.0)
-    for options, sizes in (({}, (9, 7)), ({"out_dims": 0}, (8, 8)), ({"join": "list"}, (8, 8))):
-        session = opened(lambda x: (gate.wait(PATIENCE_S), x * 2)[1], **options)
-        found = call(session, x)
-        assert_close(torch.cat(found) if type(found) is list else found, x * 2)
-        stats = session.stats()
-        assert (stats.shards, [lane.rows for lane in stats.lanes]) == (sizes, list(sizes))
-        assert (stats.calls, stats.plain, [lane.tasks for lane in stats.lanes]) == (1, 0, [1, 1])
 
 
 def outcome(session, args, kwargs):
@@ -113,16 +100,6 @@ def test_unused_names_of_in_dims_warn():
     call(session, torch.ones(9))
     with pytest.warns(UserWarning, match="in_dims names 'maks', and no call passed a keyword argument of that name"):
         session.close()
-
-
-def test_submitted_calls_run_whole(opened):
-    """Keywords and containers are passed on; rows are counted before the call, which may empty its batch."""
-    session = opened(lambda batch, scale: batch.pop("x") * scale)
-    entry = Entry(session.target)
-    assert session.submit(entry, ({"x": torch.ones(3)},), {"scale": 2}).result(PATIENCE_S).tolist() == [2, 2, 2]
-    prepared = session.submit(entry, ({"x": torch.ones(4)},), {}, lambda batch: (batch, 3))
-    assert prepared.result(PATIENCE_S).tolist() == [3] * 4
-    assert (session.stats().calls, sum(lane.rows for lane in session.stats().lanes)) == (2, 7)
 
 
 WAYS = {

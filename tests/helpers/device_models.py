@@ -71,6 +71,24 @@ class Holder(nn.Module):
         return torch.where(self.mask, self.linear(x) * self.factor, 0.0) * self.scale + self.held["shift"][0]
 
 
+class Average(nn.Module):
+    """Subtracts a running mean. Forward replaces the mean's buffer, or writes to it in place."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.linear = nn.Linear(5, 5, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x) - self.mean
+        if self.in_place:
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        else:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return output
+
+
 def devices_of(values: Iterable[Tensor]) -> list[str]:
     """Return the device names of tensors."""
     return [str(value.device) for value in values]

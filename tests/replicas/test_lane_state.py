@@ -38,7 +38,9 @@ def test_layers_made_in_forward(name):
     with torch.no_grad(), parallel(model, TWO) as p:
         for call in (p, p, lambda x: p.submit(x).result(), lambda x: next(p.map([x]))):
             grows.append(True)
-            with pytest.raises(ReplicaError, match=rf"makes '{name}' in forward, and each lane made its own.*before the block"):
+            with pytest.raises(
+                ReplicaError, match=rf"makes '{name}' in forward, and each lane made its own.*before the block"
+            ):
                 call(X)
             grows.clear()
             assert_close(call(X), nn.Linear.forward(model, X))

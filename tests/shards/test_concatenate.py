@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from parawrap.shards import have_one_scale
 from tests.helpers.properties import given, st
 from tests.helpers.shards import OPTIONS, joined, refusal
 
@@ -53,9 +52,6 @@ def test_quantized_parts_need_one_scale():
     per_channel = [torch.quantize_per_channel(torch.ones(n, 2), scales, zeros, 1, torch.qint8) for n in (3, 1)]
     for parts in ([quantized(3), quantized(1, 0.25)], [quantized(3), quantized(1, zero=2)], per_channel):
         assert "quantized with different scales, or per channel" in refusal(*parts)
-        assert not have_one_scale(parts)
-    assert have_one_scale([torch.zeros(3), torch.zeros(1)])
-    assert not have_one_scale([quantized(3), torch.zeros(1)])
 
 
 def test_pad_fills_to_the_longest_lane():

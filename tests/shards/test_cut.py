@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime as dt
-import decimal
-import enum
-import fractions
-import pathlib
-import uuid
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
-from parawrap.shards import Cutter, Parameters
-from tests.helpers.ids import short_repr
+from parawrap.shards import Cutter
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
-from tests.helpers.shards import CPU, cut, cutter, forward, planned, uncut
+from tests.helpers.shards import cut, cutter, planned, uncut
 
 META = torch.device("meta")
 
@@ -104,25 +96,6 @@ def test_the_rest_and_shared_lists():
         assert shard.kwargs["texts"] == TEXTS
 
 
-class Mode(enum.Enum):
-    FAST = 1
-
-
-FIXED = [
-    *(3, 0.5, True, 1j, decimal.Decimal("0.5"), fractions.Fraction(1, 2), "abc", b"abc", None, ..., Mode.FAST),
-    *(torch.float32, CPU, torch.strided, torch.channels_last, torch.Size([3, 2, 2]), torch.finfo(), torch.tensor(1.0)),
-    *(pathlib.Path("a"), slice(0, 3), cut, len, Mode, torch, dt.date(2026, 1, 1), dt.timedelta(1), uuid.UUID(int=1)),
-    *(["a", "b"], [], ["a"] * 4, {"a": 1, "b": 2, "c": 3}),  # of another length than the batch, and a dict of any length
-]
-
-
-@pytest.mark.parametrize("value", FIXED, ids=short_repr)
-def test_values_without_state_go_whole(value):
-    wrapped = {"alone": value, "short": [(value, [value])], "record": Batch(value, (value, value))}
-    for shard in cut(cutter(), torch.zeros(3, 2), texts=wrapped):
-        assert shard.kwargs["texts"] == wrapped
-
-
 def test_containers_of_each_lane():
     """And one object at two places stays one."""
     x, scale = torch.zeros(4), torch.ones(1)
@@ -151,49 +124,3 @@ def test_plans_are_not_mixed():
         assert len(cut(used, torch.zeros(4), 3.0)) == len(cut(used, torch.zeros(4), torch.tensor(3.0))) == 2
         with pytest.raises(ShardError, match="dim 1"):
             cut(used, torch.zeros(4), torch.zeros(4))
-    plan, flat = cutter().whole((torch.tensor(1.0), torch.zeros(4), torch.zeros(3)), {})
-    (shard,) = plan.scatter(flat, [CPU])
-    assert (shard.rows, len(shard.args)) == (4, 3)
-    assert cutter().rows((torch.tensor(1.0), torch.zeros(4))) == 4
-    assert cutter().rows((torch.tensor(1.0),)) == 0
-
-
-def test_shards_on_another_device(monkeypatch):
-    """Rows and whole values are copied, one object once; `origins` leads from a copy to the caller's value."""
-    monkeypatch.setattr("parawrap.shards._cut.transfer", torch.Tensor.to)  # the meta device has no backend
-    x, scale, packed = torch.zeros(2), torch.ones(1), rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    plan, flat = planned(cutter(), x, [scale] * 3, packed)
-    for shard in plan.scatter(flat, [META, META]):
-        assert shard.args[0].device == shard.args[1][0].device == META
-        assert shard.args[1][0] is shard.args[1][1]
-        assert shard.origins == {id(shard.args[1][0]): scale, id(shard.args[2]): packed}
-    with pytest.raises(ValueError):
-        plan.scatter(flat, [META])
-
-
-def test_a_shard_describes_itself():
-    """Errors of a lane name its rows, and the arguments that every lane got whole."""
-    five = torch.zeros(5)
-    assert planned(cutter(), five, [1, five])[0].describe(0) == "3 of 5 rows"
-    plan, _ = planned(cutter(), five, 1, 2, 3, 4, mask=0)
-    assert plan.describe(1) == "2 of 5 rows. Every lane got args[1], args[2], args[3], args[4], ... whole"
-
-
-class Scripted(torch.nn.Module):
-    def forward(self, x, factor: float = 2.0):
-        return x * factor
-
-
-def test_parameters_of_a_target():
-    for target, names, takes, text in (
-        (forward, ["x", "y", "rest", "rest"], {"mask": True, "other": False}, "x, y, *rest"),
-        (lambda x, **options: x, ["x", None], {"x": True, "any": True, "options": False}, "x"),
-        (lambda: None, [None], {"x": False}, "none"),
-        (torch.neg, [None], {"any": True}, "none"),
-        (torch.jit.script(Scripted()).forward, ["x", "factor", None], {"factor": True, "self": False}, "x, factor"),
-    ):
-        parameters = Parameters(target)
-        assert [parameters.at(place) for place in range(len(names))] == names
-        assert {name: parameters.takes(name) for name in takes} == takes
-        assert str(parameters) == text
-        assert parameters.names(names[0] or "x") == (names[0] is not None)

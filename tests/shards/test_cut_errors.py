@@ -12,7 +12,7 @@ import torch
 
 from parawrap.shards import Cutter, uneven
 from tests.fuzz.models import SlottedBox
-from tests.helpers.shards import cut, cutter, planned, uncut
+from tests.helpers.shards import cut, cutter, uncut
 
 numpy = pytest.importorskip("numpy")
 
@@ -161,16 +161,3 @@ def test_unknown_holders_of_tensors(unknown):
     one = Holder(Holder(None))
     one.value.value = one  # a cycle
     assert "a state that each lane would change" in uncut(cutter(), ROWS, one)
-
-
-def test_texts_alone_have_a_hint():
-    """A call with texts or an array, and without tensors, runs plainly. The hint names both values of `in_dims`."""
-    for texts, kind in ((("a", "b"), "tuple"), (numpy.zeros(2), "array")):
-        plan, _ = planned(cutter(), 1, texts=texts)
-        assert plan.sizes == (0,)
-        assert f'a call without tensors runs plainly: kwargs["texts"] is a {kind}' in plan.hint
-        assert 'in_dims={"texts": "items"}; to keep the call plain, use in_dims={"texts": None}' in plan.hint
-        for used, lanes in ((cutter(in_dims={"texts": None}), 2), (cutter(), 1), (cutter(lists_are_shared=True), 2)):
-            assert planned(used, 1, texts=texts, lanes=lanes)[0].hint is None
-        assert planned(Cutter(), texts)[0].hint is None  # a parameter without a name
-        assert planned(cutter(), 1, texts=texts[:1])[0].hint is None

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from parawrap.errors import GatherError
-from parawrap.shards import with_originals
 from tests.helpers.same import assert_same
 from tests.helpers.shards import CPU, OPTIONS, Output, joined, refusal, rows
 
@@ -85,19 +84,6 @@ def test_copies_become_the_original():
         assert "without the rows on dim 0" in refusal(*parts, originals=lambda: of_lanes)
 
 
-def test_single_outputs_hold_originals():
-    original, made = torch.zeros(2), torch.ones(2)
-    find = {id(made): original}.get
-    of_lanes = [lambda value: find(id(value))]
-    assert joined({"w": made}, sizes=(3,), originals=lambda: of_lanes)["w"] is original
-    assert joined(made, sizes=(3,), join="list", originals=lambda: of_lanes)[0] is original
-    other = [torch.ones(2)]
-    assert with_originals(other, of_lanes[0]) is other
-    assert with_originals([made, 1], of_lanes[0])[0] is original
-    with pytest.raises(GatherError, match="the output holds a Linear, which is a lane's copy of a layer"):
-        with_originals({"layer": torch.nn.Linear(1, 1)}, of_lanes[0])
-
-
 def test_values_without_rows():
     for value in (None, "text", torch.float32, Color.RED, CPU, {}, (), ("a", "b"), Output("a")):
         found = joined({"y": torch.zeros(3), "v": value}, {"y": torch.zeros(1), "v": copy.copy(value)})["v"]
@@ -155,18 +141,6 @@ def test_nested_tensors_are_refused():
 
 def boxes(*counts):
     return [{"boxes": torch.zeros(count, 4)} for count in counts]
-
-
-def test_the_rules_of_torch():
-    """Tensors are concatenated without a check of their rows; lists as torch does, or with one item per row."""
-    for outputs, expected in (
-        ((torch.zeros(6), torch.zeros(1)), torch.zeros(7)),
-        (([torch.zeros(2, 3)] * 2, [torch.zeros(1, 3)] * 2), [torch.zeros(3, 3)] * 2),
-        ((boxes(5, 3), boxes(4)), boxes(5, 3, 4)),
-        (([None, "a"], [None]), [None, "a", None]),
-        (((["a", "b"], [1, 2]), (["c"], [3])), (["a", "b", "c"], [1, 2, 3])),
-    ):
-        assert_same(joined(*outputs, sizes=(2, 1), as_torch=True, reduce="stack"), expected)
 
 
 def test_refusals_of_the_rules_of_torch():

@@ -7,8 +7,6 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 
-from parawrap.errors import GatherError
-from parawrap.shards import JoinRules, as_tree, entries_of
 from tests.helpers.shards import Output, joined, refusal, rows
 
 numpy = pytest.importorskip("numpy")
@@ -114,29 +112,3 @@ def test_trees_must_fit_the_output():
         (rows(3, 1), {"out_dims": (0, 0)}, "out_dims declares a tuple here, and the lanes returned a Tensor"),
     ):
         assert text in refusal(*outputs, **options)
-
-
-def test_unknown_options_are_refused():
-    for reduce in ("median", 3, {"loss": "mean", "count": "median"}, {"a": ("sum", 3)}):
-        with pytest.raises(GatherError, match=r"reduce=.* is not supported\. Use 'mean', 'sum', 'stack', a function"):
-            JoinRules(reduce=reduce)
-    for declared in (True, "rows", {"a": "cat"}, (0, [None, object()])):
-        with pytest.raises(GatherError, match=r'out_dims has .* Use a dim, None, "items", "ragged", or a tuple, dict, or'):
-            JoinRules(out_dims=declared)
-    with pytest.raises(GatherError, match="'sum' is a value of reduce"):
-        JoinRules(out_dims="sum")
-    with pytest.raises(GatherError, match=r"join='stack' is not supported\. Use 'cat', 'pad', or 'list'"):
-        JoinRules(join="stack")
-
-
-def test_what_the_options_imply():
-    """Shards need different sizes only for undeclared outputs. Single outputs stay unless they become lists or vectors."""
-    undeclared = [{}, {"out_dims": {"a": 0}}, {"join": "pad"}, {"reduce": {"loss": "mean"}}, {"reduce": ("sum", "stack")}]
-    declared = [{"out_dims": None}, {"out_dims": (0, (1, None), ["items", "ragged"])}, {"as_torch": True}, {"join": "list"}]
-    rules = [JoinRules(**options) for options in (*undeclared, *declared)]
-    assert [each.needs_proof for each in rules] == [True] * 5 + [False] * 4
-    assert [each.keep_single for each in rules] == [True] * 4 + [False] + [True] * 3 + [False]
-    assert not JoinRules(reduce=torch.max).keep_single
-    assert as_tree({"a": [1, Output(2, (3,))]}) == {"a": (1, {"logits": 2, "loss": (3,)})}
-    assert as_tree(Output) is Output
-    assert entries_of({"a": (1, {"b": None}), "c": 2}) == [1, None, 2]

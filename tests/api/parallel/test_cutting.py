@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import collections
+import dataclasses
+import datetime as dt
+import decimal
 import enum
+import fractions
 import functools
 import pathlib
 import re
 import types
+import uuid
 import warnings
 
 import numpy as np
@@ -45,22 +50,31 @@ class Spy:
         return [rows for _, rows, _ in lanes], [extra for *_, extra in lanes]
 
 
+@dataclasses.dataclass
+class Record:
+    x: object
+    more: object
+
+
 WHOLE = [
-    3, 2.5, np.int64(2), "text", None, Color.RED, int, torch.relu, torch.float32, torch.device("cpu"), slice(1, ROWS),
-    pathlib.Path("a/b"), re.compile("a"), [1, 2], {"a": [1, "b"], "c": {"d": (2.0, None)}}, ["a"] * (ROWS - 1), (),
-    torch.Size((ROWS, 2)), torch.tensor(3.0), torch.zeros(1, 2),
-]  # fmt: skip
+    *(3, 2.5, True, 1j, np.int64(2), decimal.Decimal("0.5"), fractions.Fraction(1, 2), None, ..., Color.RED, Color, int),
+    *("text", b"bytes", pathlib.Path("a/b"), re.compile("a"), slice(1, ROWS), torch.relu, types, uuid.UUID(int=1)),
+    *(dt.date(2026, 1, 1), dt.timedelta(1), torch.float32, torch.device("cpu"), torch.strided, torch.channels_last),
+    *(torch.finfo(), torch.Size((ROWS, 2)), torch.tensor(3.0), torch.zeros(1, 2), {"a": [1, "b"], "c": {"d": (2.0, None)}}),
+    *((), [], [1, 2], ["a"] * (ROWS - 1), dict.fromkeys("abcdefghi", 1)),  # of another length than the batch, or a dict
+]
 
 
 @pytest.mark.parametrize("value", WHOLE, ids=lambda value: type(value).__name__)
 def test_values_that_every_lane_gets(value):
     spy, x = Spy(), torch.arange(float(ROWS))
     with parallel(spy, TWO) as p:
-        for call in (lambda: p(x, value), lambda: p(x=x, extra=value)):
-            assert_close(call(), x + 1)
-            sizes, found = spy.in_row_order()
-            assert sizes == [5, 4]
-            assert_same(found, [value, value])
+        for extra in (value, {"short": [(value, [value])], "record": Record(value, (value, value))}):
+            for call in (lambda extra=extra: p(x, extra), lambda extra=extra: p(x=x, extra=extra)):
+                assert_close(call(), x + 1)
+                sizes, found = spy.in_row_order()
+                assert sizes == [5, 4]
+                assert_same(found, [extra, extra])
 
 
 ITEMS = {
@@ -123,27 +137,15 @@ def test_other_values_are_refused(name):
             assert [item for part in found for item in part] == list(value)
 
 
-def test_lists_of_one_row_tensors():
-    """Each of them would go whole to every lane, so a list as long as the batch is refused."""
-
-    def scaled(x, boxes):
-        return torch.stack([row * box.sum() for row, box in zip(x, boxes, strict=False)])
-
-    x, boxes = torch.ones(9, 2), [torch.full((1, 4), float(row)) for row in range(9)]
-    with parallel(scaled, TWO) as p, pytest.raises(ShardError, match=r"args\[1\] is a list of 9 items with tensors of one"):
-        p(x, boxes)
-    with parallel(scaled, TWO, in_dims={"boxes": "items"}) as p:
-        assert torch.equal(p(x, boxes), scaled(x, boxes))
+class Lookup(nn.Module):
+    def forward(self, ids, table, columns):
+        return table[ids] + columns.T
 
 
-def test_in_dims_of_any_argument():
+@pytest.mark.parametrize("form", [lambda model: model, torch.jit.script], ids=["plain", "scripted"])
+def test_in_dims_of_any_argument(form):
     """For a module, the names are parameters of forward. None gives the whole value to every lane."""
-
-    class Model(nn.Module):
-        def forward(self, ids, table, columns):
-            return table[ids] + columns.T
-
-    model, table, columns = Model(), torch.randn(5, 2), torch.randn(2, 7)
+    model, table, columns = form(Lookup()), torch.randn(5, 2), torch.randn(2, 7)
     ids = torch.tensor([0, 4, 2, 2, 1, 3, 0])
     plain = model(ids, table, columns)
     with parallel(model, TWO, in_dims={"table": None, "columns": 1}) as p:

@@ -107,6 +107,8 @@ WAYS = {
     "map": lambda p, x: list(p.map([x] * 6)),
     "submit": lambda p, x: [p.submit(x).result(PATIENCE_S) for _ in range(4)],
 }
+
+
 class Writes(nn.Linear):
     """Changes its own state in each forward, in the way that `write` does. Each forward must find the first state."""
 

@@ -81,21 +81,6 @@ def test_outputs_without_rows(target):
     assert_refused(target)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        len,
-        lambda x: len(x) > 3,
-        lambda x: {"logits": x, "loss": x.square().mean()},
-        lambda x: np.float32(x.sum()),
-        lambda x: [x.mean(), x.sum()],
-    ],
-    ids=["int", "bool", "loss", "numpy", "list"],
-)
-def test_numbers_without_reduce(target):
-    assert_refused(target, option="reduce")
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_hidden_states(kind, layers):
@@ -129,15 +114,6 @@ def test_out_dims_none_is_one_value(constant):
         p(torch.randn(6, 3))
 
 
-def test_out_dims_ragged_and_items():
-    """Rows are joined in order, whatever their number; a list with one item per row needs no different sizes."""
-    with parallel(lambda x: [0] * len(x), TWO, out_dims="items") as p:
-        assert (p(torch.zeros(8)), p.stats().shards) == ([0] * 8, (4, 4))
-    x = columns(9)
-    with parallel(lambda x: x[x[:, 0] > 2], TWO, out_dims="ragged") as p:
-        assert_close(p(x), x[x[:, 0] > 2])
-
-
 def test_join_list_and_pad():
     """Lists are in lane order, for batches of any size. Padding fills other dims to the longest lane."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
@@ -145,16 +121,6 @@ def test_join_list_and_pad():
             assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
     with parallel(lambda x: x[:, : len(x)], TWO, join="pad", pad_value=-1.0) as p:
         assert p(torch.ones(5, 4)).tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
-
-
-@pytest.mark.parametrize(
-    ("reduce", "rows", "want"),
-    [("sum", 7, 7.0), ("stack", 7, [3.0, 2.0, 2.0]), ("stack", 1, [1.0]), (torch.amax, 7, 3.0)],
-    ids=["sum", "stack", "stack of one", "function"],
-)
-def test_reduce_of_scalars(reduce, rows, want):
-    with parallel(torch.sum, THREE, reduce=reduce) as p:
-        assert p(torch.ones(rows)).tolist() == want
 
 
 class Losses(nn.Linear):
