@@ -23,6 +23,7 @@ from parawrap import (
     scatter_kwargs,
 )
 from tests.helpers.calling import lane_threads
+from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
@@ -41,22 +42,6 @@ def on_cpu(monkeypatch):
 
     monkeypatch.setattr(torchs, "Scatter", SimpleNamespace(apply=chunks))
     monkeypatch.setattr(torchs, "Gather", SimpleNamespace(apply=joined))
-
-
-def assert_same(one, other):
-    """Assert that two nested values are equal, with the same types."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        assert_same(list(one.values()), list(other.values()))
-    elif isinstance(one, (tuple, list)):
-        assert len(one) == len(other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_same(mine, theirs)
-    else:
-        assert one == other
 
 
 def batch():

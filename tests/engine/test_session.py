@@ -1,4 +1,4 @@
-"""A session: cut calls, plain calls, and whole calls. Each is decided from the call alone."""
+"""Cut calls, plain calls, and whole calls. Each is decided from the call alone, and frees its tensors."""
 
 from __future__ import annotations
 
@@ -14,39 +14,19 @@ import torch
 from torch import nn
 
 from parawrap import parallel
-from parawrap.engine import Entry, Session
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards import Cutter, JoinRules, Parameters, balance, uneven
 from tests.helpers.waiting import PATIENCE_S
 
-CPU = torch.device("cpu")
+TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 
 
-@pytest.fixture
-def opened():
-    def open_session(target, lanes=2, *, cutter=None, **options):
-        rules = JoinRules(**options)
-        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balance)
-        sessions.append(Session(target, [CPU] * lanes, cutters={None: cutter}, rules=rules))
-        return sessions[-1]
-
-    sessions = []
-    yield open_session
-    for session in sessions:
-        session.close()
-
-
-def call(session, *args, **kwargs):
-    return session.call(Entry(session.target), args, kwargs)
-
-
-def outcome(session, args, kwargs):
-    before = session.stats().plain
+def outcome(p, args, kwargs):
+    before = p.stats().plain
     try:
-        output = call(session, *args, **kwargs)
+        output = p(*args, **kwargs)
     except Exception as error:
         return type(error), str(error)
-    return None if session.stats().plain > before else session.stats().shards, output
+    return None if p.stats().plain > before else p.stats().shards, output
 
 
 CALLS = {
@@ -60,46 +40,44 @@ CALLS = {
 
 @pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_decided_alone(opened, name):
-    """A call after many others of every size and kind does what it does in a session of its own."""
+def test_a_call_is_decided_alone(name):
+    """A call after many others of every size and kind does what it does in a block of its own."""
     calls = [
         ((torch.arange(float(rows)),), options)
         for rows in (0, 1, 2, 3, 4, 5, 8, 9, 16)
         for options in ({}, {"n": 3}, {"n": 4}, {"flag": True}, {"items": ["a"] * 5}, {"items": iter("abc")})
     ]
-    session = opened(CALLS[name], 3)
-    alone = [outcome(opened(CALLS[name], 3), *each) for each in calls]
+    alone = []
+    for each in calls:
+        with parallel(CALLS[name], THREE) as p:
+            alone.append(outcome(p, *each))
     order = list(range(len(calls))) * 2
     random.Random(0).shuffle(order)
-    for index in order:
-        assert repr(outcome(session, *calls[index])) == repr(alone[index])
+    with parallel(CALLS[name], THREE) as p:
+        for index in order:
+            assert repr(outcome(p, *calls[index])) == repr(alone[index])
 
 
-def test_writes_into_whole_tensors(opened):
+def test_writes_into_whole_tensors():
     """Each lane would have written once."""
 
     def run(x, total, *, writes=True):
         total.add_(1) if writes else total.add(1)
         return x
 
-    cutter = Cutter(in_dims={"total": None}, parameters=Parameters(run), sizes=uneven)
-    session = opened(run, cutter=cutter)
-    with pytest.raises(ShardError, match="into a tensor that every lane gets whole"):
-        call(session, torch.ones(9), torch.zeros(3))
-    call(session, torch.ones(9), torch.zeros(3), writes=False)
-    with torch.inference_mode():
-        call(session, torch.ones(9), torch.zeros(3))  # tensors without versions
+    with parallel(run, TWO, in_dims={"total": None}) as p:
+        with pytest.raises(ShardError, match="into a tensor that every lane gets whole"):
+            p(torch.ones(9), torch.zeros(3))
+        p(torch.ones(9), torch.zeros(3), writes=False)
+        with torch.inference_mode():
+            p(torch.ones(9), torch.zeros(3))  # tensors without versions
 
 
 def test_unused_names_of_in_dims_warn():
-    def run(x, **options):
-        return x
-
-    cutter = Cutter(in_dims={"maks": None}, parameters=Parameters(run), sizes=uneven)
-    session = Session(run, [CPU] * 2, cutters={None: cutter}, rules=JoinRules())
-    call(session, torch.ones(9))
+    p = parallel(lambda x, **options: x, TWO, in_dims={"maks": None})
+    p(torch.ones(9))
     with pytest.warns(UserWarning, match="in_dims names 'maks', and no call passed a keyword argument of that name"):
-        session.close()
+        p.close()
 
 
 WAYS = {
@@ -126,7 +104,7 @@ def test_calls_free_their_tensors(way, grad, fails):
     gc.collect()
     gc.disable()
     try:
-        with parallel(run, ["cpu"] * 2) as p:
+        with parallel(run, TWO) as p:
             for _ in range(50):
                 x = torch.randn(9, 4, requires_grad=grad)
                 held.append(weakref.ref(x))
@@ -148,7 +126,7 @@ def rss():
 def test_memory_and_threads_stay_flat():
     """Over 30,000 calls and submits with changing rows, and over 100 blocks."""
     model, norm = nn.Linear(4, 2), nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    with torch.no_grad(), parallel(model, ["cpu"] * 2, out_dims=0) as p:
+    with torch.no_grad(), parallel(model, TWO, out_dims=0) as p:
         for index in range(30_000):
             if index == 2_000:
                 before = rss()
@@ -159,7 +137,7 @@ def test_memory_and_threads_stay_flat():
     for index in range(140):
         if index == 40:
             threads, before = threading.active_count(), rss()
-        with parallel(norm, ["cpu"] * 3) as p:
+        with parallel(norm, THREE) as p:
             p(torch.randn(8, 64)).sum().backward()
             p.submit(torch.randn(8, 64)).result(PATIENCE_S)
     assert threading.active_count() == threads

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -72,15 +70,6 @@ def test_pad_fills_to_the_longest_lane():
     assert "have no dim 0 in common" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
-
-
-def test_tensors_on_the_output_device():
-    made = [torch.ones(3, 2), torch.ones(2, 3).T, torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, device="meta")]
-    for first, second in product(made, (torch.ones(1, 2), torch.ones(1, 2, device="meta"))):
-        found = joined(first, second, device=META)
-        assert (found.device, tuple(found.shape), found.dtype) == (META, (4, 2), torch.float32)
-        assert found.requires_grad == first.requires_grad
-        assert joined(first.T, second.T, dim=1, device=META).shape == (2, 4)
 
 
 def test_every_value_is_moved():

@@ -117,15 +117,6 @@ def test_any_number_of_rows_and_lanes(rows, lanes, grad):
     assert_plain_outcome(nn.Linear(4, 2).double(), torch.randn(rows, 4, dtype=torch.float64), lanes, grad=grad)
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_rows_may_lie_on_any_dim(dim):
-    shape = [2, 3, 4]
-    shape[dim] = 7
-    x = torch.randn(shape)
-    with parallel(torch.tanh, THREE, dim=dim) as p:
-        assert_close(p(x), torch.tanh(x))
-
-
 def test_lazy_modules_run_plainly_first():
     model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU()).eval(), torch.randn(7, 5)
     with torch.no_grad(), parallel(model, THREE) as p:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import ReplicaError, SessionError, parallel
+from tests.helpers.calling import lane_threads
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S
 
@@ -27,10 +28,6 @@ THREE = ["cpu"] * 3
 
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def lanes():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
 
 
 def test_many_threads_call_one_model():
@@ -259,7 +256,7 @@ def test_nothing_is_left_after_close():
     with parallel(model, THREE) as p:
         cut, whole = model(torch.randn(7, 4)), p.submit(torch.randn(7, 4)).result(PATIENCE_S)
         assert len({id(ref()) for ref in seen}) == 3
-        assert lanes()
+        assert lane_threads()
     assert set(threading.enumerate()) == before
     (cut.sum() + whole.sum()).backward()
     del cut, whole
@@ -269,11 +266,11 @@ def test_nothing_is_left_after_close():
     del model, p
     abandoned = parallel(torch.tanh, THREE)
     abandoned.submit(torch.zeros(4)).result(PATIENCE_S)
-    assert lanes()
+    assert lane_threads()
     del abandoned
     gc.collect()
     assert alive() is None
-    assert not lanes()
+    assert not lane_threads()
 
 
 def in_fork(use):

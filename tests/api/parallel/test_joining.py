@@ -73,12 +73,31 @@ def test_outputs_with_rows(target):
         lambda x: (x, {"size": str(len(x))}),
         lambda x: (x, torch.Size((len(x),)), range(len(x))),
         lambda x: torch.cdist(x, x),
+        lambda x: torch.bincount((x[:, 0] > 2).long(), minlength=3),
+        lambda x: x[1:],
+        lambda x: x.T,
     ],
-    ids=["constant", "array", "size", "sum", "cat", "filter", "text", "objects", "distances"],
+    ids=["constant", "array", "size", "sum", "cat", "filter", "text", "objects", "distances", "bins", "shorter", "turned"],
 )
 def test_outputs_without_rows(target):
     """Also if a shard has as many rows as the output is long."""
     assert_refused(target)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [lambda y: y.softmax(0), lambda y: y - y.mean(0), lambda y: y.cumsum(0), lambda y: y * len(y)],
+    ids=["softmax", "centred", "cumsum", "by length"],
+)
+def test_models_that_mix_rows(mix):
+    """Each lane mixes its own rows, and gradients are those of the shards."""
+    layer, x = nn.Linear(3, 2), torch.randn(9, 3)
+    with parallel(lambda x: mix(layer(x)), THREE) as p:
+        output = p(x)
+    expected = torch.cat([mix(layer(part)) for part in x.split(p.stats().shards)])
+    assert_close(output, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), layer.weight) for each in (output, expected)]
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
