@@ -20,19 +20,6 @@ from tests.helpers.waiting import PATIENCE_S
 MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a device without staging
 
 
-def called(p, x):
-    """Return the output of a call that is cut."""
-    return p(x)
-
-
-def submitted(p, x):
-    """Return the output of a call that one lane runs whole."""
-    return p.submit(x).result()
-
-
-WAYS = pytest.mark.parametrize("ask", [called, submitted])
-
-
 LAYOUTS = {
     "channels_last": lambda: torch.randn(4, 3, 64, 64).contiguous(memory_format=torch.channels_last),
     "transposed": lambda: torch.randn(64, 1024).t(),
@@ -95,7 +82,7 @@ def pending(value=3.0):
     return torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
 
 
-@WAYS
+@pytest.mark.parametrize("ask", [lambda p, x: p(x), lambda p, x: p.submit(x).result()], ids=["called", "submitted"])
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 def test_cpu_lanes_wait_for_the_device(home, ask):
     """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""

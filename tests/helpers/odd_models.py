@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.models import Box, build, linear
 
-__all__ = ["BEHIND", "CASES", "MODELS", "Slotted", "check", "quiet"]
+__all__ = ["BEHIND", "CASES", "MODELS", "check", "quiet"]
 
 PLAIN = ("plain",)
 SPECS = {
@@ -28,15 +28,6 @@ SPECS = {
     "scratch": ("in_list", ("scratch",), ("written_buffer",)),
 }
 """Models of the fuzzer."""
-
-
-class Slotted:
-    """Holds a module in a slot."""
-
-    __slots__ = ("__weakref__", "held")
-
-    def __init__(self, held) -> None:
-        self.held = held
 
 
 class Extractor(nn.Module):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from parawrap.lanes import TaskOutcome, first_failure
 
-CPU = torch.device("cpu")
 LANES = ["lane 0 on cpu", "lane 1 on cpu", "lane 2 on cpu"]
 
 

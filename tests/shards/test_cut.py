@@ -14,8 +14,6 @@ from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
 from tests.helpers.shards import cut, cutter, planned, uncut
 
-META = torch.device("meta")
-
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_one_row_is_broadcast(rows):
