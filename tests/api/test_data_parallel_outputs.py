@@ -23,6 +23,7 @@ LISTS = {
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
     "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
+    "columns": lambda x: (labels(x), ["a"] * len(x)),
     "nothing": lambda x: (None, [None, None], [], x),
 }
 

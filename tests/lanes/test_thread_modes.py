@@ -1,4 +1,4 @@
-"""No lane keeps the modes of a call, or its number of threads. `tests/api/parallel/test_modes.py` has other modes."""
+"""Autocast in lanes, and their numbers of threads. `tests/api/parallel/test_modes.py` has other modes."""
 
 from __future__ import annotations
 

@@ -213,11 +213,12 @@ def test_declared_outputs_are_balanced(options):
         assert p.stats().shards == (1, 1)
 
 
-def test_unbalanced_shards_warn_once():
+@pytest.mark.parametrize("options", [{}, {"out_dims": {"a": 0}}], ids=str)
+def test_unbalanced_shards_warn_once(options):
     """A shard may be an eighth larger than a balanced one. Whole calls do not warn."""
 
     def use():
-        with parallel(torch.tanh, TWO) as p:
+        with parallel(lambda x: {"a": x, "b": x}, TWO, **options) as p:
             p(torch.zeros(16, 3))
             p.submit(torch.zeros(8, 3)).result(PATIENCE_S)
             for _ in range(3):

@@ -29,13 +29,13 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(1.0)
         self.tail = nn.Sequential(nn.Tanh(), nn.Softplus())
         self.register_buffer("shift", torch.arange(4.0))
-        self.table = torch.ones(4)
+        self.table, self.other, self.bonus = torch.ones(4), torch.ones(4), 1.0
         self.options, self.space, exponent = {"factor": 1.0}, SimpleNamespace(offset=0.0), 1.0
         self.power = lambda x: x**exponent
 
     def forward(self, x):
         y = self.dropout(self.linear(x)) * self.options["factor"] + self.shift
-        return self.power(self.tail(y) * self.table) + self.space.offset
+        return self.power(self.tail(y) * self.table * self.other) + self.space.offset + getattr(self, "bonus", 0)
 
 
 CHANGES = {
@@ -49,6 +49,8 @@ CHANGES = {
     "variable of a function": lambda model: setattr(model.power.__closure__[0], "cell_contents", 2.0),
     "order": lambda model: model.tail._modules.update({"0": model.tail._modules.pop("0")}),
     "class": lambda model: setattr(model.tail[0], "__class__", nn.Sigmoid),
+    "two tensors that become one": lambda model: vars(model).update(dict.fromkeys(("table", "other"), torch.ones(4) * 3)),
+    "deleted attribute": lambda model: delattr(model, "bonus"),
     "edited tensor": lambda model: model.table.mul_(3),
     "submodule": lambda model: setattr(model, "linear", nn.Linear(4, 4, bias=False)),
     "patch": lambda model: setattr(model.linear, "forward", lambda x: x * model.linear.weight.sum()),
@@ -116,6 +118,13 @@ class Writes(nn.Linear):
         super().__init__(3, 3)
         self.write, self.table, self.slotted = write, {"a": 1}, SlottedBox("first")
         self.steps, self.recent, self.kinds = ["first", "word"], deque([1, 2]), {"a"}
+        self.layer = layer = nn.ReLU()
+
+        def put(value):
+            nonlocal layer
+            layer = value
+
+        self.put, self.read = put, lambda: layer
 
     def forward(self, x):
         assert self.state() == FIRST_STATE
@@ -124,10 +133,10 @@ class Writes(nn.Linear):
 
     def state(self):
         held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None)
-        return *held, self.steps, [*self.recent], self.kinds
+        return *held, self.steps, [*self.recent], self.kinds, self.read() is self.layer
 
 
-FIRST_STATE = (False, 3, {"a": 1}, "first", ["first", "word"], [1, 2], {"a"})
+FIRST_STATE = (False, 3, {"a": 1}, "first", ["first", "word"], [1, 2], {"a"}, True)
 WRITES = {
     "new": lambda self: setattr(self, "new", 1),
     "out_features": lambda self: delattr(self, "out_features"),
@@ -136,6 +145,7 @@ WRITES = {
     "steps": lambda self: self.steps.__setitem__(1, "other"),
     "recent": lambda self: self.recent.append(3),
     "kinds": lambda self: self.kinds.add("b"),
+    "captures 'layer'": lambda self: self.put(None),
 }
 
 

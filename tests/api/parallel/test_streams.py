@@ -267,13 +267,14 @@ def test_stats_count_calls_and_rows():
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
         for rows in (7, 0, 4):
             p(torch.zeros(rows))
-        p.submit(torch.zeros(5)).result(PATIENCE_S)
+        for x in (torch.zeros(5), torch.tensor(1.0)):
+            p.submit(x).result(PATIENCE_S)
         with pytest.raises(GatherError):
             p(torch.zeros(7, 2))
     stats = p.stats()
-    assert (stats.calls, stats.plain, stats.shards) == (4, 1, (2, 1, 1))
+    assert (stats.calls, stats.plain, stats.shards) == (5, 1, (2, 1, 1))
     assert sum(lane.rows for lane in stats.lanes) == 16
-    assert "4 calls (1 plain)" in str(stats)
+    assert "5 calls (1 plain)" in str(stats)
 
 
 def events_in(path):
