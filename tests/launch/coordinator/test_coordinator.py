@@ -117,21 +117,14 @@ def test_dead_rank_is_named(die, number, code, texts):
 # -- time limits
 
 
-@pytest.mark.parametrize(("field", "how"), [("hang_timeout_s", "hold_gil"), ("timeout_min", "compute")])
-def test_time_limit_raises_with_stacks(field, how):
-    """LaunchTimeoutError names the limit and has a stack, or "no answer", for each rank."""
-    wait = WAITS[how]
-    seen = "no answer" if how == "hold_gil" else f'"{how}": lambda: '
-    for limit_s in (SILENT_S, 20 * SILENT_S):  # on a busy machine, ranks may reach the first one while they start
-        limit = limit_s / 60 if field == "timeout_min" else limit_s
-        error, _ = failure_of(lambda: wait(), platform=ranks(grace_s=0.5, **{field: limit}))
-        assert type(error) is LaunchTimeoutError
-        if all(seen in stack for stack in error.stacks.values()):
-            break
-    assert field in str(error)
+def test_a_time_limit_without_stacks():
+    """LaunchTimeoutError names the limit, and has "no answer" for a rank that holds the GIL."""
+    error, _ = failure_of(WAITS["hold_gil"], platform=ranks(grace_s=0.5, hang_timeout_s=SILENT_S))
+    assert type(error) is LaunchTimeoutError
+    assert "hang_timeout_s" in str(error)
     assert sorted(error.stacks) == [0, 1]
     for rank, stack in error.stacks.items():
-        assert seen in stack
+        assert "no answer" in stack
         assert f"rank {rank}:\n{stack}" in str(error)
 
 

@@ -13,10 +13,7 @@ import torch.distributed as dist
 
 from parawrap import current_rank, wrapper
 from tests.helpers.processes import ranks
-from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
-
-PREEMPTIONS = 2
 
 
 def submit(function, *args, count=2, **fields):
@@ -40,35 +37,6 @@ def wait_for_reports(folder, pattern, number):
 
 
 # -- loops
-
-
-def test_preemptions_lose_no_step(tmp_path):
-    """Each start continues at the step at which all ranks of the previous start saved, and repeats none."""
-
-    def train():
-        rank = current_rank()
-        state = Path(tmp_path, f"{rank.global_rank}.state")
-        steps = [int(each) for each in state.read_text().split()] if state.exists() else []
-        begun = len(steps)
-        for step in count(begun):
-            if rank.restart == PREEMPTIONS and step == begun + 3:
-                return steps
-            if rank.should_checkpoint():
-                state.write_text(" ".join(map(str, steps)))
-                rank.requeue()
-            all_sum()
-            steps.append(step)
-            if step == begun + 1:
-                report(tmp_path, "runs")
-        raise AssertionError
-
-    launch = submit(train, count=3)
-    for start in range(PREEMPTIONS):
-        wait_for_reports(tmp_path, f"runs-{start}-*", 3)
-        launch.preempt()
-    results = launch.results(timeout=PATIENCE_S)
-    assert results == (list(range(len(results[0]))),) * 3
-    assert len(results[0]) >= 2 * PREEMPTIONS + 3
 
 
 def test_ranks_behind_catch_up(tmp_path):

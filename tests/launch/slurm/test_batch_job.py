@@ -12,7 +12,7 @@ import pytest
 from parawrap.errors import PlatformError
 from parawrap.launch._platform import Platform
 from parawrap.launch.slurm import _batch_job
-from parawrap.launch.slurm._job_commands import JobState, job_state, requeue_job
+from parawrap.launch.slurm._job_commands import job_state, requeue_job
 from parawrap.launch.slurm._launch_folder import Folder
 
 
@@ -106,22 +106,6 @@ def test_submitit_starts_guarded(folder):
 
 
 # -- other commands of Slurm
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("JobId=7 ArrayTaskId=4-9%2 JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 NodeList=(null)",
-         JobState("PENDING", "JobArrayTaskLimit", 0, "", "")),
-        ("JobId=9 ArrayTaskId=4 JobState=RUNNING Reason=None Restarts=1 TimeLimit=01:00:00 NodeList=node[0-1]",
-         JobState("RUNNING", "None", 1, "node[0-1]", "01:00:00")),
-    ],
-    ids=["pending", "running"],
-)  # fmt: skip
-def test_job_state_is_parsed(text, state, command):
-    arguments = command("scontrol", f"echo '{text}'")
-    assert job_state("7_4") == state
-    assert arguments.read_text() == "--oneliner show job 7_4\n"
 
 
 @pytest.mark.parametrize(
