@@ -114,17 +114,16 @@ class Stage:
     """A run of two simulated ranks on one simulated node.
 
     Args:
-        first: Handles the start of a rank in the first attempt.
-        later: Handles the start of a rank in later attempts. By default the rank returns "again".
+        first: Handles the start of a rank in the first attempt. Later attempts return "again".
         counts: Preempt the run once rank 0 has started; each rank answers with its count of steps.
         handlers: Handle other messages to ranks, by word.
         fields: Fields of the platform.
     """
 
-    def __init__(self, *, first=None, later=None, counts=None, requeues=False, handlers=(), **fields):
+    def __init__(self, *, first=None, counts=None, requeues=False, handlers=(), **fields):
         self.platform = ranks(2, **{"grace_s": 30.0} | fields)
         self._counts, self._handlers = counts, dict(handlers)
-        self._first, self._later = first, later or (lambda rank: rank.returns("again"))
+        self._first = first
         self.saves = set()
         self.loop = Loop()
         self.node = SimulatedNode(self.loop, self._handle)
@@ -141,8 +140,9 @@ class Stage:
         if word in self._handlers:
             return self._handlers[word](rank)
         if word == "begin":
-            handler = self._first if is_first else self._later
-            return handler(rank) if handler is not None else False
+            if not is_first:
+                return rank.returns("again")
+            return self._first(rank) if self._first is not None else False
         if word == "preempt" and self._counts:
             rank.send("answered", self._counts[rank.number])
         return False

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchTimeoutError, RankDiedError, current_rank, wrapper
 from tests.helpers.processes import SILENT_S, assert_gone, failure_of, notes_of, pids_in, ranks, report_pid_function
+from tests.helpers.waiting import eventually
 
 WAITS = {
     "recv": lambda: dist.recv(torch.ones(3), src=1 - dist.get_rank()),
@@ -36,8 +37,7 @@ def test_an_error_ends_blocked_ranks(how, tmp_path):
 
     def fails(begun, cleaned):
         if current_rank().global_rank == failing:
-            while not begun.exists():
-                time.sleep(0.01)
+            eventually(begun.exists, "the wait of the other rank")
             raise KeyError("weight", 7)  # the user's line
         try:
             begun.touch()
@@ -62,8 +62,7 @@ def test_stubborn_rank_is_killed(how, tmp_path):
 
     def ignores(folder):
         if current_rank().global_rank == 1:
-            while not list(folder.glob("*.pid")):
-                time.sleep(0.01)
+            eventually(lambda: list(folder.glob("*.pid")), "the other rank")
             raise ValueError
         if how == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ from tests.helpers.processes import (
     ranks,
     report_pid_function,
     run_script,
-    warm_processes,
 )
 from tests.helpers.waiting import PATIENCE_S
 
@@ -95,20 +93,3 @@ def test_killed_process_is_named():
         assert "warm process" in text
         assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
-
-
-def test_folder_may_be_removed(tmp_path, monkeypatch):
-    """While the warm process is there, and before it starts; later ranks use the parent's new folder."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    launched = wrapper(ranks(1))(lambda: Path("/proc/self/cwd").readlink())
-    assert launched() == (folder,)
-    folder.rmdir()
-    assert launched() != (folder,)
-    for warm in warm_processes():
-        warm.kill()
-        assert_gone([warm.pid])
-    assert launched() != (folder,)
-    monkeypatch.chdir(tmp_path)
-    assert launched() == (tmp_path,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from itertools import count
 from pathlib import Path
 
@@ -25,11 +24,6 @@ def report(folder, topic):
     """In a rank: write a file for the test."""
     rank = current_rank()
     Path(folder, f"{topic}-{rank.restart}-{rank.global_rank}").touch()
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
 
 
 def wait_for_reports(folder, pattern, number):
@@ -53,9 +47,9 @@ def test_ranks_behind_catch_up(tmp_path):
                 rank.requeue()
             if step == (7 if rank.global_rank == 0 else 2):
                 report(tmp_path, "waits")
-                wait_for(tmp_path / "go")
+                eventually((tmp_path / "go").exists, "go")
             if step == 4 and rank.global_rank == 1:
-                wait_for(tmp_path / "0.saved")
+                eventually((tmp_path / "0.saved").exists, "the save of rank 0")
         raise AssertionError
 
     launch = submit(train)
