@@ -92,10 +92,7 @@ def with_lock():
 
 @pytest.mark.parametrize(
     ("make", "path"),
-    [
-        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"),
-        (with_lock, r"model\[1\]\.lock"),
-    ],
+    [(lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"), (with_lock, r"model\[1\]\.lock")],
     ids=["script", "lock"],
 )
 def test_model_that_cannot_be_sent(make, path):

@@ -15,15 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from parawrap import (
-    LaunchCancelledError,
-    LaunchError,
-    PlatformError,
-    RankResults,
-    UnsendableError,
-    current_rank,
-    wrapper,
-)
+from parawrap import LaunchCancelledError, LaunchError, PlatformError, RankResults, UnsendableError, current_rank, wrapper
 from tests.helpers.processes import assert_gone, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -113,10 +105,6 @@ def test_an_unsendable_result(world):
 # -- state
 
 
-def draw(count):
-    return [(random.random(), torch.rand(1).item()) for _ in range(count)]
-
-
 def prepare():
     layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
     STATE["model"] = DistributedDataParallel(torch.nn.Sequential(*layers))
@@ -130,7 +118,7 @@ def train(steps):
         for each in model.parameters():  # torch.optim would import torch.compile, which takes seconds
             each.data -= each.grad / 8
             each.grad = None
-    return loss.item(), draw(1), [each.detach().clone() for each in model.parameters()]
+    return loss.item(), random.random(), torch.rand(1).item(), [each.tolist() for each in model.parameters()]
 
 
 def train_at_once():
@@ -143,12 +131,8 @@ def test_training_over_several_calls():
     expected = wrapper(ranks(seed=1))(train_at_once)()
     with ranks(seed=1).open() as opened:
         opened(prepare)
-        found = zip(opened(train, 4), opened(train, 4), strict=True)
+        assert list(zip(opened(train, 4), opened(train, 4), strict=True)) == list(expected)
     assert expected[0][0][0] != expected[1][0][0]  # each rank has its own batches
-    for here, there in zip(found, expected, strict=True):
-        for (loss, drawn, weights), (expected_loss, expected_drawn, expected_weights) in zip(here, there, strict=True):
-            assert (loss, drawn) == (expected_loss, expected_drawn)
-            assert all(map(torch.equal, weights, expected_weights))
     assert STATE == {}
 
 

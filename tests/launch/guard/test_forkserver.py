@@ -9,16 +9,7 @@ import time
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, current_rank, wrapper
-from tests.helpers.processes import (
-    assert_gone,
-    failure_of,
-    is_gone,
-    notes_of,
-    pids_in,
-    ranks,
-    report_pid_function,
-    run_script,
-)
+from tests.helpers.processes import failure_of, is_gone, notes_of, pids_in, ranks, report_pid_function
 from tests.helpers.waiting import PATIENCE_S
 
 
@@ -54,20 +45,6 @@ def test_stopped_process_and_an_end(runs, limit, kind, tmp_path):
         if not is_gone(warm):
             os.kill(warm, signal.SIGCONT)
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
-
-
-STOPPING = """
-import os, signal, sys
-from parawrap import Platform, wrapper
-
-(warm,) = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(os.getppid)()
-os.kill(warm, signal.SIGSTOP)
-print(warm)
-"""
-
-
-def test_stopped_process_and_exit(tmp_path):
-    assert_gone([int(run_script(tmp_path, STOPPING))])
 
 
 def test_killed_process_is_named():

@@ -18,10 +18,7 @@ def sum_over(group, value):
     return total.item()
 
 
-@pytest.mark.parametrize(
-    ("groups", "sums"),
-    [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])],
-)
+@pytest.mark.parametrize(("groups", "sums"), [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])])
 def test_ipc_groups_are_made(groups, sums):
     """The group of a rank in no list is None."""
 
