@@ -118,8 +118,11 @@ def test_dead_rank_is_named(die, number, code, texts):
 
 def test_a_time_limit_without_stacks():
     """LaunchTimeoutError names the limit, and has "no answer" for a rank that holds the GIL."""
-    error, _ = failure_of(WAITS["hold_gil"], platform=ranks(grace_s=0.5, hang_timeout_s=SILENT_S))
-    assert type(error) is LaunchTimeoutError
+    for limit_s in (SILENT_S, 20 * SILENT_S):  # on a busy machine, ranks may reach the first one while they start
+        error, _ = failure_of(WAITS["hold_gil"], platform=ranks(grace_s=0.5, hang_timeout_s=limit_s))
+        assert type(error) is LaunchTimeoutError
+        if all("no answer" in stack for stack in error.stacks.values()):
+            break
     assert "hang_timeout_s" in str(error)
     assert sorted(error.stacks) == [0, 1]
     for rank, stack in error.stacks.items():
