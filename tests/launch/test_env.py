@@ -21,6 +21,7 @@ from parawrap.errors import PlatformError
 from parawrap.launch._world import find_world
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
+from tests.helpers.waiting import eventually
 
 HERE = Path(__file__).resolve()
 SCENARIOS = {}
@@ -108,6 +109,35 @@ def an_existing_group(rank):
     assert dist.group.WORLD is existing
     assert list(functional.get_dataset_sampler(range(5), pad=False)) == [[0, 1, 2], [3, 4]][rank]
     dist.destroy_process_group()
+
+
+@scenario
+def an_empty_store(rank):
+    """After calls that returned large results or failed, the world's store has no key of parawrap's."""
+
+    def large(size):
+        return torch.full((size,), 7, dtype=torch.uint8)
+
+    def fail():
+        if current_rank().global_rank == 1:
+            raise KeyError("late")
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for size in 3 << 20, 20 << 20:
+        assert [each.sum().item() for each in on_cpu(large)(size)] == [7 * size] * 2
+    error = error_of(on_cpu(fail, ipc_groups=None))  # also in the rank that has returned
+    assert (type(error), str(error)) == (KeyError, "'late'")
+    meet("called", rank)
+    eventually(
+        lambda: not [key for key in store.list_keys() if "parawrap" in key and "groups" not in key], "an empty store"
+    )
+    meet("looked", rank)
+
+
+def meet(name, rank):
+    """Wait until the other rank has called this too."""
+    Path(sys.argv[1], f"{rank}-{name}").touch()
+    eventually(Path(sys.argv[1], f"{1 - rank}-{name}").exists, "the other rank")
 
 
 @scenario

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -96,6 +98,26 @@ def test_fork_after_cuda_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(PlatformError, match=r"'fork': CUDA is initialized in this process already.*give 'forkserver'"):
         wrapper(ranks(spawn_method="fork"))(lambda: None)()
+
+
+def test_fork_in_start_is_harmless(monkeypatch):
+    """A process forked while ranks start does not keep the pipe open that reports a rank's end."""
+    children, send = [], socket.send_fds
+
+    def fork_and_send(*arguments):
+        if not children:
+            children.append(os.fork())
+            if children[0] == 0:
+                time.sleep(600)
+                os._exit(0)
+        return send(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", fork_and_send)
+    try:
+        assert wrapper(ranks())(lambda: 1).submit().results(timeout=PATIENCE_S) == (1, 1)
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
 
 
 def test_warm_processes_are_reaped(monkeypatch):

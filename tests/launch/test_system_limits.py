@@ -1,4 +1,4 @@
-"""Launches that may open few files return results or name the limit and its value."""
+"""Launches with few or very many open descriptors return results or name the limit and its value."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import contextlib
 import json
 import os
 import resource
+import time
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from parawrap import LaunchError, wrapper
+from parawrap import LaunchError, RankDiedError, current_rank, wrapper
 from tests.helpers.processes import notes_of, ranks, run_script
 
 SCRIPT = """
@@ -75,3 +79,26 @@ def test_rank_at_limit_reports():
     except (LaunchError, OSError) as error:
         outcome = f"{error!r}\n{notes_of(error)}"
     assert launch.state == "finished" or "may open 150 files (RLIMIT_NOFILE" in outcome
+
+
+def test_open_files_are_no_limit(tmp_path):
+    """With more than 1,024 open descriptors, launches run, and ranks clean up."""
+
+    def fails():
+        dist.barrier()
+        if current_rank().global_rank == 1:
+            os._exit(3)
+        try:
+            time.sleep(600)
+        finally:
+            (tmp_path / "cleaned").touch()
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(Path(os.devnull).open())
+        with pytest.raises(RankDiedError, match="rank 1 of 2 exited with code 3"):
+            wrapper(ranks())(fails)()
+    assert (tmp_path / "cleaned").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -52,3 +53,13 @@ def test_identity_holds(block):
 
     x = torch.randn(5, 3)
     look(*block.submit(look, x, x, x[1]).result())
+
+
+@pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
+def test_shard_travels_without_batch(block):
+    """The storage of a view has only the view's elements in the worker."""
+
+    def measure(x):
+        return x.stride(), x.untyped_storage().nbytes()
+
+    assert block.submit(measure, torch.randn(300, 400)[5:7]).result() == ((400, 1), 2 * 400 * 4)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from parawrap import LaunchTimeoutError
-from parawrap.launch.coordinator import _standstill
+from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import results_or_error
@@ -21,7 +21,7 @@ from parawrap.launch.messages._first_rank_failure import Ended, Requeued
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._rank_assignment import Surroundings
-from tests.helpers.processes import failure_of, ranks
+from tests.helpers.processes import failure_of, notes_of, ranks
 
 
 class SimulatedRank:
@@ -114,16 +114,17 @@ class Stage:
     """A run of two simulated ranks on one simulated node.
 
     Args:
-        first: Handles the start of a rank in the first attempt. Later attempts return "again".
+        first: Handles the start of a rank in the first attempt.
+        later: Handles the start of a rank in later attempts. By default the rank returns "again".
         counts: Preempt the run once rank 0 has started; each rank answers with its count of steps.
         handlers: Handle other messages to ranks, by word.
         fields: Fields of the platform.
     """
 
-    def __init__(self, *, first=None, counts=None, requeues=False, handlers=(), **fields):
+    def __init__(self, *, first=None, later=None, counts=None, requeues=False, handlers=(), **fields):
         self.platform = ranks(2, **{"grace_s": 30.0} | fields)
         self._counts, self._handlers = counts, dict(handlers)
-        self._first = first
+        self._first, self._later = first, later or (lambda rank: rank.returns("again"))
         self.saves = set()
         self.loop = Loop()
         self.node = SimulatedNode(self.loop, self._handle)
@@ -140,9 +141,8 @@ class Stage:
         if word in self._handlers:
             return self._handlers[word](rank)
         if word == "begin":
-            if not is_first:
-                return rank.returns("again")
-            return self._first(rank) if self._first is not None else False
+            handler = self._first if is_first else self._later
+            return handler(rank) if handler is not None else False
         if word == "preempt" and self._counts:
             rank.send("answered", self._counts[rank.number])
         return False
@@ -174,6 +174,22 @@ def requeues(rank):
 
 
 # --- restarts ---
+
+
+def test_restarts_up_to_max_restarts():
+    """Then the last failure is raised, with a note for each earlier attempt."""
+
+    def first(rank):
+        if rank.number == 0:
+            rank.ends(-signal.SIGSEGV)
+
+    stage = Stage(first=first, later=fails, max_restarts=2)
+    error = stage.outcome()
+    assert repr(error) == "ValueError(2)"
+    assert stage.node.starts == [(restart, number) for restart in range(3) for number in range(2)]
+    notes = [note for note in notes_of(error).splitlines() if note.startswith("attempt")]
+    assert notes[0].startswith("attempt 0 failed: rank 0 was killed by SIGSEGV")
+    assert notes[1:] == ["attempt 1 failed: rank 1 raised ValueError(1)"]
 
 
 @pytest.mark.parametrize(("requeued", "max_restarts"), [(True, 1), (False, 1), (True, 0)])
@@ -260,6 +276,28 @@ def test_a_failure_around_a_preemption(counts):
 
 
 # --- limits ---
+
+
+def test_a_silent_node_is_given_up(monkeypatch):
+    """A failure ends the launch, even if a node's agent is stopped."""
+    monkeypatch.setattr(_coordinator, "_GIVE_UP_S", 0.1)
+    stage = Stage(first=lambda rank: not fails(rank), handlers={"end": lambda rank: True}, grace_s=0.1)
+    stage.node.kill = lambda rank: None
+    stage.node.give_up = stage.node.lose
+    assert repr(stage.outcome()) == "ValueError(0)"
+
+
+def test_a_stopped_watcher(monkeypatch):
+    """A watcher that was stopped reads the messages of its ranks before it checks `hang_timeout_s`."""
+    clock, ahead = time.monotonic, []
+    monkeypatch.setattr(_coordinator.time, "monotonic", lambda: clock() + 1000.0 * len(ahead))
+
+    def first(rank):
+        ahead.append(rank)  # as if it had been stopped for that long
+        return stage.later(rank.returns)
+
+    stage = Stage(first=first, hang_timeout_s=5)
+    assert stage.outcome() == (None, None)
 
 
 # --- real ranks ---

@@ -1,4 +1,4 @@
-"""Calls that end ranks which stay: deaths, limits, deadlocks, Ctrl-C, and forks."""
+"""Calls that end ranks which stay: deaths, limits, deadlocks, Ctrl-C, and the end of the parent."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_scripts
+from tests.helpers.processes import SILENT_S, assert_gone, is_gone, pids_in, ranks, running_scripts
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -45,30 +46,36 @@ def test_waiting_for_a_returned_rank(monkeypatch):
 # -- deaths
 
 
-def exit_in_rank_1():
+def die(how):
     if my_rank() == 1:
+        if how == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(3)
     wait_in_collective()
 
 
-def test_a_death_ends_all_ranks():
+@pytest.mark.parametrize(
+    ("how", "number", "code", "text"),
+    [("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"), ("exit", None, 3, "called sys.exit(3)")],
+)
+def test_a_death_ends_all_ranks(how, number, code, text):
     """The call and all that wait raise RankDiedError, no rank survives, and later calls name the first death."""
     opened = ranks(grace_s=1).open()
     pids = opened(os.getpid)
-    launches = opened.submit(exit_in_rank_1), opened.submit(all_sum)
+    launches = opened.submit(die, how), opened.submit(all_sum)
     for launch in launches:
         with pytest.raises(RankDiedError) as caught:
             launch.results(PATIENCE_S)
-        assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, None, 3)
-        assert "called sys.exit(3)" in str(caught.value)
+        assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, number, code)
+        assert text in str(caught.value)
     assert_gone(pids)
     assert opened.state == "ended"
     for call in (opened, opened[0], opened.submit):
         with pytest.raises(RankDiedError) as later:
             call(all_sum)
-        for part in "these ranks have ended, and cannot call all_sum", "rank 1", "called sys.exit(3)":
+        for part in "these ranks have ended, and cannot call all_sum", "rank 1", text:
             assert part in str(later.value)
-        assert (later.value.rank, later.value.signal, later.value.exit_code) == (1, None, 3)
+        assert (later.value.rank, later.value.signal, later.value.exit_code) == (1, number, code)
     opened.close()
     with pytest.raises(LaunchError, match="closed"):
         opened(all_sum)
@@ -106,7 +113,7 @@ def test_a_time_limit_counts_per_call(field, limit):
             opened(all_sum)
 
 
-# -- Ctrl-C and forks
+# -- Ctrl-C and the end of the parent
 
 PARENT = """
 import os, sys, time
@@ -142,6 +149,11 @@ def work(ranks):
     except LaunchError as error:
         print(error)
 
+def leave(ranks):
+    ranks(lambda: report_pid(folder))
+    ranks.submit(time.sleep, 600)
+    time.sleep(600)
+
 def fork(ranks):
     pid = os.fork()
     if pid == 0:
@@ -156,16 +168,16 @@ def fork(ranks):
 
 if __name__ == "__main__":
     grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
-    method = "forkserver" if how == "group" else "fork"
+    method = "forkserver" if how in ("group", "killed") else "fork"
     ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False, spawn_method=method).open()
-    {"fork": fork}.get(how, work)(ranks)
+    {"fork": fork, "killed": leave}.get(how, work)(ranks)
 """
 
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory):
     """Scripts with ranks that stay, started together, because each of them loads torch."""
-    ways = ["group", "ignores", "ignores once", "fork"]
+    ways = ["group", "ignores", "ignores once", "fork", "killed"]
     cases = {how: lambda folder, how=how: (PARENT, how, folder) for how in ways}
     with running_scripts(tmp_path_factory.mktemp("parents"), cases) as started:
         yield started
@@ -209,3 +221,18 @@ def test_a_fork_cannot_use_the_ranks(parents):
     refusal, answer = output.splitlines()
     assert refusal.startswith(f"these ranks belong to process {parent.pid}: call all_sum there, not in a forked child")
     assert answer == "2.0 2.0"
+
+
+def test_ranks_end_with_their_parent(parents):
+    """No process survives a script that is killed during a call."""
+    parent, folder = parents["killed"]
+    family = {*pids_in(folder, 2)}
+    family |= {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(timeout=PATIENCE_S)
+    try:
+        assert_gone(family)
+    finally:
+        for pid in family:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)

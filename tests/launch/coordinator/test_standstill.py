@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
+from types import FunctionType
 
 import pytest
 import torch.distributed as dist
@@ -43,6 +45,21 @@ def test_hint_names_waiting_ranks(hints, tmp_path):
     # A rank on a busy machine may use so much processor time that it counts as busy at a line where it waits.
     assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
     assert re.search(r"rank 1 .*(time\.sleep\(0\.01\)|while not go\.exists)", hint)
+
+
+def test_hint_without_line_numbers(hints):
+    """Code that belongs to no line, such as generated code, is named by its first line."""
+
+    def waits():
+        def generated():
+            threading.Event().wait()
+
+        FunctionType(generated.__code__.replace(co_linetable=b""), globals())()
+
+    launch = wrapper(ranks(1, grace_s=0.2))(waits).submit()
+    (hint,) = eventually(hints, "the hint")
+    launch.cancel()
+    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in generated", hint)
 
 
 def test_wait_for_busy_rank_is_allowed(monkeypatch, tmp_path):

@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, current_rank, wrapper
-from tests.helpers.processes import failure_of, is_gone, notes_of, pids_in, ranks, report_pid_function
+from tests.helpers.processes import (
+    assert_gone,
+    failure_of,
+    is_gone,
+    notes_of,
+    pids_in,
+    ranks,
+    report_pid_function,
+    run_script,
+    warm_processes,
+)
 from tests.helpers.waiting import PATIENCE_S
 
 
@@ -47,6 +58,20 @@ def test_stopped_process_and_an_end(runs, limit, kind, tmp_path):
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
+STOPPING = """
+import os, signal, sys
+from parawrap import Platform, wrapper
+
+(warm,) = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(os.getppid)()
+os.kill(warm, signal.SIGSTOP)
+print(warm)
+"""
+
+
+def test_stopped_process_and_exit(tmp_path):
+    assert_gone([int(run_script(tmp_path, STOPPING))])
+
+
 def test_killed_process_is_named():
     """The error names the signal, and the next launch works. A launch whose ranks start may survive."""
 
@@ -70,3 +95,20 @@ def test_killed_process_is_named():
         assert "warm process" in text
         assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
+
+
+def test_folder_may_be_removed(tmp_path, monkeypatch):
+    """While the warm process is there, and before it starts; later ranks use the parent's new folder."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    launched = wrapper(ranks(1))(lambda: Path("/proc/self/cwd").readlink())
+    assert launched() == (folder,)
+    folder.rmdir()
+    assert launched() != (folder,)
+    for warm in warm_processes():
+        warm.kill()
+        assert_gone([warm.pid])
+    assert launched() != (folder,)
+    monkeypatch.chdir(tmp_path)
+    assert launched() == (tmp_path,)

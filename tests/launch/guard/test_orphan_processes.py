@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
 from parawrap.launch.guard import _orphan_processes
 from tests.helpers.processes import ESCAPES, is_gone, killing_survivors, pids_in, ranks, run_and_end_function
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
 
@@ -45,3 +48,20 @@ def test_stubborn_process_ends(monkeypatch):
 
     (pid,) = wrapper(ranks(1, spawn_method="fork"))(starts)()  # with fork, this process itself ends the ranks' leftovers
     assert is_gone(pid)
+
+
+def test_leaked_memory_is_freed():
+    """Python's resource tracker frees the memory at the end of a rank, also of one that dies."""
+
+    def forgets():
+        from multiprocessing import shared_memory
+
+        print(*(shared_memory.SharedMemory(create=True, size=100).name for _ in range(3)), flush=True)
+        dist.barrier()  # the first rank to die ends the other, after its tracker has registered the memory
+        os._exit(3)
+
+    launch = wrapper(ranks())(forgets).submit()
+    eventually(launch.done, "the end of the launch")
+    names = [name for rank in range(2) for name in launch.logs(rank).splitlines()[0].split()]
+    assert len(names) == 6
+    eventually(lambda: not any(Path("/dev/shm", name).exists() for name in names), "the removal of the shared memory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import os
 import sys
 from pathlib import Path
@@ -105,6 +107,42 @@ def test_arrays_arrive(array):
     assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
     assert got.flags.writeable == array.flags.writeable
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
+
+
+def open_files():
+    gc.collect()
+    return len(list(Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir()))
+
+
+def test_value_uses_one_descriptor():
+    before = open_files()
+    got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
+    assert open_files() - before == 1
+    del got[1:]
+    assert open_files() - before == 1
+    got.clear()
+    assert open_files() == before
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(
+        allow_nan=False
+    ),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+    | st.tuples(inner, inner)
+    | st.lists(inner, max_size=3).map(collections.deque)
+    | st.binary().map(bytearray),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(value=values)
+@settings(max_examples=60, deadline=None)
+def test_any_nested_value_arrives(value):
+    got = sent(value)
+    assert got == value
+    assert repr(got) == repr(value)
 
 
 def test_streams_are_the_readers(monkeypatch):

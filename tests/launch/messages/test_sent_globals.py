@@ -156,6 +156,22 @@ with platform.open() as ranks:
     net = copy.deepcopy(net)
     same(ranks(weight), (0.0, 0.0))
 """,
+    # A global that the ranks and this process assign is refused, with its user and the cure.
+    "two owners": """
+def assign():
+    global both
+    both = 1
+
+def read():
+    return both
+
+with platform.open() as ranks:
+    ranks(assign)
+    both = 2
+    refuses(ranks, lambda: read(), texts=["the global 'both', which read uses, was assigned in the ranks", "del both"])
+    del both
+    same(ranks(read), (1, 1))
+""",
     # A function may use a global that is defined after the ranks received the function.
     "defined later": """
 def use(is_defined):
@@ -166,6 +182,32 @@ with platform.open() as ranks:
     same(type(error_of(ranks, use, True)), NameError)
     later = 5
     same(ranks(use, True), (5, 5))
+""",
+    # A queued call lacks the globals that an earlier call could not load.
+    "queued": """
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
+
+cursed, go = Cursed(), pathlib.Path("go").absolute()
+
+def hold():
+    while not go.exists():
+        time.sleep(0.01)
+
+def use():
+    return cursed
+
+with platform.open() as ranks:
+    ranks.submit(hold)
+    first, second = ranks.submit(use), ranks.submit(use)
+    go.touch()
+    same(type(error_of(first.results)), ValueError)
+    error = error_of(second.results)
+    same(type(error), NameError)
+    assert "could not load the globals of an earlier call: ValueError" in error.__notes__[0], error.__notes__
+    cursed = 5
+    same(ranks(use), (5, 5))
 """,
     # A global that cannot be pickled is named if the call uses it. One that cannot be unpickled is sent again.
     "unsendable": """

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import threading
 
-from parawrap import wrapper
+import pytest
+
+from parawrap import RankDiedError, wrapper
 from parawrap.launch.coordinator import _standstill
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+def test_no_rank_outlives_its_thread():
+    """An error of the thread ends the rank and is shown. Nothing could end the rank otherwise."""
+
+    def spoil():
+        sys._current_frames = None
+        threading.Event().wait()
+
+    with pytest.raises(RankDiedError, match="is not callable"):
+        wrapper(ranks(1))(spoil)()
 
 
 def test_unreadable_lines_end_no_rank(monkeypatch, caplog, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import torch.distributed as dist
 
 from parawrap import current_rank, wrapper
 from tests.helpers.processes import ranks
+from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
+
+PREEMPTIONS = 2
 
 
 def submit(function, *args, count=2, **fields):
@@ -26,11 +30,45 @@ def report(folder, topic):
     Path(folder, f"{topic}-{rank.restart}-{rank.global_rank}").touch()
 
 
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def wait_for_reports(folder, pattern, number):
     eventually(lambda: len([*folder.glob(pattern)]) == number, f"{number} {pattern}")
 
 
 # -- loops
+
+
+def test_preemptions_lose_no_step(tmp_path):
+    """Each start continues at the step at which all ranks of the previous start saved, and repeats none."""
+
+    def train():
+        rank = current_rank()
+        state = Path(tmp_path, f"{rank.global_rank}.state")
+        steps = [int(each) for each in state.read_text().split()] if state.exists() else []
+        begun = len(steps)
+        for step in count(begun):
+            if rank.restart == PREEMPTIONS and step == begun + 3:
+                return steps
+            if rank.should_checkpoint():
+                state.write_text(" ".join(map(str, steps)))
+                rank.requeue()
+            all_sum()
+            steps.append(step)
+            if step == begun + 1:
+                report(tmp_path, "runs")
+        raise AssertionError
+
+    launch = submit(train, count=3)
+    for start in range(PREEMPTIONS):
+        wait_for_reports(tmp_path, f"runs-{start}-*", 3)
+        launch.preempt()
+    results = launch.results(timeout=PATIENCE_S)
+    assert results == (list(range(len(results[0]))),) * 3
+    assert len(results[0]) >= 2 * PREEMPTIONS + 3
 
 
 def test_ranks_behind_catch_up(tmp_path):
@@ -47,9 +85,9 @@ def test_ranks_behind_catch_up(tmp_path):
                 rank.requeue()
             if step == (7 if rank.global_rank == 0 else 2):
                 report(tmp_path, "waits")
-                eventually((tmp_path / "go").exists, "go")
+                wait_for(tmp_path / "go")
             if step == 4 and rank.global_rank == 1:
-                eventually((tmp_path / "0.saved").exists, "the save of rank 0")
+                wait_for(tmp_path / "0.saved")
         raise AssertionError
 
     launch = submit(train)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from parawrap import Platform, current_rank, wrapper
+from parawrap import LaunchError, Platform, current_rank, wrapper
 from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._signed_values import SignedStore, Signer
 from tests.helpers.ranks import all_sum
@@ -107,6 +107,31 @@ def test_one_rank_requeues_or_raises(world):
             return list(results), repr(error)
 
     assert world(call) == [([(1, 2.0)] * 2, "ValueError('own')")] * 2
+
+
+def test_a_forged_result_is_refused(world):
+    """A rank that unpickled it would run code of another user. Each call has its own keys."""
+
+    def call():
+        prefixes, errors = [], []
+
+        def forge():
+            if current_rank().global_rank == 0:
+                address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+                store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+                (prefix,) = {key.removesuffix("/joined") for key in store.list_keys() if key.endswith("/joined")}
+                prefixes.append(prefix)
+                store.wait([f"{prefix}/1"])
+                store.set(f"{prefix}/1", b"forged")
+
+        for _ in range(2):
+            try:
+                wrapper(CPU)(forge)()
+            except LaunchError as error:
+                errors.append(str(error))
+        return len({*prefixes}), ["the value of rank 1 in the world's store is not signed" in each for each in errors]
+
+    assert world(call) == [(2, [True, True]), (0, [True, True])]
 
 
 def test_a_forged_preemption(caplog):

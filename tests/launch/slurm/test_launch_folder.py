@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._process_groups import StoreAddress
@@ -27,6 +29,7 @@ from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue
 from parawrap.launch.slurm._task import TaskResult
+from tests.helpers.waiting import eventually
 
 ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321, 2, StoreAddress("10.0.0.1", 1234))
 
@@ -70,6 +73,24 @@ def test_the_last_launch_removes_logs(folder):
     first.remove()
     assert log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1\ntasks.log:\na warning"
     second.remove()
+    assert list(folder.root.iterdir()) == [folder.path.parent]
+
+
+def test_a_full_disk_is_named(folder, monkeypatch):
+    """LaunchError names the variable that selects another folder, and no folder of an array stays."""
+    mkdir = Path.mkdir
+
+    def full(self, **options):
+        if self.name == "3":
+            raise OSError(28, "No space left on device")
+        mkdir(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", full)
+        with pytest.raises(
+            LaunchError, match=r"No space left on device; free some space there, or set PARAWRAP_LAUNCH_DIR"
+        ):
+            Folder.new("array", 5)
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
@@ -117,6 +138,36 @@ def test_pickles_of_a_replaced_folder(folder, monkeypatch, tmp_path):
 # -- what the job and the submitter exchange
 
 
+@pytest.fixture
+def coordinator(folder, monkeypatch):
+    """A coordinator of two ranks that have not arrived; its threads end with the test."""
+    monkeypatch.setattr(_coordinate_job, "_LOOK_S", 0.01)
+    with contextlib.ExitStack() as cleanup:
+        made = JobCoordinator(folder, plan(lease_s=0.3, n_cpus=2), 0, "0-0", cleanup)
+        made.begin()
+        yield made
+        made._cancel()
+        own = "parawrap-"
+        eventually(lambda: not any(each.name.startswith(own) for each in threading.enumerate()), "the coordinator's end")
+
+
+def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
+    """While the folder cannot be read, the coordinator goes on; later it sees the request."""
+    failures = []
+
+    def broken():
+        failures.append(1)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "requests", broken)
+        patch.setattr(folder, "sign_of_life", lambda: b"%d" % len(failures))
+        eventually(lambda: len(failures) > 20, "several reads")
+        assert not coordinator.is_forgotten
+    folder.request("cancel")
+    eventually(coordinator._cancelled.is_set, "the cancel")
+
+
 def test_a_start_after_a_lost_node(folder):
     """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
 
@@ -138,6 +189,21 @@ def test_the_submitter_gets_log_records(folder, caplog):
     caplog.clear()
     JobFollower("7", "f", Platform(device="cpu"), folder).take_output()
     assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
+
+
+def test_output_is_taken_while_it_grows(folder):
+    """Each byte of both files of a task goes into its rank's transcript once."""
+    transcripts = [Transcript(rank, printer=None) for rank in range(2)]
+    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
+    follower.write_output_to(transcripts)
+    files = folder.task_files("7", 1)
+    for text in ("one\n", "two\n"):
+        for path in (files.stdout, files.stderr):
+            with path.open("a") as file:
+                file.write(f"{path.suffix} {text}")
+        follower.take_output()
+        follower.take_output()
+    assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
 
 
 def test_messages_of_another_attempt():
