@@ -200,11 +200,7 @@ class Parallel(Streams, Generic[TargetT]):
             session.close()
 
     def close(self) -> None:
-        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing.
-
-        Raises:
-            SessionError: If a block that was opened later on the same model is still open. Nothing changes then.
-        """
+        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing."""
         with self._lock:
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()
