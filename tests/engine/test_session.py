@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from parawrap import parallel
 from parawrap.engine import Entry, Session
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards import Cutter, JoinRules, Parameters, balance, uneven
+from parawrap.shards import Cutter, JoinRules, Parameters, balanced_sizes, uneven_sizes
 from tests.helpers.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def opened():
     def open_session(target, lanes=2, *, cutter=None, **options):
         rules = JoinRules(**options)
-        cutter = cutter or Cutter(sizes=uneven if rules.needs_proof else balance)
+        cutter = cutter or Cutter(sizes=uneven_sizes if rules.needs_proof else balanced_sizes)
         sessions.append(Session(target, [CPU] * lanes, cutters={None: cutter}, rules=rules))
         return sessions[-1]
 
@@ -95,7 +95,7 @@ def test_writes_into_whole_tensors(opened):
         total.add_(1) if writes else total.add(1)
         return x
 
-    cutter = Cutter(in_dims={"total": None}, parameters=Parameters(run), sizes=uneven)
+    cutter = Cutter(in_dims={"total": None}, parameters=Parameters(run), sizes=uneven_sizes)
     session = opened(run, cutter=cutter)
     with pytest.raises(ShardError, match="into a tensor that every lane gets whole"):
         call(session, torch.ones(9), torch.zeros(3))
@@ -108,7 +108,7 @@ def test_unused_names_of_in_dims_warn():
     def run(x, **options):
         return x
 
-    cutter = Cutter(in_dims={"maks": None}, parameters=Parameters(run), sizes=uneven)
+    cutter = Cutter(in_dims={"maks": None}, parameters=Parameters(run), sizes=uneven_sizes)
     session = Session(run, [CPU] * 2, cutters={None: cutter}, rules=JoinRules())
     call(session, torch.ones(9))
     with pytest.warns(UserWarning, match="in_dims names 'maks', and no call passed a keyword argument of that name"):

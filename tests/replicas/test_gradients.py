@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from parawrap.replicas._gradients import Mirror, send
+from parawrap.replicas._gradients import Mirror, send_to_mirrors
 
 CPU, TWO = torch.device("cpu"), ["cpu"] * 2
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -80,9 +80,9 @@ def test_a_mirror_has_linked_copies():
         weight.fill_(5)
     assert list(map(id, mirror.take([weight]))) == [id(weight)]
     assert copied.tolist() == [1, 1]
-    assert send([mirror], [weight]) == 8
+    assert send_to_mirrors([mirror], [weight]) == 8
     assert copied.tolist() == [5, 5]
-    assert (len([*mirror.held()]), send([mirror], []), send([], [weight])) == (1, 0, 0)
+    assert (len([*mirror.held()]), send_to_mirrors([mirror], []), send_to_mirrors([], [weight])) == (1, 0, 0)
     version = copied._version
     mirror.advance([weight, frozen])
     assert copied._version == version + 1

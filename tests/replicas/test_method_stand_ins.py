@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from parawrap import SessionError
 from parawrap.replicas import PlainView, StandIn, original_method, put, restore
 
 X = torch.ones(9, 4)
 
 
 def stood_in(model, view, text):
-    stand_in = StandIn(model.forward, lambda wrapped, instance, args, kwargs: text)
-    return [("forward", stand_in, put(model, view, "forward", stand_in))]
+    stand_ins = {"forward": StandIn(model.forward, lambda wrapped, instance, args, kwargs: text)}
+    put(model, view, stand_ins, hidden=["hidden"])
+    return stand_ins
 
 
 @pytest.mark.parametrize("own", [None, lambda x: "mine"], ids=["class", "instance"])
@@ -37,17 +38,30 @@ def test_put_and_restore_leave_no_trace(own):
     assert getattr(model.forward, "__func__", model.forward) is (own or nn.Linear.forward)
 
 
-def test_blocks_nest_in_order():
-    """An outer one cannot be restored first. A method that other code put over a stand-in stays."""
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_stand_ins_leave_in_any_order(order):
+    """The topmost of those that are left is called, and hidden attributes return with the last one."""
+    model, hidden = nn.Linear(4, 4), object()
+    model.hidden = hidden
+    before = dict(vars(model))
+    stood = [stood_in(model, PlainView(), text) for text in range(3)]
+    left = [0, 1, 2]
+    for number in order:
+        assert (model(X), model.hidden) == (left[-1], None)
+        left.remove(number)
+        restore(model, stood[number])
+    assert (vars(model), model.hidden) == (before, hidden)
+
+
+def test_a_method_of_the_user_stays():
+    """It was put over a stand-in, or between two."""
     model, view = nn.Linear(4, 4), PlainView()
-    outer, inner = stood_in(model, view, "outer"), stood_in(model, view, "inner")
-    with pytest.raises(SessionError, match=r"this block on Linear\.forward is not the innermost one"):
-        restore(model, outer)
+    outer = stood_in(model, view, "outer")
+    model.forward = lambda x: "user"
+    inner = stood_in(model, view, "inner")
+    restore(model, outer)
     assert model(X) == "inner"
     restore(model, inner)
-    assert model(X) == "outer"
-    model.forward = lambda x: "user"
-    restore(model, outer)
     assert model(X) == "user"
 
 

@@ -43,13 +43,13 @@ def platform(**fields):
 
 def test_the_script_has_the_resources(folder):
     """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
-    text = _batch_job.script(platform(n_gpus=2, ram=1.5), folder)
+    text = _batch_job.job_script(platform(n_gpus=2, ram=1.5), folder)
     for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
         assert f"#SBATCH {line}\n" in text
     assert str(folder.submitit) in text
     assert "--kill-on-bad-exit=1" in text
     more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
-    text = _batch_job.script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    text = _batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
     for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
         assert f"#SBATCH {line}\n" in text
     assert text.index("echo before") < text.index("for PARAWRAP_ATTEMPT")
@@ -58,7 +58,7 @@ def test_the_script_has_the_resources(folder):
 @pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
 def test_contradicting_parameters(name, folder):
     with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
-        _batch_job.script(platform(slurm_additional_parameters={name: 1}), folder)
+        _batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
 
 
 def run_loop(folder, restarts, codes):
