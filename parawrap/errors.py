@@ -11,7 +11,7 @@ the device, and the shard.
     ├── VerifyError (RuntimeError)              a parallel output differs from the plain one
     ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
     ├── ReplicaError (RuntimeError)             a module cannot be replicated
-    ├── SessionError (RuntimeError)             a block is used after it was closed, or is closed out of order
+    ├── SessionError (RuntimeError)             a block is used after it was closed
     ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream, or is in use
     ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
     ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device

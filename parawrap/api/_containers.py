@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "check_kinds",
     "columns",
+    "container_kind",
     "describe",
     "is_container",
     "is_list_per_row",
     "items_of",
-    "kind_of",
     "plain_tuple",
     "rebuilt",
     "transpose_rows",
@@ -76,11 +76,11 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
 def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:
     """Call ``refuse`` with a message unless all values are of one kind, such as tensors, sequences, or mappings."""
     for position, value in enumerate(values):
-        if kind_of(value) is not kind_of(values[0]):
+        if container_kind(value) is not container_kind(values[0]):
             refuse(f"{noun} {position} is {describe(value)}, {noun} 0 is {describe(values[0])}")
 
 
-def kind_of(value: Any) -> type:
+def container_kind(value: Any) -> type:
     """Return the kind of a value. Lists and tuples are of one kind, and so are all mappings."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor

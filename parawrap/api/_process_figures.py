@@ -19,14 +19,16 @@ from parawrap.errors import add_note
 if sys.platform != "win32":
     import resource
 
-__all__ = ["cores_of_others", "memory_growth", "page_faults", "turn"]
+__all__ = ["cores_of_others", "isolate_turn", "memory_growth", "page_faults"]
 
 _PROC = Path("/proc")
 _SHORTEST_S = 0.3  # 30 ticks of the kernel's clock per core; a shorter time looks like an idle one
 
 
 @contextlib.contextmanager
-def turn(name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices: list[torch.device]) -> Iterator[None]:
+def isolate_turn(
+    name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices: list[torch.device]
+) -> Iterator[None]:
     """Restore the state of the model and torch's random state at the end. Add a note with the way's name to errors."""
     owners = [(owner, owner.training) for owner in module.modules()]
     buffers = [(owner, key, old, old.clone()) for owner, _ in owners for key, old in owner.named_buffers(recurse=False)]

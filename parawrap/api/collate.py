@@ -17,7 +17,7 @@ from parawrap._public import public
 from parawrap.api._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
 from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
 from parawrap.errors import ShardError
-from parawrap.shards import balance
+from parawrap.shards import balanced_sizes
 
 __all__ = ["default_collate", "tp_collate"]
 
@@ -27,7 +27,7 @@ B = TypeVar("B")
 K = TypeVar("K")
 R = TypeVar("R")
 
-_sizes = functools.lru_cache(maxsize=64)(balance)  # the batches of a DataLoader have at most two lengths
+_sizes = functools.lru_cache(maxsize=64)(balanced_sizes)  # the batches of a DataLoader have at most two lengths
 
 
 class _TpCollate(Protocol):

@@ -15,13 +15,13 @@ from torch.utils.benchmark import Timer
 from parawrap._public import public
 from parawrap.api._check_arguments import is_platform
 from parawrap.api._comparison_table import Comparison, Way, difference
-from parawrap.api._process_figures import cores_of_others, memory_growth, page_faults, turn
+from parawrap.api._process_figures import cores_of_others, isolate_turn, memory_growth, page_faults
 from parawrap.api.parallel import parallel
 from parawrap.backends import Devices, ignore_speed_warnings
 from parawrap.engine import as_call
 from parawrap.errors import ShardError
 from parawrap.lanes import intra_op_threads
-from parawrap.tree import Opaque, flatten, tensors_in
+from parawrap.tree import WholeLeaf, flatten, tensors_in
 
 __all__ = ["compare"]
 
@@ -118,7 +118,13 @@ def compare(
             growth = memory_growth(accelerators)
             quiet = ignore_speed_warnings() if train else contextlib.nullcontext()  # an eval mode with gradients is meant
             threads = intra_op_threads(1 if name == _ONE_THREAD else None)
-            with quiet, turn(name, module, leaves, accelerators), threads, way as opened, torch.set_grad_enabled(train):
+            with (
+                quiet,
+                isolate_turn(name, module, leaves, accelerators),
+                threads,
+                way as opened,
+                torch.set_grad_enabled(train),
+            ):
                 target = model if module is model else opened
                 if name not in answers:
                     answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))
@@ -144,7 +150,7 @@ def compare(
 def _tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in `value`, and its numbers as tensors."""
     leaves = flatten(value)[0]
-    inside = (tensors_in(leaf.value) if isinstance(leaf, Opaque) else (leaf,) for leaf in leaves)
+    inside = (tensors_in(leaf.value) if isinstance(leaf, WholeLeaf) else (leaf,) for leaf in leaves)
     return [torch.as_tensor(leaf) for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float))]
 
 

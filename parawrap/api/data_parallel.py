@@ -19,7 +19,7 @@ from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
 from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
-from parawrap.shards import Cutter, JoinRules, Parameters, balance, equal
+from parawrap.shards import Cutter, JoinRules, Parameters, balanced_sizes, equal_sizes
 from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -222,7 +222,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
-        sizes = equal if backend_of(self.src_device_obj.type).compiles_each_shape else balance
+        sizes = equal_sizes if backend_of(self.src_device_obj.type).compiles_each_shape else balanced_sizes
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=sizes)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)

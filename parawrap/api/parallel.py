@@ -31,7 +31,7 @@ from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balance, equal, uneven
+from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced_sizes, equal_sizes, uneven_sizes
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -166,7 +166,7 @@ class Parallel(Streams, Generic[TargetT]):
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
         rules = make_join_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles)
         self._unit = check_unit(unit, on_cores=bool(self._cores))
-        sizes = equal if compiles else uneven if rules.needs_proof else balance
+        sizes = equal_sizes if compiles else uneven_sizes if rules.needs_proof else balanced_sizes
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
@@ -200,11 +200,7 @@ class Parallel(Streams, Generic[TargetT]):
             session.close()
 
     def close(self) -> None:
-        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing.
-
-        Raises:
-            SessionError: If a block that was opened later on the same model is still open. Nothing changes then.
-        """
+        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing."""
         with self._lock:
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()
@@ -233,7 +229,7 @@ class Parallel(Streams, Generic[TargetT]):
             return self._open_session().call(Entry(self.target), args, kwargs)
         return self._call_method(self._only_method(), args, kwargs)
 
-    def method(self, name: str) -> Method:
+    def method(self, name: str) -> ParallelMethod:
         """Return one of the methods that `methods` names, with its own call, `map`, and `submit`.
 
         Raises:
@@ -254,7 +250,7 @@ class Parallel(Streams, Generic[TargetT]):
             named = f"methods={self._methods!r}" if self._in_place is not None else "the target, which is not a module"
             msg = f"{name!r} is not a method of {named}. Name it in parallel(..., methods=(..., {name!r}))"
             raise ShardError(msg)
-        return Method(self, name)
+        return ParallelMethod(self, name)
 
     def refresh(self) -> None:
         """Copy the model to the lanes again at the next call.
@@ -406,7 +402,7 @@ class Parallel(Streams, Generic[TargetT]):
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
 
 
-class Method(Streams):
+class ParallelMethod(Streams):
     """One method of the model of a block, as `Parallel.method` returns it."""
 
     def __init__(self, block: Parallel[Any], name: str) -> None:

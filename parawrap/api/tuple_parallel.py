@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._containers import is_container, is_list_per_row, items_of, kind_of, rebuilt, transpose_rows
+from parawrap.api._containers import container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
@@ -308,7 +308,7 @@ def _part(value: Any, index: int) -> Any:
 
 def _has_fields(value: Any) -> bool:
     """True for mappings and namedtuples: they hold parts in their values. A tuple or list is one part per device."""
-    return is_container(value) and kind_of(value) is not tuple
+    return is_container(value) and container_kind(value) is not tuple
 
 
 def _together(outputs: Sequence[Any]) -> Any:

@@ -15,11 +15,11 @@ from parawrap._public import public
 from parawrap.api._containers import (
     check_kinds,
     columns,
+    container_kind,
     describe,
     is_container,
     is_list_per_row,
     items_of,
-    kind_of,
     plain_tuple,
     rebuilt,
     transpose_rows,
@@ -104,12 +104,12 @@ def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
-    return len(returns) > 0 and kind_of(returns[0]) is tuple and not all(map(is_list_per_row, returns))
+    return len(returns) > 0 and container_kind(returns[0]) is tuple and not all(map(is_list_per_row, returns))
 
 
 def _check_part_counts(items: dict[Any, Any]) -> None:
     for key, parts in items.items():
-        if kind_of(parts) is not tuple:
+        if container_kind(parts) is not tuple:
             msg = f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
             raise GatherError(msg)
     counts = {key: len(parts) for key, parts in items.items()}

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends._backend_registry import backend_of
 from parawrap.backends._private_names import indices_of, values_of
-from parawrap.tree import Opaque
+from parawrap.tree import WholeLeaf
 
 __all__ = ["device_of", "record_use", "transfer", "transfer_into"]
 
@@ -62,7 +62,7 @@ def record_use(leaves: Iterable[Any]) -> None:
 def _tensors(leaf: Any) -> Sequence[torch.Tensor]:
     if isinstance(leaf, torch.Tensor):
         return (leaf,)
-    packed = leaf.value if isinstance(leaf, Opaque) else None
+    packed = leaf.value if isinstance(leaf, WholeLeaf) else None
     return [part for part in packed if isinstance(part, torch.Tensor)] if isinstance(packed, PackedSequence) else ()
 
 

@@ -38,7 +38,6 @@ class PatchedMethods:
         self._view = PlainView()
         self._running = _Running()
         self._stand_ins: dict[str, StandIn] = {}  # reused when the block is entered again
-        self._replaced: list[tuple[str, Any, Any]] = []
 
     def send_to(self, caller: Caller | None) -> None:
         """Send later calls to `caller`; if it is None, run them plainly."""
@@ -51,17 +50,12 @@ class PatchedMethods:
     def install(self) -> None:
         """Send every call of the methods to the caller, through any reference to the module."""
         with _rewriting:
-            self._install()
-
-    def _install(self) -> None:
-        if getattr(self._module, COMPILED_CALL, None) is not None:
+            for name in dict.fromkeys(self._methods):
+                plain = getattr(self._module, name)
+                if name not in self._stand_ins or self._stand_ins[name].__wrapped__ != plain:
+                    self._stand_ins[name] = self._stand_in(name, plain)
             # module.compile() would trace through the stand-in and run the batch as one.
-            self._replace(COMPILED_CALL, None)
-        for name in dict.fromkeys(self._methods):
-            plain = getattr(self._module, name)
-            if name not in self._stand_ins or self._stand_ins[name].__wrapped__ != plain:
-                self._stand_ins[name] = self._stand_in(name, plain)
-            self._replace(name, self._stand_ins[name])
+            put(self._module, self._view, self._stand_ins, hidden=(COMPILED_CALL,))
 
     def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
         entry = Entry(self.make_plain(plain), name, plain)
@@ -69,17 +63,9 @@ class PatchedMethods:
         return StandIn(plain, _make_stand_in(self._route, entry), _exclude_from_compile(is_outside))
 
     def uninstall(self) -> None:
-        """Restore the module.
-
-        Raises:
-            SessionError: If a block that was opened later on the same module is still open. Nothing changes then.
-        """
+        """Restore the module. Other blocks on it go on."""
         with _rewriting:
-            restore(self._module, self._replaced)
-            self._replaced = []
-
-    def _replace(self, name: str, value: Any) -> None:
-        self._replaced.append((name, value, put(self._module, self._view, name, value)))
+            restore(self._module, self._stand_ins)
 
 
 def _no_caller() -> None:

@@ -23,7 +23,7 @@ from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
-from parawrap.tree import Opaque, flatten
+from parawrap.tree import WholeLeaf, flatten
 
 __all__ = ["ChunkCall", "Ready", "Session", "make_failed_future"]
 
@@ -361,7 +361,7 @@ class Session:
 
 
 def _is_on_cpu(leaf: Any) -> bool:
-    return getattr(leaf, "is_cpu", not isinstance(leaf, Opaque))
+    return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
 
 
 def _first_device(leaves: Sequence[Any]) -> torch.device | None:

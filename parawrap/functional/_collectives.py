@@ -13,7 +13,7 @@ from torch import Tensor
 from parawrap.errors import PlatformError
 from parawrap.launch import Platform, current_rank, inside_a_rank
 
-__all__ = ["collective_device", "exchange", "exchange_json", "find_difference", "group_size", "place", "require_group"]
+__all__ = ["collective_device", "exchange", "exchange_json", "find_difference", "find_place", "group_size", "require_group"]
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
+def find_place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
     """Return the global rank and the number of ranks; by default those of this rank."""
     here = current_rank() if inside_a_rank() else None
     world_size = platform.world_size if platform else here.world_size if here else group_size()

@@ -15,7 +15,7 @@ from parawrap.errors import GatherError
 from parawrap.functional._collectives import exchange, exchange_json, find_difference, require_group
 from parawrap.functional._rank_samplers import ContiguousShare, EachEpoch, OrderedShare
 from parawrap.functional._seeded_loader import share_of
-from parawrap.tree import Opaque, addresses, flatten, replace_nodes, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, replace_nodes, unflatten
 
 __all__ = ["gather_rows"]
 
@@ -80,7 +80,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     if sampler is None and ranks == 1:
         return tree
     indices, whole = _find_indices(sampler, ranks)
-    leaves, spec = flatten(replace_nodes(tree, _is_list_of_rows, Opaque))
+    leaves, spec = flatten(replace_nodes(tree, _is_list_of_rows, WholeLeaf))
     places = addresses(spec, ("tree",))
     columns = [_make_column(leaf, place, len(indices)) for leaf, place in zip(leaves, places, strict=True)]
     report: Any = {
@@ -175,7 +175,7 @@ def _is_list_of_rows(value: Any) -> bool:
 
 
 def _make_column(leaf: Any, place: str, rows: int) -> _Column:
-    if isinstance(leaf, Opaque):
+    if isinstance(leaf, WholeLeaf):
         return _make_column_of_items(leaf.value, place, rows)
     value = _require_dense(leaf, place)
     if value.dim() == 0:
@@ -298,16 +298,16 @@ def _rebuild(described: Any, data: Tensor, device: torch.device) -> Any:
 
 def _device_of(leaf: Any) -> torch.device:
     """Return the device of a leaf's first tensor; the CPU without one."""
-    parts = flatten(leaf.value)[0] if isinstance(leaf, Opaque) else [leaf]
+    parts = flatten(leaf.value)[0] if isinstance(leaf, WholeLeaf) else [leaf]
     return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
 
 
 def _put_in_order(rows: list[Any], order: list[int], leaf: Any) -> Any:
     """Return the rows of all ranks that have some, in the order of the dataset, as a value like `leaf`."""
     if not rows:
-        return leaf.value if isinstance(leaf, Opaque) else leaf.detach().clone()
+        return leaf.value if isinstance(leaf, WholeLeaf) else leaf.detach().clone()
     if isinstance(rows[0], Tensor):
         return torch.cat(rows)[order]
     items = [item for part in rows for item in part]
     items = [items[i] for i in order]
-    return tuple(items) if isinstance(leaf, Opaque) and isinstance(leaf.value, tuple) else items
+    return tuple(items) if isinstance(leaf, WholeLeaf) and isinstance(leaf.value, tuple) else items

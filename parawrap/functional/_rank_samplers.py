@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
 from parawrap.errors import PlatformError
-from parawrap.functional._collectives import place
+from parawrap.functional._collectives import find_place
 from parawrap.functional._seeded_loader import SeededItem, reseed
 from parawrap.launch import Platform
 
@@ -49,7 +49,7 @@ def get_dataset_sampler(
         >>> [list(get_dataset_sampler(range(5), rank, Platform(device="cpu", n_cpus=2), pad=False)) for rank in range(2)]
         [[0, 1, 2], [3, 4]]
     """
-    rank, world_size = place(global_rank, platform)
+    rank, world_size = find_place(global_rank, platform)
     if not 0 <= rank < world_size:
         msg = f"global_rank={rank} is out of range for a world of {world_size} rank(s). Use 0 to {world_size - 1}"
         raise PlatformError(msg)

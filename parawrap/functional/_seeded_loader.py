@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from parawrap.functional._collectives import place
+from parawrap.functional._collectives import find_place
 from parawrap.launch import current_rank, inside_a_rank, seed_all
 
 __all__ = ["SEEDS", "SeededItem", "new_loader", "reseed", "share_of"]
@@ -164,7 +164,7 @@ class _Stream:
         seeds = [self._script_seed, *(generator.initial_seed() for generator in self._generators)]
         share: Any = share_of(loader)
         # The number of outer loops gives two loaders that are read together different numbers.
-        self._seed = _hash(*seeds, place()[0], share.next_epoch, len(self._open))
+        self._seed = _hash(*seeds, find_place()[0], share.next_epoch, len(self._open))
         share.worker_seed = self._seed if loader.persistent_workers else None
         self._restore = self.start()
         self._open.append(self)

@@ -16,7 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from parawrap.functional._collectives import exchange_json, place, require_group
+from parawrap.functional._collectives import exchange_json, find_place, require_group
 from parawrap.functional._rank_samplers import (
     ContiguousShare,
     EachEpoch,
@@ -124,7 +124,7 @@ def _make_share(sampler: Any, drop_last: bool, pad: bool) -> Any:
     if drop_last and not pad:
         msg = "pad=False keeps every row, but the loader has drop_last=True. Use drop_last=False or pad=True."
         raise ValueError(msg)
-    rank, world_size = place()
+    rank, world_size = find_place()
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     if type(sampler) is SequentialSampler and not pad:
         return ContiguousShare(len(sampler), rank, world_size)

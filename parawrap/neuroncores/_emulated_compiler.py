@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from parawrap.neuroncores._example_call import (
     ExampleCall,
     copy_for_trial,
+    inspect_parameters,
     own_tensors,
-    parameters_of,
     quiet_about_torchscript,
 )
 from parawrap.neuroncores._signature import Signature, TensorSpec
@@ -165,7 +165,7 @@ def compile_for_cores(model: Callable[..., Any], example: ExampleCall) -> torch.
                 function = _trace_constant(flat, inputs)
         program = torch.jit.script(_EmulatedProgram(function, Signature.of(inputs, takes, flat.outputs, flat.gives)))
         named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in example.kwargs]
-        whole = _Compiled(program, flat.gives, named or parameters_of(model)[: len(example.args)]).eval()
+        whole = _Compiled(program, flat.gives, named or inspect_parameters(model)[: len(example.args)]).eval()
         args, kwargs = unflatten(takes, [tensor.clone() for tensor in inputs])
         return _restore_structure(whole, (*args, *kwargs.values()))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ExampleCall", "copy_for_trial", "own_tensors", "parameters_of", "quiet_about_torchscript"]
+__all__ = ["ExampleCall", "copy_for_trial", "inspect_parameters", "own_tensors", "quiet_about_torchscript"]
 
 # Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
 _filtering = threading.RLock()
@@ -53,11 +53,11 @@ class ExampleCall(NamedTuple):
         if not isinstance(example_kwarg_inputs, Mapping):
             msg = f"example_kwarg_inputs is a {type(example_kwarg_inputs).__name__}. Give a dict of inputs by name"
             raise TypeError(msg)
-        place = {parameter.name: index for index, parameter in enumerate(parameters_of(function))}
+        place = {parameter.name: index for index, parameter in enumerate(inspect_parameters(function))}
         return cls((), OrderedDict(sorted(example_kwarg_inputs.items(), key=lambda item: place.get(item[0], len(place)))))
 
 
-def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a module or function; an empty list if Python cannot inspect its signature."""
     try:
         signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)

@@ -16,7 +16,7 @@ from parawrap.neuroncores._choose_runtime import runtime
 from parawrap.neuroncores._compiled_parts import modules_around
 from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
 from parawrap.neuroncores._signature import Signature
-from parawrap.shards import balance, in_units
+from parawrap.shards import balanced_sizes, sizes_in_units
 
 __all__ = ["Batching", "PlacedModel", "place"]
 
@@ -217,8 +217,8 @@ class Batching(NamedTuple):
         if not self.dynamic:
             return (self._rows_of_each(rows),) * self.cores
         if self.compiled is None:
-            return balance(rows, self.cores)
-        return in_units(rows, max(lanes, self.cores), self.compiled)
+            return balanced_sizes(rows, self.cores)
+        return sizes_in_units(rows, max(lanes, self.cores), self.compiled)
 
     def whole(self, rows: int, _: int = 1) -> tuple[int, ...]:
         """Return the sizes of the chunks that one core gets, one after another, if it gets the whole call.

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from parawrap.errors import ReplicaError
-from parawrap.replicas._parts import FIXED, Kind, fill_function, parts_of, put, rebuild, references_of, slots_of
+from parawrap.replicas._parts import FIXED, Kind, fill_function, parts_of, rebuild, references_of, replace_part, slots_of
 from parawrap.replicas._private_names import (
     COMPILED_CALL,
     IS_REPLICA,
@@ -20,7 +20,7 @@ from parawrap.replicas._private_names import (
     is_compiled_function,
     recompile_copy,
 )
-from parawrap.replicas._survey import Node, Survey
+from parawrap.replicas._survey import Survey, SurveyNode
 from parawrap.replicas._torchscript import fill_script, new_script
 
 __all__ = ["Copies"]
@@ -65,7 +65,7 @@ class Copies:
         """Return the copy of an object, or the object itself if it is shared."""
         return self._memo.get(id(value), value)
 
-    def pairs(self) -> Iterator[tuple[Node, Any]]:
+    def pairs(self) -> Iterator[tuple[SurveyNode, Any]]:
         """Yield each object of the target that has a copy, and the copy."""
         for node in self.survey.copied:
             copy = self.of(node.value)
@@ -86,7 +86,7 @@ class Copies:
         self._memo[id(original)] = tensor
         for holder in holders:
             if (copy := self.of(holder.value)) is not holder.value:
-                put(holder.value, holder.kind, copy, original, tensor, self.of)
+                replace_part(holder.value, holder.kind, copy, original, tensor, self.of)
         return True
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class Copies:
     def _copy(self, value: Any) -> Any:
         return deepcopy(value, self._memo)
 
-    def _fill(self, node: Node, shell: Any) -> None:
+    def _fill(self, node: SurveyNode, shell: Any) -> None:
         match node.kind:
             case Kind.SCRIPT:
                 fill_script(node.value, shell, self._copy)
@@ -137,7 +137,7 @@ class Copies:
         for cell in cells:
             self._memo[id(cell)].cell_contents = self._copy(cell.cell_contents)
 
-    def _make_fixed(self, node: Node, waiting: dict[int, Node]) -> None:
+    def _make_fixed(self, node: SurveyNode, waiting: dict[int, SurveyNode]) -> None:
         """Make the copy of a fixed object, and before it those of its parts that wait too."""
         if waiting.pop(id(node.value), None) is None:
             return
@@ -153,7 +153,7 @@ class Copies:
                 copy = self.of(holder.value)
                 if id(holder.value) in self.survey.late or copy is holder.value or holder.kind is Kind.WEAK_DICT:
                     continue
-                found = put(holder.value, holder.kind, copy, node.value, self._memo[key], self._copy)
+                found = replace_part(holder.value, holder.kind, copy, node.value, self._memo[key], self._copy)
                 if not found and holder.kind is Kind.INSTANCE:
                     msg = f"{holder.path!r} holds {node.path!r}, and a copy of a {_name(holder.value)} cannot hold another"
                     raise ReplicaError(msg)
@@ -185,24 +185,24 @@ class Copies:
                 if id(parameter) not in tensors:
                     self._refuse(node, f"its copy has another parameter {name!r}")
 
-    def _refuse(self, node: Node, reason: str) -> NoReturn:
+    def _refuse(self, node: SurveyNode, reason: str) -> NoReturn:
         cure = "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
         msg = f"no replica of {repr(node.path) if node.parent else 'the module'} can be made: {reason}. {cure}"
         raise ReplicaError(msg)
 
 
-def _needs_shell(node: Node) -> bool:
+def _needs_shell(node: SurveyNode) -> bool:
     """True if the copy of an object is made empty before `copy.deepcopy`, and filled after it."""
     return node.kind in (Kind.SCRIPT, Kind.COMPILED, Kind.WEAK_DICT) or _is_graph(node)
 
 
-def _shell(node: Node) -> Any:
+def _shell(node: SurveyNode) -> Any:
     if node.kind is Kind.SCRIPT:
         return new_script(node.value)
     return object.__new__(type(node.value)) if node.kind is not Kind.WEAK_DICT else type(node.value)()
 
 
-def _is_graph(node: Node) -> bool:
+def _is_graph(node: SurveyNode) -> bool:
     """True for a module of torch.fx. Its own ``__deepcopy__`` registers parameters, which cannot be views."""
     return node.kind is Kind.MODULE and isinstance(node.value, torch.fx.GraphModule)
 

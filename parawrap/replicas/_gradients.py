@@ -11,7 +11,7 @@ from parawrap.backends import backend_of, transfer
 from parawrap.replicas._batched_copies import PackedTensors, bytes_of, copies_at, lasting
 from parawrap.replicas._private_names import make_subclass
 
-__all__ = ["Mirror", "link_view", "send"]
+__all__ = ["Mirror", "link_view", "send_to_mirrors"]
 
 
 class _Link(torch.autograd.Function):
@@ -116,7 +116,7 @@ class Mirror:
         )
 
 
-def send(mirrors: Collection[Mirror], originals: Sequence[torch.Tensor]) -> int:
+def send_to_mirrors(mirrors: Collection[Mirror], originals: Sequence[torch.Tensor]) -> int:
     """Write originals, packed once, into their copies in all mirrors; return the bytes written."""
     if not (mirrors and originals):
         return 0

@@ -14,7 +14,7 @@ from parawrap.replicas._lane_tensors import LaneTensors
 from parawrap.replicas._parts import Kind, kind_of, parts_of, references_of
 from parawrap.replicas._private_names import BUFFERS, CHILDREN, PARAMETERS
 from parawrap.replicas._snapshot import ABSENT, Change, Snapshot
-from parawrap.replicas._survey import Node
+from parawrap.replicas._survey import SurveyNode
 
 __all__ = ["LaneState"]
 
@@ -96,7 +96,7 @@ class LaneState:
                 return False
         return not isinstance(now, torch.Tensor) or node.key == PARAMETERS or self._tensors.original_of(now) is None
 
-    def _is_held(self, node: Node, own: Any) -> bool:
+    def _is_held(self, node: SurveyNode, own: Any) -> bool:
         """True if a container is still where the model has its original."""
         holders = [(holder, self._copies.of(holder.value)) for holder in self._copies.survey.holders(node.value)]
         return any(
@@ -123,7 +123,7 @@ class LaneState:
         )
 
 
-def _holds_buffers(node: Node) -> bool:
+def _holds_buffers(node: SurveyNode) -> bool:
     return node.key == BUFFERS and node.kind is Kind.DICT and node.parent is not None and node.parent.kind is Kind.MODULE
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import wrapt
-
-from parawrap.errors import SessionError
 
 __all__ = ["PlainView", "StandIn", "original_method", "put", "restore"]
 
@@ -20,11 +17,10 @@ _MISSING: Any = object()
 class StandIn(wrapt.FunctionWrapper[..., Any]):
     """A function with the signature and the name of a method, kept in the module's ``__dict__``.
 
-    `put` notes the value that it replaces. A copy or a pickle of it is one of the plain method.
+    `put` notes the value that it lies on. A copy or a pickle of it is one of the plain method.
     """
 
     _self_before: Any = _MISSING
-    _self_thread: int = 0
     _torchdynamo_disable = True  # torch.compile breaks its graph here; torch.compiler.disable leaves the same mark
     _torchdynamo_disable_msg = "calls inside a parallel block run in lanes"
 
@@ -48,6 +44,7 @@ class PlainView(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[str, Any] = {}
+        self._hidden: dict[str, Any] = {}
 
     def open(self, module: torch.nn.Module) -> None:
         """Take the place of the module's ``__dict__``."""
@@ -57,8 +54,17 @@ class PlainView(dict[str, Any]):
 
     def close(self, module: torch.nn.Module) -> None:
         """Give the module its own ``__dict__`` back, with all that was set in the meantime."""
-        _make_equal(self._before, self._plain())
+        plain = self._plain()
+        shown = {name: value for name, value in self._hidden.items() if plain.get(name) is None}
+        self._hidden.clear()
+        _make_equal(self._before, plain | shown)
         object.__setattr__(module, "__dict__", self._before)
+
+    def hide(self, name: str) -> None:
+        """Put None in the place of an attribute until `close`."""
+        if (value := dict.get(self, name)) is not None:
+            self._hidden[name] = value
+            dict.__setitem__(self, name, None)
 
     @property
     def is_plain(self) -> bool:
@@ -120,20 +126,21 @@ class PlainView(dict[str, Any]):
         return dict, (self._plain(),)
 
 
-def put(module: torch.nn.Module, view: PlainView, name: str, value: Any) -> Any:
-    """Put `value` into the module's own dictionary; return what was there before, for `restore`.
+def put(module: torch.nn.Module, view: PlainView, stand_ins: Mapping[str, StandIn], hidden: Iterable[str] = ()) -> None:
+    """Put stand-ins into the module's own dictionary, on top of those that are there. `restore` removes them.
 
-    `view` takes the place of the dictionary, unless another block has one there.
+    `view` takes the place of the dictionary, unless another block has one there. The module has None in place of the
+    attributes `hidden` until its last stand-in is removed.
     """
-    if not isinstance(vars(module), PlainView):
-        view.open(module)
     own = vars(module)
-    before = dict.get(own, name, _MISSING)
-    if isinstance(value, StandIn):
-        value._self_before = before
-        value._self_thread = threading.get_ident()
-    dict.__setitem__(own, name, value)
-    return before
+    if not isinstance(own, PlainView):
+        view.open(module)
+        own = view
+    for name in hidden:
+        own.hide(name)
+    for name, stand_in in stand_ins.items():
+        stand_in._self_before = dict.get(own, name, _MISSING)
+        dict.__setitem__(own, name, stand_in)
 
 
 def _make_equal(own: dict[str, Any], other: dict[str, Any]) -> None:
@@ -150,42 +157,25 @@ def _under(value: Any) -> Any:
     return value
 
 
-def restore(module: torch.nn.Module, replaced: Sequence[tuple[str, Any, Any]]) -> None:
-    """Undo each (name, value, before). A value that other code has put over one of these stays.
-
-    A block that another thread opened on the same module, and has not closed yet, goes on without this one.
-
-    Raises:
-        SessionError: If one of them lies under the stand-in of a block that this thread opened later. Nothing changes then.
-    """
+def restore(module: torch.nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
+    """Remove these stand-ins. Others, also those above them, stay, and so does a value that other code has put over one."""
     own = vars(module)
-    above = {name: _above(dict.get(own, name), value) for name, value, _ in replaced}
-    for name, value, _ in replaced:
-        top = above[name]
-        if top is not None and top._self_thread == value._self_thread:
-            msg = (
-                f"this block on {type(module).__name__}.{name} is not the innermost one: another was opened on the same "
-                "module after it and is still open; close that one first"
-            )
-            raise SessionError(msg)
-    for name, value, before in reversed(replaced):
-        top = above[name]
-        before = value._self_before if isinstance(value, StandIn) else before  # noqa: PLW2901
-        if top is not None:
-            top._self_before = before
-        elif dict.get(own, name, _MISSING) is value:
+    for name, stand_in in stand_ins.items():
+        top, before = dict.get(own, name), stand_in._self_before
+        above = _above(top, stand_in)
+        if above is not None:
+            above._self_before = before
+        elif top is stand_in:
             dict.pop(own, name) if before is _MISSING else dict.__setitem__(own, name, before)
     if isinstance(own, PlainView) and own.is_plain:
         own.close(module)
 
 
-def _above(top: Any, value: Any) -> StandIn | None:
+def _above(top: Any, stand_in: StandIn) -> StandIn | None:
     """Return the stand-in that lies directly on that one; None if there is none."""
-    while isinstance(top, StandIn) and isinstance(value, StandIn) and top is not value:
-        if top._self_before is value:
-            return top
+    while isinstance(top, StandIn) and top._self_before is not stand_in:
         top = top._self_before
-    return None
+    return top if isinstance(top, StandIn) else None
 
 
 def original_method(value: Any) -> Any:

@@ -37,9 +37,9 @@ __all__ = [
     "is_shared",
     "kind_of",
     "parts_of",
-    "put",
     "rebuild",
     "references_of",
+    "replace_part",
     "slots_of",
 ]
 
@@ -105,7 +105,7 @@ _BY_BASE: tuple[tuple[Any, Kind], ...] = (
     (functools.partial, Kind.PARTIAL),
 )
 # The parts of a graph of torch.fx lead to the whole graph, and no call reads them.
-_OF_GRAPHS = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
+_OF_GRAPHS = {("torch.fx.graph", "Graph"), ("torch.fx.node", "SurveyNode")}
 # Modules of the standard library with classes that hold data. Objects of its other classes do something: they are shared.
 _OF_DATA = frozenset({"abc", "argparse", "builtins", "collections", "contextlib", "dataclasses", "typing", "types"})
 # An OrderedDict could have attributes, and in practice has none.
@@ -218,7 +218,7 @@ def is_native(value: Any) -> bool:
     return False
 
 
-def put(value: Any, kind: Kind, copy: Any, part: Any, new: Any, copy_of: CopyOf) -> bool:
+def replace_part(value: Any, kind: Kind, copy: Any, part: Any, new: Any, copy_of: CopyOf) -> bool:
     """Put `new` wherever the copy of an object has the copy of `part`. Return False if the copy cannot change."""
     found = False
     match kind:

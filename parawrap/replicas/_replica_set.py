@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._gradients import Mirror, send
+from parawrap.replicas._gradients import Mirror, send_to_mirrors
 from parawrap.replicas._hidden_modules import refuse_hidden
 from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
@@ -21,7 +21,7 @@ from parawrap.replicas._parts import Kind, kind_of
 from parawrap.replicas._private_names import PARAMETERS, check_modules, uses_cuda_graphs
 from parawrap.replicas._replica import Order, Replica, give_buffers
 from parawrap.replicas._snapshot import Change, Snapshot
-from parawrap.replicas._survey import Node, Survey
+from parawrap.replicas._survey import Survey, SurveyNode
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
@@ -267,7 +267,7 @@ class ReplicaSet:
     def _write_mirrors(self, originals: Sequence[torch.Tensor], changed: Mapping[int, torch.Tensor]) -> int:
         """Write the copies of parameters that changed, or that may have changed; return the bytes written."""
         everything = torch.is_grad_enabled() or self._renews_all
-        written = send(self._mirrors.values(), [each for each in originals if everything or id(each) in changed])
+        written = send_to_mirrors(self._mirrors.values(), [each for each in originals if everything or id(each) in changed])
         for mirror in self._mirrors.values():
             mirror.advance(each for each in originals if id(each) in changed)
         return written
@@ -386,7 +386,7 @@ def _refuse_left_behind(survey: Survey) -> None:
             raise ReplicaError(msg)
 
 
-def _iterate_registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
+def _iterate_registered(survey: Survey) -> Iterator[tuple[SurveyNode, str, torch.Tensor]]:
     """Yield the parameters and buffers of all modules, with the module and the name; else a tensor in a plain attribute."""
     found = False
     for node in survey.modules:
@@ -422,7 +422,7 @@ def _refuse_cuda_graphs(survey: Survey, devices: Collection[torch.device]) -> No
 
 
 def _home_of(survey: Survey) -> torch.device | None:
-    first: tuple[Node, str, torch.Tensor] | None = None
+    first: tuple[SurveyNode, str, torch.Tensor] | None = None
     for node, name, tensor in _iterate_registered(survey):
         if first is None:
             first = node, name, tensor

@@ -14,7 +14,7 @@ from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 from parawrap.replicas._parts import Kind, attributes_of, parts_of, references_of, slots_of
-from parawrap.replicas._survey import Node
+from parawrap.replicas._survey import SurveyNode
 from parawrap.replicas._torchscript import ScriptedState
 
 __all__ = ["ABSENT", "Change", "Snapshot"]
@@ -32,7 +32,7 @@ class Change(NamedTuple):
     For a list and the like, `key` is None, and the values are lists of the parts; for a dict in another order, of the keys.
     """
 
-    node: Node
+    node: SurveyNode
     key: Any
     before: Any
     now: Any
@@ -41,14 +41,14 @@ class Change(NamedTuple):
 class Snapshot:
     """The objects that containers hold, by identity. `places` are nodes of a target, each with itself or its copy."""
 
-    def __init__(self, places: Iterable[tuple[Node, Any]]) -> None:
+    def __init__(self, places: Iterable[tuple[SurveyNode, Any]]) -> None:
         places = [*places]
         instances = [(node, each) for node, each in places if _has_dict(node, each)]
         dicts = [(node, each) for node, each in places if node.kind is Kind.DICT]
         self._instances = [each for _, each in instances]
         self._classes = [*map(type, self._instances)]
         self._own: list[Any] = [*map(vars, self._instances)]
-        self._dicts: list[tuple[Node, Any]] = [*((node, vars(each)) for node, each in instances), *dicts]
+        self._dicts: list[tuple[SurveyNode, Any]] = [*((node, vars(each)) for node, each in instances), *dicts]
         self._listed = [(node, each) for node, each in places if _is_listed(node, each)]
         self._scripts = [ScriptedState(each) for node, each in places if node.kind is Kind.SCRIPT and each is node.value]
         self.accept()
@@ -127,7 +127,7 @@ class Snapshot:
         self._values = [*chain.from_iterable(map(dict.values, before))]
         self._keys_are_names = {str}.issuperset(map(type, self._keys))
 
-    def _find_changed_dicts(self) -> Iterator[tuple[Node, Any, dict[Any, Any]]]:
+    def _find_changed_dicts(self) -> Iterator[tuple[SurveyNode, Any, dict[Any, Any]]]:
         """Yield each dict that has changed, with its earlier items."""
         for node, own in self._dicts:
             before = self._before[id(own)]
@@ -137,7 +137,7 @@ class Snapshot:
             if _differ(values, [*before.values()]) or _differ(keys, [*before]):
                 yield node, own, before
 
-    def _find_changed_parts(self) -> Iterator[tuple[Node, Any, list[Any]]]:
+    def _find_changed_parts(self) -> Iterator[tuple[SurveyNode, Any, list[Any]]]:
         """Yield each list and the like that has changed, with the parts that it held."""
         for (node, each), parts in zip(self._listed, self._parts, strict=True):
             if _differ(_list_parts(node, each), parts):
@@ -157,7 +157,7 @@ class Snapshot:
         )
 
 
-def _has_dict(node: Node, value: Any) -> bool:
+def _has_dict(node: SurveyNode, value: Any) -> bool:
     if node.kind in (Kind.MODULE, Kind.COMPILED):
         return True
     if type(value) in _WITHOUT_ATTRIBUTES:
@@ -168,12 +168,12 @@ def _has_dict(node: Node, value: Any) -> bool:
     return node.kind is Kind.INSTANCE or (node.kind in (Kind.DICT, Kind.LIST, Kind.SET) and bool(own))
 
 
-def _is_listed(node: Node, value: Any) -> bool:
+def _is_listed(node: SurveyNode, value: Any) -> bool:
     """True if an object keeps parts elsewhere than in a dict."""
     return node.kind in _LISTED or (node.kind in (Kind.INSTANCE, Kind.MODULE) and bool(slots_of(type(value))))
 
 
-def _list_parts(node: Node, value: Any) -> list[Any]:
+def _list_parts(node: SurveyNode, value: Any) -> list[Any]:
     """Return the parts of a list and the like; of an instance with slots, the names and the values of its attributes."""
     match node.kind:
         case Kind.LIST | Kind.SET:
@@ -184,7 +184,7 @@ def _list_parts(node: Node, value: Any) -> list[Any]:
             return [part for _, part in (*parts_of(value, node.kind), *references_of(value, node.kind))]
 
 
-def _put_back(node: Node, value: Any, parts: list[Any]) -> None:
+def _put_back(node: SurveyNode, value: Any, parts: list[Any]) -> None:
     match node.kind:
         case Kind.LIST:
             kind: Any = deque if isinstance(value, deque) else list

@@ -17,7 +17,7 @@ import torch
 from parawrap.errors import ReplicaError
 from parawrap.replicas._parts import FIXED, Kind, Part, is_native, is_shared, kind_of, parts_of, references_of
 
-__all__ = ["Node", "Survey"]
+__all__ = ["Survey", "SurveyNode"]
 
 _MODULES = frozenset({Kind.MODULE, Kind.COMPILED, Kind.SCRIPT})
 _CONTAINERS = frozenset({Kind.DICT, Kind.LIST, Kind.SET, Kind.WEAK_DICT, Kind.INSTANCE})
@@ -26,12 +26,12 @@ _LATE = frozenset({Kind.FUNCTION, Kind.CELL, Kind.BUILTIN, Kind.CACHED, Kind.WEA
 _PLAIN_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, type})
 
 
-class Node:
+class SurveyNode:
     """One object of a target. It is `owned` unless only closures, arguments, and the like lead to it."""
 
     __slots__ = ("is_shared", "key", "kind", "owned", "parent", "value")
 
-    def __init__(self, value: Any, kind: Kind, parent: Node | None, key: Any) -> None:
+    def __init__(self, value: Any, kind: Kind, parent: SurveyNode | None, key: Any) -> None:
         self.value = value
         self.kind = kind
         self.parent = parent
@@ -80,8 +80,8 @@ class Survey:
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self.nodes: dict[int, Node] = {}
-        self._holders: dict[int, list[Node]] = {}
+        self.nodes: dict[int, SurveyNode] = {}
+        self._holders: dict[int, list[SurveyNode]] = {}
         self.atoms: dict[int, Any] = {}  # that `copy.deepcopy` would copy, or refuse
         self._walk(target)
         self.generators = tuple(value for value in self.atoms.values() if isinstance(value, torch.Generator))
@@ -99,7 +99,7 @@ class Survey:
         for node in self.modules:
             yield from node.value.modules() if node.kind is Kind.SCRIPT else (node.value,)
 
-    def holders(self, value: Any) -> list[Node]:
+    def holders(self, value: Any) -> list[SurveyNode]:
         """Return the nodes that hold a value directly."""
         return self._holders.get(id(value), [])
 
@@ -126,8 +126,8 @@ class Survey:
         return len(ends) < len(holds)
 
     def _walk(self, target: Any) -> None:
-        owned: list[tuple[Any, Node | None, Any]] = [(target, None, None)]
-        foreign: list[tuple[Any, Node | None, Any]] = []
+        owned: list[tuple[Any, SurveyNode | None, Any]] = [(target, None, None)]
+        foreign: list[tuple[Any, SurveyNode | None, Any]] = []
         while owned or foreign:
             is_owned = bool(owned)
             value, parent, key = owned.pop() if is_owned else foreign.pop()
@@ -137,7 +137,7 @@ class Survey:
                     if is_owned and type(value) not in _PLAIN_ATOMS:
                         self.atoms[id(value)] = value
                     continue
-                node = self.nodes[id(value)] = Node(value, kind, parent, key)
+                node = self.nodes[id(value)] = SurveyNode(value, kind, parent, key)
             elif node.owned or not is_owned:
                 self._hold(value, parent)
                 continue
@@ -147,11 +147,11 @@ class Survey:
                 (owned if is_owned else foreign).extend(_last_first(node, parts_of(value, node.kind)))
             foreign.extend(_last_first(node, references_of(value, node.kind, shared=node.is_shared)))
 
-    def _hold(self, value: Any, parent: Node | None) -> None:
+    def _hold(self, value: Any, parent: SurveyNode | None) -> None:
         if parent is not None:
             self._holders.setdefault(id(value), []).append(parent)
 
-    def _find_leading_to(self, sources: Iterable[Node]) -> set[int]:
+    def _find_leading_to(self, sources: Iterable[SurveyNode]) -> set[int]:
         found = {id(node.value) for node in sources}
         waiting = list(found)
         while waiting:
@@ -162,7 +162,7 @@ class Survey:
                     waiting.append(key)
         return found
 
-    def _find_late(self) -> dict[int, Node]:
+    def _find_late(self) -> dict[int, SurveyNode]:
         """Find the objects that are made after `copy.deepcopy`: functions, and fixed objects that hold them."""
         late = {
             id(node.value): node
@@ -219,12 +219,12 @@ def _kind_of(value: Any) -> Kind:
     return Kind.ATOM if is_function_of_c else kind
 
 
-def _last_first(node: Node, parts: Iterable[Part]) -> Iterable[tuple[Any, Node, Any]]:
+def _last_first(node: SurveyNode, parts: Iterable[Part]) -> Iterable[tuple[Any, SurveyNode, Any]]:
     """Return the parts in reverse, so that the walk meets the first one first."""
     return [(part, node, key) for key, part in parts][::-1]
 
 
-def _is_source(node: Node) -> bool:
+def _is_source(node: SurveyNode) -> bool:
     """True for an object that is copied whatever it holds."""
     if node.kind is Kind.TENSOR:
         return node.owned or node.value.requires_grad

@@ -9,7 +9,7 @@ from parawrap.shards._cut import Cutter, FlatCall, InDim, Parameters, Piece, Sha
 from parawrap.shards._join_outputs import Originals, join, with_originals
 from parawrap.shards._join_rules import JoinRules, OutDims, Reduce, as_tree, entries_of
 from parawrap.shards._register_split import register_split
-from parawrap.shards._shard_sizes import Sizes, balance, equal, in_units, uneven
+from parawrap.shards._shard_sizes import Sizes, balanced_sizes, equal_sizes, sizes_in_units, uneven_sizes
 
 __all__ = [
     "Cutter",
@@ -25,13 +25,13 @@ __all__ = [
     "ShardPlan",
     "Sizes",
     "as_tree",
-    "balance",
+    "balanced_sizes",
     "entries_of",
-    "equal",
+    "equal_sizes",
     "have_one_scale",
-    "in_units",
     "join",
     "register_split",
-    "uneven",
+    "sizes_in_units",
+    "uneven_sizes",
     "with_originals",
 ]

@@ -30,10 +30,10 @@ from parawrap.shards._extent import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, h
 from parawrap.shards._join_rules import UNDECLARED, as_tree
 from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import place_leaf, splitter_of
-from parawrap.shards._shard_sizes import Sizes, balance, uneven
+from parawrap.shards._shard_sizes import Sizes, balanced_sizes, uneven_sizes
 from parawrap.tree import (
-    Opaque,
     TreeSpec,
+    WholeLeaf,
     address,
     addresses,
     flatten,
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
         """Copies of tensors that were not cut, and parts of values with registered rules."""
         origins: dict[int, Any] = {}
         for here, whole, dim in zip(leaves, self.whole, self.dims, strict=True):
-            if isinstance(whole, Opaque):
+            if isinstance(whole, WholeLeaf):
                 origins[id(here)] = whole.value
             elif dim is None and isinstance(whole, torch.Tensor) and here is not whole:
                 origins[id(here)] = whole
@@ -178,13 +178,13 @@ class ShardPlan:
     def update(self, flat: FlatCall, shards: Sequence[Shard]) -> None:
         """Put what the lanes did to their parts of a cache into the cache that the caller passed."""
         for index, leaf in enumerate(flat.leaves):
-            if isinstance(leaf, Opaque) and (update := splitter_of(leaf.value).update) is not None:
+            if isinstance(leaf, WholeLeaf) and (update := splitter_of(leaf.value).update) is not None:
                 if len(shards) > 1:
                     update(leaf.value, self._join_parts(index, leaf, [shard.leaves[index] for shard in shards]))
                 elif shards[0].leaves[index] is not leaf.value:
                     update(leaf.value, shards[0].leaves[index])
 
-    def _join_parts(self, index: int, leaf: Opaque, parts: Sequence[Any]) -> Any:
+    def _join_parts(self, index: int, leaf: WholeLeaf, parts: Sequence[Any]) -> Any:
         try:
             return splitter_of(leaf.value).join(parts)
         except GatherError as error:
@@ -208,7 +208,7 @@ class ShardPlan:
             name = type(leaf.value).__name__
             msg = f"the split of {name} returned {len(parts)} parts for {len(self.sizes)} sizes, {list(self.sizes)}"
             raise ShardError(msg)
-        return [Opaque(part) for part in parts]
+        return [WholeLeaf(part) for part in parts]
 
     def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
         where = addresses(self.spec, CALL_ROOTS)[index]
@@ -284,7 +284,7 @@ class Cutter:
         parameters: Parameters | None = None,
         *,
         lists_are_shared: bool = False,
-        sizes: Sizes = balance,
+        sizes: Sizes = balanced_sizes,
         unit: int = 1,
     ) -> None:
         self.dim = dim
@@ -367,8 +367,8 @@ class Cutter:
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(layout.dims, extents, strict=True))
-        largest = self.unit * balance(rows // self.unit, lanes)[0]
-        return ShardPlan(spec, cut, sizes, hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven else None)
+        largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
+        return ShardPlan(spec, cut, sizes, hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None)
 
     def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
         """The row count that the cut leaves agree on; None if nothing in the call has rows."""
@@ -439,10 +439,10 @@ def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
     if isinstance(in_dim, (Mapping, tuple)):
         return _by_item_below(in_dim, value, place)
     if in_dim == "items":
-        return Opaque(value) if has_items(value) else replace_nodes(value, has_items, Opaque)
+        return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
     if isinstance(value, (list, tuple)) and not _holds_tensor(value):
-        return Opaque(value)  # named by the user: also a tuple of numbers
-    return replace_nodes(value, _may_be_one_item_per_row, Opaque)
+        return WholeLeaf(value)  # named by the user: also a tuple of numbers
+    return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
 
 
 def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
@@ -486,4 +486,4 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
 def _on_device(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return transfer(leaf, device)
-    return place_leaf(leaf, device) if isinstance(leaf, Opaque) else leaf
+    return place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else leaf

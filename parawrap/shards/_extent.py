@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from parawrap.shards._register_split import splitter_of
-from parawrap.tree import Opaque
+from parawrap.tree import WholeLeaf
 
 __all__ = ["BEYOND", "EMPTY", "FIXED", "FOREIGN", "NESTED", "NUMBER", "NUMBERS", "OBJECT", "extent_of", "has_items"]
 
@@ -59,7 +59,7 @@ _FIXED = (
 
 
 def _length_of_array(value: Any) -> int | None:
-    shape = None if isinstance(value, (torch.Tensor, Opaque)) else getattr(value, "shape", None)
+    shape = None if isinstance(value, (torch.Tensor, WholeLeaf)) else getattr(value, "shape", None)
     return shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
 
 
@@ -84,7 +84,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         if dim is None:
             return BROADCAST
         return BEYOND if leaf.ndim else NUMBER
-    if isinstance(leaf, Opaque):
+    if isinstance(leaf, WholeLeaf):
         if dim is None:
             return BROADCAST
         rules = splitter_of(leaf.value)

@@ -21,7 +21,7 @@ from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes
 from parawrap.shards._join_rules import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, list_values, reduce_numbers
 from parawrap.shards._register_split import place_leaf, registration_of, splitter_of
-from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
+from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
 
 __all__ = ["Originals", "join", "with_originals"]
 
@@ -139,7 +139,7 @@ class _Join:
             return None
         if type(first) in (list, tuple):
             return self._join_sequences(column, declared)
-        if isinstance(first, Opaque):
+        if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
         if is_number(first):
             return self._join_numbers(column, declared)
@@ -347,7 +347,7 @@ class _Join:
 
     # Other values
 
-    def _join_registered(self, column: Sequence[Opaque], declared: Declared) -> Any:
+    def _join_registered(self, column: Sequence[WholeLeaf], declared: Declared) -> Any:
         """Join values with registered rules. The rules count their rows."""
         values = [leaf.value for leaf in column]
         original = self._original(values)
@@ -443,7 +443,7 @@ def _are_alike(items: Sequence[tuple[Sequence[Any], Any]]) -> bool:
 
 
 def _holds_only_values(column: Sequence[Any]) -> bool:
-    return not any(isinstance(leaf, (torch.Tensor, Opaque)) for value in column for leaf in flatten(value)[0])
+    return not any(isinstance(leaf, (torch.Tensor, WholeLeaf)) for value in column for leaf in flatten(value)[0])
 
 
 def _move(output: Any, device: torch.device | None) -> Any:
@@ -453,7 +453,9 @@ def _move(output: Any, device: torch.device | None) -> Any:
     if isinstance(output, torch.Tensor):
         return _on(output, device)
     leaves, spec = flatten(output)
-    return unflatten(spec, [place_leaf(leaf, device) if isinstance(leaf, Opaque) else _on(leaf, device) for leaf in leaves])
+    return unflatten(
+        spec, [place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else _on(leaf, device) for leaf in leaves]
+    )
 
 
 def _on(value: Any, device: torch.device | None) -> Any:

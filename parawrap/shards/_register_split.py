@@ -18,7 +18,7 @@ from parawrap.shards._geometric_graphs import graph_rules
 from parawrap.shards._split_rules import Splitter, spans
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
-from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
+from parawrap.tree import WholeLeaf, keep_whole, keep_whole_if, tensors_in
 
 __all__ = ["place_leaf", "register_split", "registration_of", "splitter_of"]
 
@@ -75,7 +75,7 @@ def splitter_of(value: object) -> Splitter:
     return _splitters.get(type(value), _SEQUENCE)
 
 
-def place_leaf(leaf: Opaque, device: torch.device) -> Any:
+def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
     """Return the value of a leaf that is kept whole, with its tensors on `device`."""
     value, rules = leaf.value, splitter_of(leaf.value)
     if all(tensor.device == device for tensor in tensors_in(value)):

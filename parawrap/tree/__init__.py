@@ -7,8 +7,8 @@ dataclasses and subclasses of Mapping, list, and tuple when it first meets each 
 
 from parawrap.tree._find_tensors import tensors_in
 from parawrap.tree._flatten import (
-    Opaque,
     TreeSpec,
+    WholeLeaf,
     address,
     addresses,
     flatten,
@@ -25,8 +25,8 @@ from parawrap.tree._flatten import (
 )
 
 __all__ = [
-    "Opaque",
     "TreeSpec",
+    "WholeLeaf",
     "address",
     "addresses",
     "flatten",

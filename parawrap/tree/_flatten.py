@@ -17,8 +17,8 @@ from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
 from optree import PyTreeSpec as TreeSpec
 
 __all__ = [
-    "Opaque",
     "TreeSpec",
+    "WholeLeaf",
     "address",
     "addresses",
     "flatten",
@@ -46,7 +46,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls_of_tensors: dict[int, TreeSpec] = {}
 
 
-class Opaque:
+class WholeLeaf:
     """A leaf that stands for a whole container: a class with its own splitter, or a sequence cut by `in_dims`."""
 
     __slots__ = ("value",)
@@ -55,13 +55,13 @@ class Opaque:
         self.value = value
 
 
-_known_leaves.add(Opaque)
+_known_leaves.add(WholeLeaf)
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
-    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`Opaque`.
+    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`.
     """
     return _flatten(value)
 
@@ -167,7 +167,7 @@ def with_children(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 
 def keep_whole(cls: type) -> None:
-    """Treat every instance of `cls` as one leaf, wrapped in :class:`Opaque`, even if `cls` is a container."""
+    """Treat every instance of `cls` as one leaf, wrapped in :class:`WholeLeaf`, even if `cls` is a container."""
     with _learning:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
@@ -181,7 +181,7 @@ def keep_whole_if(claim: Callable[[type], bool]) -> None:
 
 def _unwrap(leaves: Iterable[Any]) -> Any:
     (leaf,) = leaves
-    return leaf.value if isinstance(leaf, Opaque) else leaf
+    return leaf.value if isinstance(leaf, WholeLeaf) else leaf
 
 
 def _quote(entry: object) -> str:
@@ -233,7 +233,7 @@ def _learn(strangers: Iterable[type]) -> bool:
 
 
 _Recipe = tuple[Callable[[Any], Any], Callable[[Any, Any], Any], type[PyTreeEntry]]
-_WHOLE: _Recipe = (lambda value: ((Opaque(value),), None), lambda _, leaves: _unwrap(leaves), PyTreeEntry)
+_WHOLE: _Recipe = (lambda value: ((WholeLeaf(value),), None), lambda _, leaves: _unwrap(leaves), PyTreeEntry)
 
 
 def _register(cls: type, down: Callable[[Any], Any], up: Callable[[Any, Any], Any], entry: type[PyTreeEntry]) -> None:

@@ -15,7 +15,7 @@ import torch
 from parawrap.errors import UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import pickle_apart
-from parawrap.workers._server import Answered, Call, CallOutput, SentModes, SentWarning, unpickle
+from parawrap.workers._server import Answered, CallOutput, SentModes, SentWarning, WorkerCall, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
 __all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
@@ -31,7 +31,7 @@ class CallRequest(Request):
 
     def __init__(
         self,
-        call: Call,
+        call: WorkerCall,
         read: Callable[[CallOutput, Lane], Any] | None = None,
         prepare: tuple[int, bytes] | None = None,
         *,

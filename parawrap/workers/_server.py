@@ -26,12 +26,12 @@ from parawrap.workers._given_arguments import Changed, Contents
 
 __all__ = [
     "Answered",
-    "Call",
     "CallOutput",
     "ModelTensor",
     "SentModes",
     "SentWarning",
     "Server",
+    "WorkerCall",
     "WrittenBuffer",
     "pack_error",
     "pickle_function",
@@ -89,7 +89,7 @@ class SentModes(NamedTuple):
         return modes.run(work, device, home)
 
 
-class Call(NamedTuple):
+class WorkerCall(NamedTuple):
     """A call of the model.
 
     `modes` are pickled `SentModes`. `prepare` is a number, and the pickled function if the worker does not have it yet.
@@ -207,7 +207,7 @@ class Server:
 
     def _call(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
         """Call the model, and return the fields of `CallOutput`; the output alone if the call left nothing else."""
-        call = Call(*fields)
+        call = WorkerCall(*fields)
         if self._device != _CPU and call.prepare is None:
             call = call._replace(args=self._place(call.args), kwargs=self._place(call.kwargs))
         given = flatten_call(call.args, call.kwargs)[0]
@@ -248,7 +248,7 @@ class Server:
             return Answered(start, perf_counter_ns() - began, pack_error(error), traceback_of(error))
         return Answered(start, perf_counter_ns() - began, value)
 
-    def _output(self, call: Call) -> tuple[Any, bool]:
+    def _output(self, call: WorkerCall) -> tuple[Any, bool]:
         """Return the output, and True if it has stand-ins for tensors of the model."""
         args, kwargs = call.args, call.kwargs
         if call.prepare is not None:

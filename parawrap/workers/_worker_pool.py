@@ -32,7 +32,7 @@ from parawrap.workers._build import Build
 from parawrap.workers._given_arguments import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
-from parawrap.workers._server import Call, CallOutput, pickle_function
+from parawrap.workers._server import CallOutput, WorkerCall, pickle_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
 __all__ = ["WorkerPool", "Workers"]
@@ -196,7 +196,7 @@ class WorkerPool:
             msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
             raise SessionError(msg)
         self._refuse_gradients(call.args, call.kwargs)
-        sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
+        sent = WorkerCall(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._number_function(call.prepare)
         given = GivenArguments(call.args, call.kwargs)  # now: the caller may change the arguments
         request = CallRequest(sent, partial(self._finish, call, given), prepare, is_inference=modes.inference)
@@ -266,7 +266,7 @@ class WorkerPool:
     def _request(self, call: LaneCall, modes: Modes, rng_state: torch.Tensor | None = None) -> CallRequest:
         """Return the request for a part of a cut call. With `rng_state`, it continues these random numbers."""
         packed, is_first = self._packed_modes(modes), call.copy.lane == 0
-        sent = Call(call.entry.method, None, packed, rng_state, False, is_first, tuple(call.args), dict(call.kwargs))
+        sent = WorkerCall(call.entry.method, None, packed, rng_state, False, is_first, tuple(call.args), dict(call.kwargs))
         request = CallRequest(sent, is_inference=modes.inference)
         request.record = call.record
         return request

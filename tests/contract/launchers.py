@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import cloudpickle
 
@@ -200,10 +199,3 @@ def name_of_last_rank(launcher):
     """Return how the notes of an exception name the last of two ranks."""
     host = "node1" if launcher.name == "slurm" else os.uname().nodename
     return f"raised in rank 1 of 2 (node {launcher.n_nodes - 1}, {host}), with this traceback:\n"
-
-
-def folder_in(root, name):
-    """Make a folder for one launch."""
-    folder = Path(root, name)
-    folder.mkdir()
-    return folder

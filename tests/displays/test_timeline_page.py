@@ -121,35 +121,6 @@ def test_clicks_select_and_zoom(window, path):
     assert opened.text("details") == "idle\nlane 1 on cpu\n55 ms, from 15 ms to 70 ms"
 
 
-def test_tab_reaches_every_control(window, path):
-    """Tab goes through the buttons, the picture, and the idle times of the table, in this order."""
-    opened = window(path)
-    reached = []
-    for _ in range(8):
-        opened.press("Tab")
-        reached.append(opened.run("document.activeElement.id || document.activeElement.textContent"))
-    assert reached == ["in", "out", "all", "slowest", "gap", "canvas", "40 ms", "55 ms"]
-
-
-def test_labels_show_whole_numbers(window, tmp_path):
-    """A label has a name that ends with an ellipsis, or a whole number, or nothing."""
-    named = Span(0, 0, 100 * MS, "encode everything", "forward", {})
-    numbered = Span(0, 0, 100 * MS, "forward, batch 12345, 6 rows", "forward", {"batch": 12345})
-    write_timeline(tmp_path / "lanes.html", Timeline("Net", ["lane 0"], [named, numbered]))
-    opened = window(tmp_path / "lanes.html", 1280)
-
-    def label(index, text):
-        return opened.run(f"(pen.font = '12px system-ui', labelOf(spans[{index}], pen.measureText('{text}').width))")
-
-    wide, narrow = "encode everything", "encode.."
-    labels = {text: label(0, text) for text in (wide, narrow, ".")}
-    assert labels[wide] == wide
-    assert labels[narrow].endswith("…")
-    assert wide.startswith(labels[narrow].removesuffix("…"))
-    assert labels["."] == ""
-    assert [label(1, text) for text in ("batch 12345", "12345", "1234")] == ["batch 12345", "12345", ""]
-
-
 def test_names_are_text(window, tmp_path):
     """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does not widen the page."""
     name = f"<img src=x onerror=console.log(1)>{'x' * 300}"

@@ -73,6 +73,7 @@ def test_allowed_values_are_kept(fields):
         ("console_logs", ["", 1, True], "folder"),
         ("trace", ["", 1, "launch.png", Path("launch.HTML")], ".html or .json"),
         ("verbose", [1, None], "True or False"),
+        ("print_ranks", [(2,), (-1,), (0.5,), "0", 0, (True,)], "rank"),
         ("upon_finish", ["notify"], "callable"),
         ("max_restarts", [-1, True, None], "at least 0"),
         ("grace_s", [-0.1, NAN, None, False, INF], "at least 0"),

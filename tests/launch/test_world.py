@@ -123,11 +123,3 @@ def test_slurm_counts_are_read():
     for per_node, size, ranks in ("4", 4, [4]), ("1(x4)", 4, [1]), ("2(x2),1", 5, [1, 2]):
         world = find_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": str(size)})
         assert world.ranks_per_node in ranks
-
-
-def test_rank_0_hosts_the_store():
-    """Unless torchrun's agent does."""
-    without_agent = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
-    for environ in without_agent, SRUN, OPEN_MPI:
-        assert [world.hosts_store for world in worlds_of(environ)] == [True] + [False] * 3
-    assert not any(world.hosts_store for world in worlds_of(TORCHRUN))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parawrap.shards import Cutter, uneven
+from parawrap.shards import Cutter, uneven_sizes
 from tests.fuzz.models import SlottedBox
 from tests.helpers.shards import cut, cutter, uncut
 
@@ -52,7 +52,7 @@ def test_rows_of_declared_arguments():
 
 def test_a_batch_is_a_multiple_of_unit():
     for rows, counts in ((12, "8 or 16"), (7, "8"), (17, "16 or 24")):
-        message = uncut(Cutter(sizes=uneven, unit=8), torch.zeros(rows))
+        message = uncut(Cutter(sizes=uneven_sizes, unit=8), torch.zeros(rows))
         for part in (f"args[0] has {rows} rows", "not a multiple of unit=8", f"a batch of {counts} rows"):
             assert part in message
 

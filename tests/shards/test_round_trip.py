@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from parawrap.shards import Cutter, JoinRules, balance, equal, join, uneven
+from parawrap.shards import Cutter, JoinRules, balanced_sizes, equal_sizes, join, uneven_sizes
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU
 
-rules = st.sampled_from([balance, uneven, equal])
+rules = st.sampled_from([balanced_sizes, uneven_sizes, equal_sizes])
 Pair = namedtuple("Pair", "first second")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 
@@ -117,6 +117,6 @@ def test_joined_shards_are_the_call(call, sizes):
             assert leaf is original if dim is None else leaf.shape[dim] == shard.rows
     rules = JoinRules(call[3], out_dims=declared(plan, value))
     assert_same(join([(shard.args, shard.kwargs) for shard in shards], plan.sizes, rules), value)
-    if sizes is uneven and len(shards) > 1:
+    if sizes is uneven_sizes and len(shards) > 1:
         outputs = [Tagged(leaf for leaf in found if not is_number(leaf)) for found in (*leaves, flat.leaves)]
         assert_same(join(outputs[:-1], plan.sizes, JoinRules(call[3])), outputs[-1])

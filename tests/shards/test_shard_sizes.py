@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from parawrap.shards import Cutter, balance, equal, in_units, uneven
+from parawrap.shards import Cutter, balanced_sizes, equal_sizes, sizes_in_units, uneven_sizes
 from tests.helpers.properties import given, st
 from tests.helpers.shards import planned
 
@@ -15,13 +15,15 @@ EVERY = list(product(range(201), range(1, 17)))
 """Rows and lanes."""
 
 
-@pytest.mark.parametrize("rule", [balance, uneven, equal, lambda rows, parts: in_units(rows, parts, 3)])
+@pytest.mark.parametrize(
+    "rule", [balanced_sizes, uneven_sizes, equal_sizes, lambda rows, parts: sizes_in_units(rows, parts, 3)]
+)
 def test_sizes_add_up(rule):
     """The larger sizes are first, none is zero unless `rows` is, and there are at most as many as lanes."""
     for rows, parts in EVERY:
         sizes = rule(rows, parts)
         assert sum(sizes) == rows
-        assert [*sizes] == sorted(sizes, reverse=True) or rule not in (balance, uneven, equal)
+        assert [*sizes] == sorted(sizes, reverse=True) or rule not in (balanced_sizes, uneven_sizes, equal_sizes)
         assert min(sizes) > 0 or sizes == (0,)
         assert len(sizes) <= parts
 
@@ -29,13 +31,13 @@ def test_sizes_add_up(rule):
 @given(st.integers(0, 10_000), st.integers(1, 64), st.integers(1, 16))
 def test_balanced_equal_and_unit_sizes(rows, parts, unit):
     """Balanced sizes differ by at most one; equal sizes and sizes in units may have a smaller last one."""
-    sizes = balance(rows, parts)
+    sizes = balanced_sizes(rows, parts)
     assert sizes[0] - sizes[-1] <= 1
     assert len(sizes) == max(1, min(rows, parts))
-    assert set(equal(rows, parts)[:-1]) <= {-(-rows // parts)}
-    *full, last = in_units(rows, parts, unit)
+    assert set(equal_sizes(rows, parts)[:-1]) <= {-(-rows // parts)}
+    *full, last = sizes_in_units(rows, parts, unit)
     assert all(size % unit == 0 for size in full)
-    assert [size // unit for size in full] + [-(-last // unit)] == [*balance(-(-rows // unit), parts)]
+    assert [size // unit for size in full] + [-(-last // unit)] == [*balanced_sizes(-(-rows // unit), parts)]
 
 
 def test_uneven_sizes_show_the_rows():
@@ -45,7 +47,7 @@ def test_uneven_sizes_show_the_rows():
     shard has one row, which batch norm refuses. The largest shard has one row more at most, with at most one idle lane.
     """
     for rows, parts in EVERY:
-        sizes, usual, used = uneven(rows, parts), balance(rows, parts), min(rows, parts)
+        sizes, usual, used = uneven_sizes(rows, parts), balanced_sizes(rows, parts), min(rows, parts)
         assert (len(sizes) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
         assert len(sizes) == 1 or sizes[0] > sizes[-1], (rows, parts, sizes)
         assert sizes == usual or usual[0] == usual[-1]
@@ -55,7 +57,7 @@ def test_uneven_sizes_show_the_rows():
         assert idle == 0 or (idle == 1 and rows in (used, 2 * parts))
     examples = {(9, 2): (5, 4), (8, 2): (5, 3), (16, 2): (9, 7), (8, 4): (3, 3, 2), (6, 3): (4, 2), (6, 2): (4, 2)}
     examples |= {(4, 4): (2, 1, 1), (3, 3): (2, 1), (4, 2): (4,), (2, 2): (2,), (2, 8): (2,), (1, 2): (1,), (0, 2): (0,)}
-    assert {each: uneven(*each) for each in examples} == examples
+    assert {each: uneven_sizes(*each) for each in examples} == examples
 
 
 def plan_of(used, rows, lanes=2):
@@ -72,10 +74,10 @@ def test_a_large_shard_has_a_hint():
         (4, 1, "runs whole", 2),
         (32, 4, "has a shard of 20 rows", 16),
     ):
-        hint = plan_of(Cutter(sizes=uneven, unit=unit), rows).hint
+        hint = plan_of(Cutter(sizes=uneven_sizes, unit=unit), rows).hint
         assert hint == f"a call of {rows} rows on 2 lanes {does}, {why} has {largest} of them"
     for rows, parts in EVERY:
-        sizes, largest = uneven(rows, parts), balance(rows, parts)[0]
-        assert (plan_of(Cutter(sizes=uneven), rows, parts).hint is not None) == (8 * sizes[0] > 9 * largest)
-    for rule in (balance, equal):
+        sizes, largest = uneven_sizes(rows, parts), balanced_sizes(rows, parts)[0]
+        assert (plan_of(Cutter(sizes=uneven_sizes), rows, parts).hint is not None) == (8 * sizes[0] > 9 * largest)
+    for rule in (balanced_sizes, equal_sizes):
         assert plan_of(Cutter(sizes=rule), 8).hint is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from parawrap.tree import Opaque, addresses, flatten, flatten_call, keep_whole, mismatch, named_children, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, flatten_call, keep_whole, mismatch, named_children, unflatten
 from parawrap.tree import with_children as rebuilt_with
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
@@ -191,10 +191,10 @@ def test_keep_whole_makes_one_leaf(bases):
     keep_whole(cls)
     keep_whole(cls)
     (leaf,), spec = flatten({"held": value})
-    assert type(leaf) is Opaque
+    assert type(leaf) is WholeLeaf
     assert unflatten(spec, [leaf])["held"] is leaf.value is value
     assert unflatten(spec, ["bare"])["held"] == "bare"
-    assert flatten([Opaque(["a", "b"])])[0][0].value == ["a", "b"]
+    assert flatten([WholeLeaf(["a", "b"])])[0][0].value == ["a", "b"]
 
 
 def test_threads_may_flatten_a_new_type():

@@ -92,10 +92,7 @@ def with_lock():
 
 @pytest.mark.parametrize(
     ("make", "path"),
-    [
-        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"),
-        (with_lock, r"model\[1\]\.lock"),
-    ],
+    [(lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"), (with_lock, r"model\[1\]\.lock")],
     ids=["script", "lock"],
 )
 def test_model_that_cannot_be_sent(make, path):
@@ -272,11 +269,3 @@ def test_functions_are_current():
         assert_close(p(x), x * 2)
         Scaled.forward = lambda self, x: x * 3
         assert_close(p(x), x * 3)
-
-
-def test_modules_of_torch_are_captured():
-    """Some modules and operators of torch have classes of their own, which pickle refuses."""
-    mkldnn, double = torch.backends.mkldnn, torch.ops.aten.mul.Scalar
-    with processes(lambda x: x + 0 * int(mkldnn.is_available())) as p:
-        (output,) = p.map([torch.arange(3.0)], prepare=lambda x: double(x, 2))
-    assert output.tolist() == [0, 2, 4]

@@ -41,11 +41,7 @@ def _only_in(home):
 
 
 def structured(x):
-    return {
-        "y": x * 2,
-        "pair": Pair(x, ("text", [x[:, 0]])),
-        "items": [f"row {float(row[0]):.3f}" for row in x],
-    }
+    return {"y": x * 2, "pair": Pair(x, ("text", [x[:, 0]])), "items": [f"row {float(row[0]):.3f}" for row in x]}
 
 
 def double(x):

@@ -22,7 +22,7 @@ __all__ = ["AttemptsBackend", "assignments_of"]
 
 
 class AttemptsBackend(ABC):
-    """Implements `Backend` with the attempts of one launch. Subclasses start them."""
+    """Implements `LaunchBackend` with the attempts of one launch. Subclasses start them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

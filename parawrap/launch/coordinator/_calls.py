@@ -34,7 +34,7 @@ from parawrap.launch.messages._sent_globals import PackedCall, SentGlobals
 from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._process_connections import MESSAGES, connections_between
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Calls", "RankCall"]
 
 _ANSWER_S = 30.0  # for the control thread of a rank to answer: it waits for the GIL only, but a machine may be busy
 _HALT_S = 30.0  # to interrupt the ranks; a stopped process never does, and one that holds the GIL late
@@ -45,7 +45,7 @@ _NEVER = float("inf")  # by the monotonic clock
 _log = logging.getLogger("parawrap.launch")
 
 
-class Call:
+class RankCall:
     """One call on all ranks, or on some of them.
 
     Args:
@@ -122,7 +122,7 @@ class _Current:
         refused: The error of a payload that could not be sent.
     """
 
-    call: Call
+    call: RankCall
     states: dict[int, _CallState]
     standstill: Standstill
     up_at: float
@@ -161,7 +161,7 @@ class Calls:
         self._sent = sent
         self.ready = Latch()
         self.idle = Latch()
-        self._queue: deque[Call] = deque()
+        self._queue: deque[RankCall] = deque()
         self._current: _Current | None = None
         self._generation = 0
         self._loop: Loop | None = None
@@ -173,7 +173,7 @@ class Calls:
         self.lost: str | None = None
         self.transcripts: Sequence[Transcript] = ()
         self.ended_in = ""
-        self._last: dict[int, Call] = {}
+        self._last: dict[int, RankCall] = {}
         self._before: dict[int, Mapping[str, Any]] = {}
 
     def attach(
@@ -184,16 +184,16 @@ class Calls:
 
     # -- any thread
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: RankCall) -> None:
         """Run a call after those before it."""
         self._queue.append(call)
         self._wake(self._start_next)
 
-    def has(self, call: Call) -> bool:
+    def has(self, call: RankCall) -> bool:
         """True if `submit` was called with this call."""
         return call.has_begun or call in self._queue or call.done.is_set()
 
-    def interrupt(self, call: Call, *, cancels: bool = False) -> None:
+    def interrupt(self, call: RankCall, *, cancels: bool = False) -> None:
         """Raise KeyboardInterrupt in the function of each rank that runs it, or drop a call that has not begun."""
         self._wake(partial(self._interrupt, call, cancels=cancels))
 
@@ -255,7 +255,7 @@ class Calls:
                 return
             self._drop(call)
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: RankCall) -> None:
         call.ending = Ending({}, cancelled=True)
         call.done.set()
 
@@ -269,7 +269,7 @@ class Calls:
                 _guard_of(state).end_calls(state.rank)
             self.idle.set()
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: RankCall) -> None:
         if call.done.is_set():
             self._send_names(call)
             self._start_next()
@@ -294,7 +294,7 @@ class Calls:
             self._halt(current, "fail")
             self._on_answered(current)
 
-    def _send_names(self, call: Call) -> None:
+    def _send_names(self, call: RankCall) -> None:
         """Send the globals of a call that was dropped."""
         packed, call.packed = call.packed, None
         assert packed is not None
@@ -302,11 +302,11 @@ class Calls:
             self._sent.restore(call.before)
         self._note_sent(call)
 
-    def _note_sent(self, call: Call) -> None:
+    def _note_sent(self, call: RankCall) -> None:
         self._before[call.number] = call.before
         self._before.pop(call.number - _REMEMBERED, None)
 
-    def _send(self, call: Call, packed: PackedCall, word: str = "call") -> dict[int, Exception]:
+    def _send(self, call: RankCall, packed: PackedCall, word: str = "call") -> dict[int, Exception]:
         """Send a call to its ranks, and new globals to the others. Return errors by the rank that it cannot be sent to."""
         refused: dict[int, Exception] = {}
         for state in self._states:
@@ -325,7 +325,7 @@ class Calls:
                     refused[state.rank] = LaunchError(msg)
         return refused
 
-    def _interrupt(self, call: Call, *, cancels: bool) -> None:
+    def _interrupt(self, call: RankCall, *, cancels: bool) -> None:
         call.is_cancelled = call.is_cancelled or cancels
         current = self._current
         if current is not None and current.call is call:

@@ -24,7 +24,7 @@ from parawrap.launch.coordinator._rank_times import trace_path, write_trace
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 from parawrap.launch.guard._start_methods import stop_server
 
-__all__ = ["Backend", "Launch", "await_ranks", "cancel_all", "cancel_launches", "make_ended_launch", "start"]
+__all__ = ["Launch", "LaunchBackend", "await_ranks", "cancel_all", "cancel_launches", "make_ended_launch", "start"]
 
 R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
@@ -34,7 +34,7 @@ _numbers = count(1)
 _running: set[Launch[Any]] = set()
 
 
-class Backend(Protocol):
+class LaunchBackend(Protocol):
     """Runs the ranks of one launch: on this machine, on Ray, or in a Slurm job.
 
     The thread of the launch calls `supervise`. Any thread may call the other methods.
@@ -91,7 +91,7 @@ class Launch(Generic[R]):
 
     log_folder: Path | None = None
 
-    def __init__(self, job: Job, backend: Backend | None) -> None:
+    def __init__(self, job: Job, backend: LaunchBackend | None) -> None:
         self._job = job
         self._platform = job.platform
         self._backend = backend

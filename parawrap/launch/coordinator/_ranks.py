@@ -19,7 +19,7 @@ from parawrap.launch._packed_call import DECORATED, Job, check_function, check_s
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.coordinator._calls import Call, Calls
+from parawrap.launch.coordinator._calls import Calls, RankCall
 from parawrap.launch.coordinator._ending import Ending, results_or_error
 from parawrap.launch.coordinator._launch import Launch, start
 from parawrap.launch.coordinator._transcript import Transcript
@@ -143,9 +143,9 @@ class Ranks:
     def _all(self) -> Sequence[int]:
         return range(self.platform.world_size)
 
-    def _new_call(self, function: Any, ranks: Sequence[int]) -> Call:
+    def _new_call(self, function: Any, ranks: Sequence[int]) -> RankCall:
         name = str(getattr(function, "__qualname__", type(function).__qualname__))
-        return Call(next(self._numbers), name, ranks)
+        return RankCall(next(self._numbers), name, ranks)
 
     def _run(self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankResults[Any]:
         bare, sent_as, arguments = _check_call(function, args, kwargs)
@@ -161,7 +161,7 @@ class Ranks:
         return self._results(call)
 
     def _submit(
-        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_later: bool = False
+        self, call: RankCall, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_later: bool = False
     ) -> None:
         """Pickle a call, and hand it to the thread of the launch. `is_later` if the caller does not wait for it."""
         self._check_open(call.name)
@@ -176,7 +176,7 @@ class Ranks:
                     self._sent.restore(call.before)
                 raise
 
-    def _interrupt(self, call: Call) -> None:
+    def _interrupt(self, call: RankCall) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
         try:
             self._calls.interrupt(call)
@@ -186,11 +186,11 @@ class Ranks:
             self._launch.cancel()
             raise
 
-    def _await_output(self, call: Call) -> None:
+    def _await_output(self, call: RankCall) -> None:
         if call.has_output:
             self._launch.flush_output()
 
-    def _results(self, call: Call) -> RankResults[Any]:
+    def _results(self, call: RankCall) -> RankResults[Any]:
         ending = call.ending
         assert ending is not None
         if not call.has_begun:
@@ -324,9 +324,9 @@ class OneRank:
 
 
 class _CallBackend:
-    """Implements `Backend` for the handle of one call."""
+    """Implements `LaunchBackend` for the handle of one call."""
 
-    def __init__(self, ranks: Ranks, call: Call) -> None:
+    def __init__(self, ranks: Ranks, call: RankCall) -> None:
         self._ranks = ranks
         self._call = call
 

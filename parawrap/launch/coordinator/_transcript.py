@@ -20,7 +20,7 @@ from parawrap.displays import last_shown_line
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._printer import Lines, Printer
-from parawrap.launch.messages._last_words import end_of
+from parawrap.launch.messages._last_words import last_words_of
 
 __all__ = ["Record", "Transcript", "new_log_folder"]
 
@@ -129,7 +129,7 @@ class Transcript:
     def last_words(self, at_most: int) -> str:
         with self._access:
             end = self._end(min(_SEARCHED, self._spool.size - self._words_from))
-        return end_of(end.decode(errors="replace"), at_most)
+        return last_words_of(end.decode(errors="replace"), at_most)
 
     def _end(self, size: int) -> bytes:
         return self._spool.read_at(max(0, self._spool.size - size), size)

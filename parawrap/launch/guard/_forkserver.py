@@ -68,10 +68,10 @@ def serve_forks(requests: socket.socket) -> None:
         warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
         heed_signals()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
-        _Server(requests).run()
+        _ForkServer(requests).run()
 
 
-class _Server:
+class _ForkServer:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._ranks: dict[int, _Rank] = {}

@@ -105,10 +105,10 @@ class _ServerPerRank:
     def __init__(self, around: _Around, *, forks: bool) -> None:
         self._around = around
         self._forks = forks
-        self._servers: list[_Server] = []
+        self._servers: list[_ServerProcess] = []
 
     def start(self, line: socket.socket, grace_s: float) -> int:
-        server = _Server(None, self._around, forked_with=line if self._forks else None)
+        server = _ServerProcess(None, self._around, forked_with=line if self._forks else None)
         self._servers.append(server)
         try:
             return server.start(line, grace_s)
@@ -131,7 +131,7 @@ class _ServerPerRank:
         return ended[0].describe() if ended else "the process that forks it"
 
 
-class _Server:
+class _ServerProcess:
     """The launching process's handle of a server process."""
 
     def __init__(self, kind: object, around: _Around, *, forked_with: socket.socket | None = None) -> None:
@@ -253,7 +253,7 @@ def _import_path() -> list[str]:
 
 
 class _ForkedServer:
-    """A fork of this process, with the part of Popen's interface that `_Server` uses.
+    """A fork of this process, with the part of Popen's interface that `_ServerProcess` uses.
 
     Args:
         requests: The server's end of the socket for requests.
@@ -308,12 +308,12 @@ def _serve_in_fork(requests: socket.socket) -> NoReturn:
         os._exit(1)
 
 
-_server: _Server | None = None
-_retired: list[_Server] = []
+_server: _ServerProcess | None = None
+_retired: list[_ServerProcess] = []
 _starting = threading.Lock()
 
 
-def _warm_server(around: _Around) -> _Server:
+def _warm_server(around: _Around) -> _ServerProcess:
     """Return the warm server.
 
     Start it on first use, and again if an option of the interpreter or a variable that libraries read at import has
@@ -328,7 +328,7 @@ def _warm_server(around: _Around) -> _Server:
             _server.retire()
             _server = None
         if _server is None:
-            _server = _Server(kind, around)
+            _server = _ServerProcess(kind, around)
         return _server
 
 

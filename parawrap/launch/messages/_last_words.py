@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["LAST_WORDS", "end_of"]
+__all__ = ["LAST_WORDS", "last_words_of"]
 
 LAST_WORDS = 2500  # characters: about thirty lines, enough for a traceback
 _LEFT_OUT = "\n...\n"
@@ -14,7 +14,7 @@ _STACK = re.compile(r"^Current thread .*(?:\n.+)*", re.MULTILINE)
 _MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 
 
-def end_of(text: str, at_most: int) -> str:
+def last_words_of(text: str, at_most: int) -> str:
     """Return the end of a text, in whole lines if possible.
 
     Of a crash report that is too long, keep what names the cause: its first line, the lines before it, and the innermost

@@ -42,7 +42,7 @@ _CACHED: Any = type(functools.cache(len))
 def names_of_script() -> tuple[dict[str, Any], dict[str, str]]:
     """Return the names of ``__main__`` to send with their values, and the others with the reason."""
     sent, unsent = {}, {}
-    survey = _Survey()
+    survey = _NameSearch()
     for name, value in list(vars(sys.modules["__main__"]).items()):
         if name.startswith("_") or isinstance(value, types.ModuleType):
             continue
@@ -66,7 +66,7 @@ def globals_used_by(code: types.CodeType) -> frozenset[str]:
     return frozenset(mine).union(*map(globals_used_by, inner))
 
 
-class _Survey:
+class _NameSearch:
     """Decides which values of the script are light. Looks at each part once, and at a bounded number of parts."""
 
     def __init__(self) -> None:

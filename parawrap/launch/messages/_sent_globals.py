@@ -135,8 +135,8 @@ class SentGlobals:
         Raises:
             UnsendableError: If a part cannot be pickled, or if it is unclear which value of a global is meant.
         """
-        found = find_function(function)
-        survey = _Survey(self._sent, self._owners.keys())
+        found = name_function(function)
+        survey = _GlobalSearch(self._sent, self._owners.keys())
         if isinstance(found, tuple):
             if found[0] == "__main__":
                 survey.visit(found[1], name)
@@ -156,7 +156,7 @@ class SentGlobals:
         names_only = _join_pickles(definitions, survey.values, None, (), {}) if has_names else None
         return PackedCall(payload, names_only, survey.sent, (args, kwargs, survey.values))
 
-    def _check_globals(self, survey: _Survey) -> None:
+    def _check_globals(self, survey: _GlobalSearch) -> None:
         """Send plain globals that share a container again, all together. Refuse other globals that share an object.
 
         Raises:
@@ -236,7 +236,7 @@ def _key_of(part: Any) -> int:
     return id(part)
 
 
-def find_function(function: Any) -> Any:
+def name_function(function: Any) -> Any:
     """Return the module and name of a global function, for a message that needs no pickler of functions, or itself."""
     if not isinstance(function, types.FunctionType):
         return function
@@ -251,7 +251,7 @@ def _is_global(name: str) -> bool:
     return name in vars(sys.modules["__main__"])
 
 
-class _Survey:
+class _GlobalSearch:
     """Walks over the globals that a call uses, and collects those that the ranks lack.
 
     Attributes:

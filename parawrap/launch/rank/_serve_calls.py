@@ -45,7 +45,7 @@ def serve_calls(file: int, control: Control, assignment: Assignment) -> None:
     control.interrupts.install()
     count_messages()
     line = Line(sock, copies_small=True)
-    server = _Server(line, control, assignment.meeting)
+    server = _CallServer(line, control, assignment.meeting)
     try:
         while (request := line.receive()) is not None:
             server.answer(request)
@@ -56,7 +56,7 @@ def serve_calls(file: int, control: Control, assignment: Assignment) -> None:
         line.close()
 
 
-class _Server:
+class _CallServer:
     """Answers the requests of one rank.
 
     The globals of ``__main__`` that this rank has received are known. All others were assigned by functions, and belong to

@@ -24,7 +24,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.slurm._job_commands import slurm_missing
 from parawrap.launch.slurm._launch_folder import Folder
 
-__all__ = ["log_ends", "script", "submit"]
+__all__ = ["job_script", "log_ends", "submit"]
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
@@ -49,7 +49,7 @@ _STUBS = {"srun": "", "sbatch": "echo Submitted batch job 0"}
 _IN_CHILD = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
 
 
-def script(platform: Platform, folder: Folder) -> str:
+def job_script(platform: Platform, folder: Folder) -> str:
     """Return the batch script that `submit` would submit. Requires submitit, but not Slurm.
 
     submitit shows a script only after a submission. So a child process submits to programs that do nothing.

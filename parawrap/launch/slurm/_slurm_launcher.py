@@ -19,7 +19,7 @@ from parawrap.launch.coordinator._launch import Launch, start
 from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.rank._rank_assignment import Surroundings
-from parawrap.launch.slurm._batch_job import script, submit
+from parawrap.launch.slurm._batch_job import job_script, submit
 from parawrap.launch.slurm._job_commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
@@ -69,7 +69,7 @@ class _Slurm:
 
     def preview(self, job: Job) -> Preview:
         platform = job.platform
-        text = script(platform, Folder.planned(platform.name))
+        text = job_script(platform, Folder.planned(platform.name))
         how = f"a job of {platform.n_nodes} node(s), {platform.ranks_per_node} rank(s) on each"
         return preview(job, "slurm", how, host="(the first node)", script=text)
 

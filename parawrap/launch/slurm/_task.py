@@ -32,7 +32,7 @@ from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.guard._guard import LocalGuard
 from parawrap.launch.guard._start_methods import starter_named
-from parawrap.launch.messages._last_words import LAST_WORDS, end_of
+from parawrap.launch.messages._last_words import LAST_WORDS, last_words_of
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.rank._rank_assignment import Assignment
@@ -264,7 +264,7 @@ class _Task:
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         self._has_ended = True
         self._end_at = self._kill_at = _NEVER
-        self._send("end", code, lost_with, end_of(self._last_output.decode(errors="replace"), LAST_WORDS))
+        self._send("end", code, lost_with, last_words_of(self._last_output.decode(errors="replace"), LAST_WORDS))
 
     def on_trouble(self, what: str) -> None:
         self._send("trouble", what)

@@ -85,7 +85,7 @@ def test_vars_inside_the_block():
 
 
 def test_a_forward_on_the_instance():
-    """A `forward` set before the block is parallel and restored. A `forward` set inside the block stays."""
+    """One that is set before the block is parallel and restored. One that is set inside, or between two blocks, stays."""
     model, x = Net(), torch.randn(7, 4)
     own = model.forward = types.MethodType(lambda self, x: self.linear(x) - 1, model)
     plain = model(x)
@@ -93,8 +93,12 @@ def test_a_forward_on_the_instance():
         assert_close(model(x), plain)
         assert p.stats().shards == (3, 2, 2)
     assert vars(model)["forward"] is own
-    with parallel(model, TWO):
+    with parallel(model, TWO) as p:
         new = model.forward = lambda x: x
+        with parallel(model, THREE) as inner:
+            p.close()
+            assert_close(model(x), x)
+            assert inner.stats().shards == (3, 2, 2)
     assert vars(model)["forward"] is new
 
 

@@ -24,8 +24,7 @@ def test_handle_follows_the_launch(tmp_path):
 
     def waits(go):
         print("in rank", current_rank().global_rank, flush=True)
-        while not go.exists():
-            time.sleep(0.01)
+        eventually(go.exists, "go")
         return current_rank().global_rank
 
     launch = wrapper(ranks())(waits).submit(tmp_path / "go")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, RankDiedError, current_rank, wrapper
 from parawrap.displays import read_timeline
-from parawrap.launch.coordinator._rank_times import RankTimes, write_trace
 from tests.helpers.processes import ranks
 
 
@@ -52,12 +51,3 @@ def test_lost_trace_loses_no_result(tmp_path, caplog):
     folder.mkdir()
     assert wrapper(ranks(1, trace=folder / "t.json"))(folder.rmdir)() == (None,)
     assert "the trace of" in caplog.text
-
-
-def test_several_hosts_are_named(tmp_path):
-    """The clock of a machine may lag behind: no span is negative."""
-    began = {"start": 10.0, "meeting": 9.0, "run": 9.5, "teardown": 9.75, "end": 11.0}
-    write_trace(tmp_path / "t.json", "train", 10.0, [RankTimes(rank, 0, "ab"[rank], began, None) for rank in range(2)])
-    timeline = read_timeline(tmp_path / "t.json")
-    assert timeline.tracks == ["launch", "rank 0 on a", "rank 1 on b"]
-    assert min(span.end - span.start for span in timeline.spans) == 0

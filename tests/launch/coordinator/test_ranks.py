@@ -15,15 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from parawrap import (
-    LaunchCancelledError,
-    LaunchError,
-    PlatformError,
-    RankResults,
-    UnsendableError,
-    current_rank,
-    wrapper,
-)
+from parawrap import LaunchCancelledError, LaunchError, PlatformError, RankResults, UnsendableError, current_rank, wrapper
 from tests.helpers.processes import assert_gone, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -101,28 +93,16 @@ def test_calls_that_cannot_work(world):
     assert world(my_rank) == (0, 1)
 
 
-def test_values_that_fail_on_the_way(world):
-    """An unsendable result is named with its rank. An argument that cannot be unpickled raises its own exception."""
-
-    class Cursed:
-        def __reduce__(self):
-            return int, ("no number",)
-
+def test_an_unsendable_result(world):
+    """The error names the result and its rank, and the ranks stay."""
     before = world(os.getpid)
     with pytest.raises(UnsendableError, match=r"the result\['history'\].*\[1\].* cannot be sent .*: lock") as caught:
         world(lambda: {"history": [1, threading.Lock()]} if my_rank() == 1 else None)
     assert "rank 1 of 2" in notes_of(caught.value)
-    with pytest.raises(ValueError, match="no number") as caught:
-        world(lambda _: None, Cursed())
-    assert "unpickled the function, its arguments, and its globals" in notes_of(caught.value)
     assert world(os.getpid) == before
 
 
 # -- state
-
-
-def draw(count):
-    return [(random.random(), torch.rand(1).item()) for _ in range(count)]
 
 
 def prepare():
@@ -138,7 +118,7 @@ def train(steps):
         for each in model.parameters():  # torch.optim would import torch.compile, which takes seconds
             each.data -= each.grad / 8
             each.grad = None
-    return loss.item(), draw(1), [each.detach().clone() for each in model.parameters()]
+    return loss.item(), random.random(), torch.rand(1).item(), [each.tolist() for each in model.parameters()]
 
 
 def train_at_once():
@@ -151,12 +131,8 @@ def test_training_over_several_calls():
     expected = wrapper(ranks(seed=1))(train_at_once)()
     with ranks(seed=1).open() as opened:
         opened(prepare)
-        found = zip(opened(train, 4), opened(train, 4), strict=True)
+        assert list(zip(opened(train, 4), opened(train, 4), strict=True)) == list(expected)
     assert expected[0][0][0] != expected[1][0][0]  # each rank has its own batches
-    for here, there in zip(found, expected, strict=True):
-        for (loss, drawn, weights), (expected_loss, expected_drawn, expected_weights) in zip(here, there, strict=True):
-            assert (loss, drawn) == (expected_loss, expected_drawn)
-            assert all(map(torch.equal, weights, expected_weights))
     assert STATE == {}
 
 

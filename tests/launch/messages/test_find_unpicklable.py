@@ -59,12 +59,6 @@ def test_innermost_part_is_named(value, place):
     assert address_of(value) == place
 
 
-def test_addresses_start_with_args():
-    assert address_of({"args": ({"lock": LOCK},), "kwargs": {}}, "") == "args[0]['lock']"
-    assert address_of({"args": (), "kwargs": {"out": LOCK}}, "") == "kwargs['out']"
-    assert address_of({"the function": lambda: LOCK, "args": ()}, "") == "the global 'LOCK' used by the function"
-
-
 def test_open_files_are_refused(tmp_path):
     with (tmp_path / "data.txt").open("w") as file:
         assert address_of({"files": [file]}) == "value['files'][0]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parawrap.launch.messages._last_words import LAST_WORDS, end_of
+from parawrap.launch.messages._last_words import LAST_WORDS, last_words_of
 
 BEFORE = "long ago\n" * 500 + "just before\n"
 REPORT = "Fatal Python error: Aborted\n\n"
@@ -21,7 +21,7 @@ AFTER = "a child has died too\n"
 @pytest.mark.parametrize("after", ["", AFTER])
 def test_long_report_keeps_the_cause(report, after):
     """Other threads, outer frames, and modules give way to the line before, the first line, and the innermost frames."""
-    words = end_of(BEFORE + REPORT + report + after, LAST_WORDS)
+    words = last_words_of(BEFORE + REPORT + report + after, LAST_WORDS)
     assert "\njust before\nFatal Python error: Aborted\n" in words
     assert INNERMOST in words
     assert words.endswith(after)
@@ -31,13 +31,13 @@ def test_long_report_keeps_the_cause(report, after):
 
 def test_other_text_keeps_its_end():
     """It is cut in whole lines if possible."""
-    assert end_of("short", 20) == "short"
-    assert end_of("first line\nsecond line\n", 15) == "second line\n"
-    assert end_of("first line\n" + "x" * 50 + "\n", 20) == "x" * 19 + "\n"
+    assert last_words_of("short", 20) == "short"
+    assert last_words_of("first line\nsecond line\n", 15) == "second line\n"
+    assert last_words_of("first line\n" + "x" * 50 + "\n", 20) == "x" * 19 + "\n"
 
 
 def test_report_without_a_stack():
     """A report whose threads are unknown keeps its first line and its end."""
-    words = end_of(BEFORE + REPORT + "  File one\n" * 400 + "  File last\n", 300)
+    words = last_words_of(BEFORE + REPORT + "  File one\n" * 400 + "  File last\n", 300)
     assert "just before\nFatal Python error: Aborted\n...\n" in words
     assert words.endswith("  File last\n")

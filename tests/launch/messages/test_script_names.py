@@ -51,19 +51,6 @@ def change():
     made = main.First()
     return [COUNT, main.COUNT, CONFIG, main.CONFIG is CONFIG, isinstance(made, Base), main.LR]
 
-class Registry:
-    subs = []
-    def __init_subclass__(cls, **_):
-        Registry.subs.append(cls.__name__)
-
-class Sub1(Registry): pass
-class Sub2(Registry): pass
-
-def register():
-    before = list(Registry.subs)
-    class Sub3(Registry): pass
-    return sorted(before), Registry.subs == [*before, "Sub3"]
-
 def plot():
     return slow.figure
 
@@ -75,8 +62,7 @@ def lacks(name):
     return globals()[name]
 
 CALLS = [
-    (find, saved.getvalue()), (change,), (register,), (lacks, "use_data"), (lacks, "unknown"),
-    (imports, Net(1, 1)),
+    (find, saved.getvalue()), (change,), (lacks, "use_data"), (lacks, "unknown"), (imports, Net(1, 1)),
 ]
 
 if __name__ == "__main__":
@@ -106,16 +92,12 @@ def test_the_script_is_one_module(outcomes):
     assert outcomes[1] == [2, 2, {"width": [1, 2, 1, 2]}, True, True, 3]
 
 
-def test_init_subclass_runs_once(outcomes):
-    assert outcomes[2] == [["Sub1", "Sub2"], True]
-
-
 def test_missing_name_is_explained(outcomes):
-    assert [kind for kind, _ in outcomes[3:5]] == ["KeyError", "KeyError"]
-    assert "the rank lacks the name 'use_data' of the script, because 'DATA' holds a Tensor" in outcomes[3][1]
-    assert outcomes[4][1].startswith("raised in rank")
+    assert [kind for kind, _ in outcomes[2:4]] == ["KeyError", "KeyError"]
+    assert "the rank lacks the name 'use_data' of the script, because 'DATA' holds a Tensor" in outcomes[2][1]
+    assert outcomes[3][1].startswith("raised in rank")
 
 
 def test_unused_name_loads_nothing(outcomes):
     """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
-    assert outcomes[5] is False
+    assert outcomes[4] is False

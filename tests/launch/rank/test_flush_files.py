@@ -40,12 +40,7 @@ def leave_files_open(folder):
 
 @pytest.mark.parametrize(
     ("method", "error"),
-    [
-        ("forkserver", None),
-        ("fork", KeyError),
-        ("forkserver", LaunchError),
-        ("forkserver", IndexError),
-    ],
+    [("forkserver", None), ("fork", KeyError), ("forkserver", LaunchError), ("forkserver", IndexError)],
     ids=["returns", "raises", "exits", "other rank raises"],
 )
 def test_open_files_are_complete(method, error, tmp_path):

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -201,14 +200,6 @@ def test_options_of_the_interpreter(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     script, *of_ranks = json.loads(ended.stdout or ended.stderr)
     assert of_ranks == [script] * 2
-
-
-def test_variables_change_between_launches(monkeypatch):
-    """The local time follows, although the warm process has read it."""
-    launched = wrapper(ranks(1))(lambda: time.localtime(0).tm_hour)
-    for zone, hour in ("UTC", 0), ("Asia/Tokyo", 9):
-        monkeypatch.setenv("TZ", zone)
-        assert launched() == (hour,)
 
 
 # -- process groups that the function makes

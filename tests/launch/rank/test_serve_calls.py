@@ -164,14 +164,6 @@ def test_a_model_after_a_failed_call(world):
     assert world(train) == before == ([[3.0] * 4],) * 2
 
 
-def test_a_deadlock_in_backward(world, monkeypatch):
-    """Backward of DistributedDataParallel waits in C++ code."""
-    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.5)
-    world(prepare)
-    with pytest.raises(LaunchError, match="is deadlocked"):
-        world(lambda: train() if my_rank() == 1 else None)
-
-
 # -- no operation of a failed call meets one of a later call
 
 

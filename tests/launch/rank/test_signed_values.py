@@ -9,7 +9,6 @@ import pickle
 import stat
 import struct
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -116,25 +115,6 @@ def test_values_of_an_earlier_call():
         store.set(f"session/1/{key}", store.get(f"session/0/{key}"))
     with pytest.raises(LaunchError, match=r"rank 1 .* is not signed"):
         first.results(lambda: None)
-
-
-def test_the_host_of_a_store_waits():
-    """The other ranks may still read their results."""
-    host, other = exchanges(dist.HashStore(), "call")
-    order = []
-
-    def leave():
-        host.forget(failed=False)
-        order.append("host")
-
-    host.results(lambda: None)
-    leaving = threading.Thread(target=leave)
-    leaving.start()
-    assert list(other.results(lambda: None)) == [list(range(100))] * 2
-    order.append("other")
-    other.forget(failed=False)
-    leaving.join(PATIENCE_S)
-    assert order == ["other", "host"]
 
 
 # -- keys

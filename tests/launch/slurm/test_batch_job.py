@@ -12,7 +12,7 @@ import pytest
 from parawrap.errors import PlatformError
 from parawrap.launch._platform import Platform
 from parawrap.launch.slurm import _batch_job
-from parawrap.launch.slurm._job_commands import JobState, job_state, requeue_job
+from parawrap.launch.slurm._job_commands import job_state, requeue_job
 from parawrap.launch.slurm._launch_folder import Folder
 
 
@@ -43,13 +43,13 @@ def platform(**fields):
 
 def test_the_script_has_the_resources(folder):
     """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
-    text = _batch_job.script(platform(n_gpus=2, ram=1.5), folder)
+    text = _batch_job.job_script(platform(n_gpus=2, ram=1.5), folder)
     for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
         assert f"#SBATCH {line}\n" in text
     assert str(folder.submitit) in text
     assert "--kill-on-bad-exit=1" in text
     more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
-    text = _batch_job.script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    text = _batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
     for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
         assert f"#SBATCH {line}\n" in text
     assert text.index("echo before") < text.index("for PARAWRAP_ATTEMPT")
@@ -58,7 +58,7 @@ def test_the_script_has_the_resources(folder):
 @pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
 def test_contradicting_parameters(name, folder):
     with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
-        _batch_job.script(platform(slurm_additional_parameters={name: 1}), folder)
+        _batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
 
 
 def run_loop(folder, restarts, codes):
@@ -106,22 +106,6 @@ def test_submitit_starts_guarded(folder):
 
 
 # -- other commands of Slurm
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("JobId=7 ArrayTaskId=4-9%2 JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 NodeList=(null)",
-         JobState("PENDING", "JobArrayTaskLimit", 0, "", "")),
-        ("JobId=9 ArrayTaskId=4 JobState=RUNNING Reason=None Restarts=1 TimeLimit=01:00:00 NodeList=node[0-1]",
-         JobState("RUNNING", "None", 1, "node[0-1]", "01:00:00")),
-    ],
-    ids=["pending", "running"],
-)  # fmt: skip
-def test_job_state_is_parsed(text, state, command):
-    arguments = command("scontrol", f"echo '{text}'")
-    assert job_state("7_4") == state
-    assert arguments.read_text() == "--oneliner show job 7_4\n"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def leave_a_process_behind(folder):
 def clean_up_slowly(folder):
     """Rank 1 fails; rank 0 needs longer to clean up than Slurm waits here between SIGTERM and SIGKILL."""
     if current_rank().global_rank == 1:
-        wait_for(folder / "begun-0")
+        eventually((folder / "begun-0").exists, "the start of rank 0")
         raise KeyError
     try:
         scenarios.report(folder, "begun")
@@ -68,11 +68,6 @@ def clean_up_slowly(folder):
     finally:
         time.sleep(2.5)
         scenarios.report(folder, "cleaned")
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.05)
 
 
 def kill_guard(folder):
