@@ -47,7 +47,7 @@ make: *** [Makefile:36: test-core] Error 1
 
 
 def test_failed_tests_are_named_once():
-    """With their parameters, also those whose fixtures failed. Else the targets that failed, or the end of the log."""
+    """With their parameters, also after failed fixtures. Else the targets that failed, or the end of the log."""
     assert failures(2, LOG + LOG) == ["tests/core/test_a.py::test_one[x - y]", "tests/core/test_a.py::test_two"]
     assert failures(2, LOG.splitlines()[-1]) == ["test-core without a failed test: Error 1"]
     assert failures(1, "....\n~~~~ Timeout ~~~~\n") == ["not finished: ....\n~~~~ Timeout ~~~~"]

@@ -41,7 +41,7 @@ class LaneState:
 
     def intact(self) -> bool:
         """True if the last call left nothing."""
-        return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.holds_the_same()
+        return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.intact()
 
     def restore(self) -> None:
         """Put back what calls changed."""
@@ -58,6 +58,7 @@ class LaneState:
         Raises:
             ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
         """
+        self._snapshot.return_dicts()
         changes = [change for change in self._changes() if self._counts(change)]
         self.restore()
         for change in changes:

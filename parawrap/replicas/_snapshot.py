@@ -76,16 +76,13 @@ class Snapshot:
 
     def intact(self) -> bool:
         """True if every container holds the same objects under the same keys, and is itself the same."""
-        return self.holds_the_same() and self._has_identities()
-
-    def holds_the_same(self) -> bool:
-        """True if every container holds the same objects under the same keys."""
         return (
             not any(self._empty)
             and [*map(dict.__len__, self._filled)] == self._lengths
             and all(map(is_, chain.from_iterable(self._value_views), self._values))
             and self._has_keys()
             and next(self._find_changed_parts(), None) is None
+            and self._has_identities()
         )
 
     def changes(self) -> list[Change] | None:
@@ -104,11 +101,18 @@ class Snapshot:
             found.append(Change(node, None, parts, _list_parts(node, each)))
         return found
 
+    def return_dicts(self) -> None:
+        """Give each object its own ``__dict__`` back, with the items of the one that it has now."""
+        for each, own in zip(self._instances, self._own, strict=True):
+            now = vars(each)
+            if now is not own:
+                own.clear()
+                own.update(now)
+                object.__setattr__(each, "__dict__", own)
+
     def restore(self) -> None:
         """Put everything back, except the classes of objects."""
-        for each, own in zip(self._instances, self._own, strict=True):
-            if vars(each) is not own:
-                object.__setattr__(each, "__dict__", own)
+        self.return_dicts()
         for _, own, before in self._find_changed_dicts():
             _kind(own).clear(own)
             _kind(own).update(own, before)

@@ -119,7 +119,7 @@ EXPECTED = subtract(as_dict(SAMPLES))
 @pytest.mark.parametrize("devices", [TWO, ["cpu"] * 7], ids=len)
 @pytest.mark.parametrize("kind", [dict, UserDict, lambda b: Pair(**b)], ids=["dict", "mapping", "namedtuple"])
 def test_batch_is_passed_whole(devices, kind):
-    """What `tp_collate` returns can be the only argument, or one of several, positional or by keyword."""
+    """The batch of `tp_collate` can be the only argument, or one of several, positional or by keyword."""
     batch = tp_collate(len(devices))(lambda samples: kind(as_dict(samples)))(SAMPLES)
     net = TupleParallel(Calls(subtract), devices, reduction=cat)
     assert_close(net(batch), EXPECTED)

@@ -1,4 +1,4 @@
-"""`Tuplewise`: a sequence whose attributes, calls, and items are those of each of its items."""
+"""`Tuplewise`: a sequence with the attributes, calls, and items of each of its items."""
 
 from __future__ import annotations
 

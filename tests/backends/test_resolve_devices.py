@@ -48,7 +48,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def _three_gpus(monkeypatch):
-    """Three GPUs, of which no tensor is made."""
+    """Three GPUs. No tensor is made on them."""
     monkeypatch.setattr(registry, "_loaded", registry._loaded | {"cuda": FakeBackend("cuda")})
 
 
@@ -72,7 +72,6 @@ def test_unknown_kinds_are_refused(kind):
 
 @pytest.mark.parametrize("value", ["", "cpu:", "cpu:x", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]])
 def test_other_values_are_refused(value):
-    """`tests/api/parallel/test_refusals.py` has more values."""
     with pytest.raises(ParawrapError):
         resolve_devices(value)
 

@@ -51,7 +51,7 @@ assert "torch" not in sys.modules
     ],
 )
 def test_wrong_usage_has_one_line(here, args, message):
-    """The message names the wrong value. There is no traceback, and the exit code is 2."""
+    """The message names the wrong value, without a traceback, and the exit code is 2."""
     shown = here(*args)
     assert shown.returncode == 2
     assert message in shown.stderr
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_a_launch(folder):
     ],
 )
 def test_closed_streams(command, code, error):
-    """A reader that has gone or a closed output is no error, and a full disk is one. Errors do not go to the output."""
+    """A reader that has gone or a closed output is not an error. A full disk is one. Errors do not go to the output."""
     bash = ["bash", "-c", f"{sys.executable} -m parawrap {command}"]
     shown = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stdout, shown.stderr.removeprefix("parawrap run: ")) == (code, "", error)

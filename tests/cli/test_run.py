@@ -56,7 +56,7 @@ def test_failures_have_tracebacks(here, folder):
 
 
 def test_odd_results_are_described(here, monkeypatch):
-    """A character that the terminal lacks is escaped, and a value whose repr raises has its type."""
+    """A character that the terminal lacks is escaped, and a value has its type if its repr raises."""
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     assert here("run", "train:odd_results", "--device", "cpu", "--n", "2").returncode == 0
     sys.stdout.seek(0)

@@ -129,7 +129,7 @@ class Observed:
             self._results[name] = self._pool.submit(self._end_by_limit, self._new_folder(name), **limit).result
 
     def _end_by_limit(self, folder, **limit):
-        """Exceed a limit. If a rank had not begun by then, on a busy machine, try again with a longer limit."""
+        """Exceed a limit. If a rank had not begun, on a busy machine, try again with a longer limit."""
         while True:
             observation = self._launcher.play(scenarios.wait_for_ever, folder, **limit)
             if len([*folder.glob("begun-*")]) == 2:

@@ -22,7 +22,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 @dataclass(frozen=True)
 class Observation:
-    """What the caller of a launch sees.
+    """The results, errors, and output that the caller of a launch sees.
 
     Attributes:
         results: The results of the launch.

@@ -60,7 +60,7 @@ def test_the_group_has_all_ranks(size, of_ranks):
 
 
 def test_arguments_and_results_arrive(launcher, size, of_ranks):
-    """Also functions, and tensors of 8 MB, of which each rank has its own copy."""
+    """Also functions, and tensors of 8 MB. Each rank has its own copy."""
     for (first, second), by_name in of_ranks("arguments"):
         assert (first, second["x"].tolist(), by_name) == (1, [0, 1, 2], "two")
     assert of_ranks("value") == [10**rank for rank in range(size)]
@@ -123,7 +123,7 @@ def test_a_rank_cannot_launch(launcher, of_ranks):
 
 
 def test_a_launch_restarts(launcher, observed):
-    """After a failure; after a preemption, for which all ranks save at one step; and after `requeue()`."""
+    """After a failure; after a preemption, with all ranks saved at one step; and after `requeue()`."""
     size = 1 if launcher.name == "inline" else 2
     (step,) = {int(step) for step in wait_for_reports(observed.folder / "restarting", "due", size)}
     assert step > 0

@@ -74,7 +74,7 @@ def test_gradients_on_callers_stream(devices):
 
 @pytest.mark.usefixtures("every_warning")
 def test_products_as_first_work():
-    """There is no warning if a matrix product is the first GPU work of a thread."""
+    """Nothing warns if a matrix product is the first GPU work of a thread."""
     model = nn.Linear(64, 64, dtype=torch.float64).to(HOME)
     x = torch.randn(8, 64, dtype=torch.float64, device=HOME)
     expected = model(x)

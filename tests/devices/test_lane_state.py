@@ -1,4 +1,4 @@
-"""What forward writes in lanes on several devices: statistics, other buffers, parameters, and odd places."""
+"""Writes of forward in lanes on several devices: statistics, other buffers, parameters, and odd places."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_whole_calls_may_write_buffers(devices):
 @HOMES
 @pytest.mark.parametrize("write", [lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)])
 def test_writes_of_parameters(write, home):
-    """They are refused, also in lanes that would write a copy of their own."""
+    """They are refused, also in lanes that would write their own copy."""
 
     class Counter(nn.Linear):
         def forward(self, x):

@@ -72,14 +72,14 @@ def test_stats_as_text_and_html():
 
 
 def test_preview_lists_the_ranks():
-    """The caption has the facts of the launch, and each row a rank."""
+    """The caption has the facts of the launch, and each row shows one rank."""
     preview = wrapper(RANKS)(current_rank).dry_run()
     assert html(preview)["td"] == ["rank 0", "node 0, local rank 0, cpu", "rank 1", "node 0, local rank 1, cpu"]
     assert html(preview)["caption"][0].splitlines() == str(preview).splitlines()[:3]
 
 
 def test_results_show_short_values():
-    """A long value is shortened; one whose `__repr__` raises is shown as its type and the exception."""
+    """A long value is shortened; if its `__repr__` raises, its type and the exception are shown."""
     results = RankResults(["<b>", Unshowable(), list(range(1000))])
     shown = html(results)["td"]
     assert shown[:6] == ["0", "str", "'<b>'", "1", "Unshowable", "<Unshowable: its __repr__ raised KeyError>"]

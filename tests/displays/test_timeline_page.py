@@ -17,7 +17,7 @@ def batch(track, number, start, end, **details):
 
 @pytest.fixture
 def path(tmp_path):
-    """A page with two lanes: three batches in the first, two in the second, the last of which raised."""
+    """A page with two lanes: three batches in the first, and two in the second, where the last raised."""
     spans = [batch(0, 0, 0, 10), batch(0, 2, 10, 20), batch(0, 3, 60, 80), batch(1, 1, 0, 15)]
     spans.append(batch(1, 4, 70, 100, error="ValueError"))
     write_timeline(tmp_path / "lanes.html", Timeline("Net in lanes", ["lane 0 on cpu", "lane 1 on cpu"], spans))
@@ -54,7 +54,7 @@ def test_page_fits_its_width(window, path, width, scheme):
 
 
 def test_hover_shows_rows_and_times(window, path):
-    """The tip over a span has its name, track, duration, and details. It disappears beside the span."""
+    """The tip over a span has its name, track, duration, and details. It disappears outside the span."""
     opened = window(path)
     opened.page.mouse.move(*place_of(opened, 4))
     assert opened.text("tip").splitlines() == [

@@ -73,7 +73,7 @@ def size_of(net):
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory):
-    """What two ranks observe when they train with "ddp" and "fsdp2", and load the checkpoint of "fsdp2"."""
+    """Observations of two ranks that train with "ddp" and "fsdp2", and load the checkpoint of "fsdp2"."""
 
     def train(path):
         rank = current_rank().global_rank

@@ -113,7 +113,7 @@ def test_any_item_of_a_list_is_gathered(ranks):
 
 
 def test_rows_of_unequal_width(ranks):
-    """Tensors whose width differs between ranks are refused, and the cure of the error works."""
+    """Tensors of different widths on the ranks are refused, and the cure of the error works."""
 
     def evaluate():
         loader = functional.shard_loader(DataLoader(range(5), 2), pad=False)

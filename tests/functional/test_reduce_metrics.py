@@ -47,7 +47,7 @@ def test_means_are_weighted_by_rows(reduced):
 
 
 def test_kinds_of_trees_may_differ(ranks):
-    """Keys may be in any order. A rank whose weight is 0 may have numbers instead of tensors."""
+    """Keys may be in any order. A rank of weight 0 may have numbers instead of tensors."""
     found = ranks(reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {})
     assert found == ({"a": 1.0, "b": 2.0},) * 2
 

@@ -51,7 +51,7 @@ def epochs_of(first):
 
 @pytest.fixture(scope="module")
 def whole():
-    """What two ranks with one seed read in all epochs."""
+    """The numbers that two ranks with one seed read in all epochs."""
     return on(2, epochs_of, 0, seed=3)
 
 

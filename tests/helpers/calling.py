@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Calls(nn.Module):
-    """A module whose forward calls a function."""
+    """A module that calls a function in its forward."""
 
     def __init__(self, function):
         super().__init__()

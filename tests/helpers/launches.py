@@ -1,4 +1,4 @@
-"""Wait for launches whose ranks report to files."""
+"""Wait for launches with ranks that report to files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a notebook in a kernel of its own."""
+"""Run a notebook in a new kernel."""
 
 from __future__ import annotations
 

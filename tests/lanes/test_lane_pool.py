@@ -1,4 +1,4 @@
-"""What the pool of lanes guarantees about order, interrupts, and long waits. tests/api has what blocks show of it."""
+"""Guarantees of the pool of lanes about order, interrupts, and long waits. tests/api has what blocks show of it."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_interrupted_callers_leave(pool):
 
 
 class Inbox(SimpleQueue):
-    """An inbox whose `put` a test may replace."""
+    """An inbox with a `put` that a test may replace."""
 
     def put(self, errand):
         super().put(errand)

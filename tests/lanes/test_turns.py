@@ -43,7 +43,7 @@ def ran_in_turns(lanes):
 
 @pytest.mark.parametrize("lanes", [2, 4])
 def test_training_steps_take_turns(lanes):
-    """At every call, with a frozen model whose input requires gradients, and once a parameter is unfrozen."""
+    """At every call, with a frozen model and an input that requires gradients, and once a parameter is unfrozen."""
     RAN.clear()
     model = Recording(3, 3)
     with parallel(model, ["cpu"] * lanes, out_dims=0):

@@ -60,7 +60,7 @@ def group_size():
 
 @scenario
 def joining(rank):
-    """The function runs in the existing processes, which get all results at every call and are no ranks afterwards."""
+    """The function runs in the existing processes, which get all results at every call and are not ranks afterwards."""
     function = on_cpu(lambda: (os.getpid(), current_rank().global_rank, current_rank().local_rank, total()))
     first, second = function(), function()
     assert first == second

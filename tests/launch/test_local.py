@@ -166,7 +166,7 @@ def loads(method):
 
 
 def test_rank_has_loader_workers(tmp_path):
-    """They find datasets of the script and modules of its folder. A script without a guard is told to have one."""
+    """They find datasets of the script and modules of its folder. A script without a guard gets an error that names it."""
     rows = "class Rows(list): pass\nROWS = Rows([1.0, 2.0])"
     ends = {"guarded": "if __name__ == '__main__':\n    print(*loads('forkserver'))", "unguarded": "loads('spawn')"}
 

@@ -37,7 +37,7 @@ def test_cores_keep_the_given_order(devices, expected):
 
 @pytest.mark.parametrize("entry", ["gpu:0", "", "nc:", "nc:x", "nc:-1", "nc: 1", "nc:²", "0", -1, True, 1.0, None, "nc"])
 def test_entry_that_is_not_a_core(entry):
-    """The error shows the entry as the user wrote it, and the two valid spellings. A kind is no entry of a list."""
+    """The error shows the entry as the user wrote it, and the two valid spellings. A kind is not an entry of a list."""
     with pytest.raises(DeviceListError) as refused:
         resolve_cores(["nc:0", entry], 4)
     assert str(refused.value).startswith(f"{entry!r} is not a NeuronCore")
@@ -74,7 +74,7 @@ def test_cores_of_other_processes(devices, visible, error, said):
     ],
 )
 def test_variables_set_the_cores(monkeypatch, visible, number, cores):
-    """The list takes precedence over the number, as in the Neuron runtime. No value, or 0 cores, is no limit."""
+    """The list takes precedence over the number, as in the Neuron runtime. Without a value, or with 0, all are used."""
     for name, value in (("NEURON_RT_VISIBLE_CORES", visible), ("NEURON_RT_NUM_CORES", number)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:

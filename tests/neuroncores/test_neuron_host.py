@@ -1,4 +1,4 @@
-"""The double of NeuronCores: what it refuses, and what it counts."""
+"""The double of NeuronCores: refusals, and counts."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_model_for_emulated_cores(recorded, monkeypatch):
 
 
 def test_trace_with_keyword_inputs(recorded, monkeypatch):
-    """A release whose trace has the parameter is used; others would ignore it. The signature has the order of forward."""
+    """A release is used if its trace has the parameter; others would ignore it. The signature has the order of forward."""
     seen, (x, y) = [], numbers(2)
     with pytest.raises(DeviceUnavailableError, match=rf"{recorded.runtime.name} has no example_kwarg_inputs.* by position"):
         recorded.runtime.trace(Doubling(), example_kwarg_inputs={"x": x, "y": y})

@@ -47,7 +47,7 @@ def test_layers_made_in_forward(name):
 
 
 class Returning(nn.Linear):
-    """Fills a dict of its own and returns it, next to a parameter."""
+    """Fills its own dict and returns it, next to a parameter."""
 
     def __init__(self):
         super().__init__(4, 4)

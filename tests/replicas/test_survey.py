@@ -1,4 +1,4 @@
-"""The walk over a target: what is copied, what every lane shares, and what is refused with its path."""
+"""The walk over a target: parts that are copied, shared by every lane, or refused with their path."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Tagged(list):
 
 
 def test_plans_are_not_mixed():
-    """A number or a 0-d tensor, and a tensor without the dim, have plans of their own at the same place."""
+    """A number or a 0-d tensor, and a tensor without the dim, have different plans at the same place."""
     used = cutter(in_dims={"y": 1})
     for _ in range(2):
         assert len(cut(used, torch.zeros(4), 3.0)) == len(cut(used, torch.zeros(4), torch.tensor(3.0))) == 2

@@ -35,7 +35,7 @@ class Slotted:
 
 @dataclasses.dataclass
 class Checked:
-    """A dataclass with checks and an attribute that is no field."""
+    """A dataclass with checks and an attribute that is not a field."""
 
     a: Any
 

@@ -1,4 +1,4 @@
-"""What a whole call writes into its arguments, the caller's own objects have too, as after a plain call."""
+"""Writes of a whole call into its arguments reach the caller's own objects, as after a plain call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_views_of_one_memory(block):
 
 
 def test_change_of_a_shape(block, kind):
-    """A tensor with memory of its own gets the shape. For others, workers say what to do."""
+    """A tensor that shares no memory gets the shape. For others, workers say what to do."""
 
     def change(x):
         return x.unsqueeze_(0).add_(1).sum()

@@ -33,7 +33,7 @@ def mlp():
 
 
 class Held(nn.Module):
-    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and a tensor that is no buffer."""
+    """Holds tied weights, parameters in containers, a lock, which cannot be copied, and a tensor that is not a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -32,7 +32,7 @@ def mlp():
 
 
 def test_many_threads_call_one_model():
-    """Each gets the outputs and input gradients of its own rows. Calls, `submit`, and `map` share the lanes."""
+    """Each gets the outputs and input gradients for its rows. Calls, `submit`, and `map` share the lanes."""
     model, barrier = mlp(), threading.Barrier(12)
     plain = copy.deepcopy(model)
 
@@ -175,7 +175,7 @@ def test_calls_keep_others_writes(rows, change):
 
 
 def test_submitted_calls_and_writes():
-    """A call whose parameters are written before it ran, or while it runs, raises. Later calls are right."""
+    """A call raises if its parameters are written before it runs, or while it does. Later calls are right."""
     started, go = threading.Semaphore(0), threading.Event()
 
     class Waiting(nn.Linear):
@@ -231,7 +231,7 @@ def test_blocks_on_model_and_submodule():
 @pytest.mark.parametrize("how", ["submit", "map", "call"])
 @pytest.mark.parametrize("rows", [1, 7], ids=["plain", "in a lane"])
 def test_a_call_may_use_its_block(how, rows):
-    """What forward asks of its block runs plainly, in the same thread."""
+    """Calls of the block in forward run plainly, in the same thread."""
 
     class Asking(nn.Linear):
         def forward(self, x):

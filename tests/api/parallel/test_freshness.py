@@ -133,10 +133,10 @@ class Writes(nn.Linear):
 
     def state(self):
         held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None)
-        return *held, self.steps, [*self.recent], self.kinds, self.read() is self.layer
+        return *held, self.in_features, self.steps, [*self.recent], self.kinds, self.read() is self.layer
 
 
-FIRST_STATE = (False, 3, {"a": 1}, "first", ["first", "word"], [1, 2], {"a"}, True)
+FIRST_STATE = (False, 3, {"a": 1}, "first", 3, ["first", "word"], [1, 2], {"a"}, True)
 WRITES = {
     "new": lambda self: setattr(self, "new", 1),
     "out_features": lambda self: delattr(self, "out_features"),
@@ -146,6 +146,7 @@ WRITES = {
     "recent": lambda self: self.recent.append(3),
     "kinds": lambda self: self.kinds.add("b"),
     "captures 'layer'": lambda self: self.put(None),
+    "in_features": lambda self: object.__setattr__(self, "__dict__", vars(self) | {"in_features": 7}),
 }
 
 

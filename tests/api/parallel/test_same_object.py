@@ -158,7 +158,7 @@ def test_one_cpu_lane_is_the_plain_call():
 
 
 def test_root_hooks_see_the_whole_batch():
-    """They run in the caller's thread, and what they return is used."""
+    """They run in the caller's thread, and their return values are used."""
     model, seen = Net(), []
     model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
@@ -180,7 +180,7 @@ def pickled(model):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
 def test_copies_are_plain_models(duplicate):
-    """They have their own parameters, no parallel `forward`, and can have a block of their own."""
+    """They have their own parameters, no parallel `forward`, and can have their own block."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
     plain, keys = model(x), set(vars(duplicate(model)))
     with parallel(model, THREE) as p:

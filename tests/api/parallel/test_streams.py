@@ -263,7 +263,7 @@ def test_a_callback_can_submit_again():
 
 
 def test_stats_count_calls_and_rows():
-    """Also after the block. A call whose output is refused does not count."""
+    """Also after the block. A call with a refused output does not count."""
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
         for rows in (7, 0, 4):
             p(torch.zeros(rows))

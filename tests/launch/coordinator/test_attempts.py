@@ -107,7 +107,7 @@ class SimulatedNode:
         """Do nothing: simulated ranks always report their end."""
 
     def close(self):
-        """Do nothing: there is no connection."""
+        """Do nothing: no connection exists."""
 
 
 class Stage:
@@ -237,7 +237,7 @@ def test_a_rank_that_does_not_answer(returns):
 
 @pytest.mark.parametrize("counts", [None, [0, 0]], ids=["", "preempted"])
 def test_a_wait_for_a_requeued_rank(counts, monkeypatch):
-    """It is no deadlock."""
+    """It is not a deadlock."""
     monkeypatch.setattr(_standstill, "STUCK_S", 0.0)
     waits = Status(1.0, 1.0, 1.0, "a collective")
 

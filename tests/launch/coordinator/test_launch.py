@@ -20,7 +20,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def test_handle_follows_the_launch(tmp_path):
-    """`submit` does not wait; `state`, `done`, `logs`, and `results` tell how far the launch is."""
+    """`submit` does not wait; `state`, `done`, `logs`, and `results` show how far the launch is."""
 
     def waits(go):
         print("in rank", current_rank().global_rank, flush=True)

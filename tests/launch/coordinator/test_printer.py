@@ -95,7 +95,7 @@ os.write(2, b", done")
 
 
 def test_unread_output_stops_no_launch():
-    """A launch whose output nobody reads reaches its time limit. All output is printed before the interpreter exits."""
+    """A launch reaches its time limit even if its output is not read. All of it is printed before the interpreter exits."""
     with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
         expected = b"timed out, done"
         assert script.stderr.read(len(expected)) == expected

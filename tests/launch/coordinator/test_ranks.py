@@ -50,7 +50,7 @@ def test_each_call_is_a_launch(world):
 
 
 def test_a_changed_variable_is_sent(world):
-    """A decorated function runs in these ranks, and not in ranks of its own platform."""
+    """A decorated function runs in these ranks, and not in those of its own platform."""
     number = 1
     read = wrapper(ranks(1))(lambda: (number, current_rank().world_size))
     first, number = world(read), 2
@@ -184,7 +184,7 @@ def wait_for(path):
 
 
 def test_a_submitted_call_has_a_handle(world, tmp_path):
-    """The handle has the state, stacks, output, and results of its own call. Later calls wait for it."""
+    """The handle has the state, stacks, output, and results of its call. Later calls wait for it."""
     world(speak, "before")
     world(store, "order", [])
 
@@ -233,7 +233,7 @@ def test_a_cancel_keeps_the_ranks(world, tmp_path):
 
 
 def test_calls_of_several_threads(world):
-    """Each thread gets the results of its own calls, in the world that it calls."""
+    """Each thread gets the results of its calls, in the world that it calls."""
     with ranks(3).open() as other, ThreadPoolExecutor(4) as pool:
         calls = [
             [pool.submit((world, other)[number % 2], all_sum, float(number)) for _ in range(20)] for number in range(4)

@@ -73,7 +73,7 @@ def test_stopped_process_and_exit(tmp_path):
 
 
 def test_killed_process_is_named():
-    """The error names the signal, and the next launch works. A launch whose ranks start may survive."""
+    """The error names the signal, and the next launch works. A launch with ranks that start may survive."""
 
     def kills():
         if current_rank().global_rank == 0:
@@ -98,7 +98,7 @@ def test_killed_process_is_named():
 
 
 def test_folder_may_be_removed(tmp_path, monkeypatch):
-    """While the warm process is there, and before it starts; later ranks use the parent's new folder."""
+    """While the warm process runs, and before it starts; later ranks use the parent's new folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)

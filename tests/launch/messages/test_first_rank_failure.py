@@ -47,7 +47,7 @@ def died(at=1.0, **how):
     ],
 )
 def test_earliest_cause_is_raised(outcomes, rank):
-    """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is no failure."""
+    """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is not a failure."""
     assert first_rank_failure(outcomes) == rank
 
 

@@ -37,7 +37,7 @@ def test_other_text_keeps_its_end():
 
 
 def test_report_without_a_stack():
-    """A report whose threads are unknown keeps its first line and its end."""
+    """A report without known threads keeps its first line and its end."""
     words = last_words_of(BEFORE + REPORT + "  File one\n" * 400 + "  File last\n", 300)
     assert "just before\nFatal Python error: Aborted\n...\n" in words
     assert words.endswith("  File last\n")

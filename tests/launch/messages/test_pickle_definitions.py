@@ -1,4 +1,4 @@
-"""What decorators make of a script's functions arrives in ranks: caches, properties, dispatch, and operators."""
+"""Decorated functions of a script arrive in ranks: caches, properties, dispatch, and operators."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_streams_are_the_readers(monkeypatch):
 
 
 def test_modules_are_sent_by_name(monkeypatch):
-    """Also modules and operators whose class cannot be pickled, and objects that stand for a module."""
+    """Also modules and operators of classes that cannot be pickled, and objects that stand for a module."""
     module = SimpleNamespace(__name__="namespace_of_a_library")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes]

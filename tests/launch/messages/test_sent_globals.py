@@ -1,6 +1,6 @@
 """Functions of a script in ranks that stay: which globals stay in the ranks, which are sent again, and which are refused.
 
-One script runs all sections, each with ranks of its own. A section checks itself.
+One script runs all sections, each with new ranks. A section checks itself.
 """
 
 from __future__ import annotations

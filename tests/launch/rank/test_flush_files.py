@@ -72,7 +72,7 @@ def test_open_files_are_complete(method, error, tmp_path):
 
 
 def test_parents_buffer_is_not_written(tmp_path):
-    """What this process had not yet written when it forked a rank is written once, by this process."""
+    """Output that this process had not yet written when it forked a rank is written once, by this process."""
     with (tmp_path / "log").open("w") as log:
         log.write("line\n")
         assert wrapper(ranks(spawn_method="fork"))(lambda: gc.collect() >= 0)() == (True, True)

@@ -89,7 +89,7 @@ def test_a_rank_returns_before_a_signal(world):
 
 
 def test_one_rank_requeues_or_raises(world):
-    """Broken collectives of others are no failure, but an exception wins, and every process raises it."""
+    """Broken collectives of others are not failures, but an exception wins, and every process raises it."""
 
     def call():
         def train(number):

@@ -81,7 +81,7 @@ def leave_open(folder):
 
 @pytest.fixture(scope="module", params=METHODS)
 def observed(request, tmp_path_factory):
-    """What one rank of a launch with a spawn method saw, and the folder that it wrote into."""
+    """Observations of one rank of a launch with a spawn method, and the folder that it wrote into."""
     method, folder = request.param, tmp_path_factory.mktemp("rank")
     np.ones((200, 200)) @ np.ones((200, 200))  # starts the BLAS threads of this process
 
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
 
 def test_options_of_the_interpreter(tmp_path):
-    """Flags, warning filters, and ``-X`` options of the script hold in ranks with interpreters of their own."""
+    """Flags, warning filters, and ``-X`` options of the script hold in ranks with new interpreters."""
     (tmp_path / "script.py").write_text(OPTIONS)
     options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8", "-X", "own=1"
     command = [sys.executable, *options, "script.py"]

@@ -117,7 +117,7 @@ def test_submitit_starts_guarded(folder):
     ],
 )
 def test_a_forgotten_job_is_over(answer, name, command):
-    """A job does not count as over if the controller does not answer. No accounting is asked."""
+    """A job does not count as over if the controller does not answer. Accounting is not used."""
     accounts = command("sacct", "echo COMPLETED")
     command("scontrol", f"echo '{answer}'; exit 1")
     state = job_state("7_4")

@@ -49,7 +49,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_a_process_behind(folder):
-    """Leave a process in a session of its own, which holds a lock, and fail."""
+    """Leave a process in a new session, which holds a lock, and fail."""
     lock = scenarios.hold_lock(folder)
     command = ["bash", "-c", "setsid sleep 600 & disown"]
     subprocess.run(command, pass_fds=[lock.fileno()], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -278,7 +278,7 @@ def test_a_node_without_parawrap(started):
 
 
 def test_sigterm_ends_ranks(started):
-    """Slurm sends SIGTERM to all tasks before it kills them, and the ranks have ended by then."""
+    """Slurm sends SIGTERM to all tasks before it kills them, after the ranks have ended."""
     wait_for_reports(started.folder("sigterm"), "begun", 2)
     started.cluster.run("scancel", "--signal=TERM", started.jobs["sigterm"])
     with pytest.raises(RankDiedError, match="was killed by SIGTERM"):
@@ -315,7 +315,7 @@ def test_a_job_ends_with_its_submitter(started, launch_folder):
     assert_no_survivors(started.folder("lease"), 1)
 
 
-# -- nodes that other jobs or nobody can use
+# -- nodes that other jobs or no jobs can use
 
 
 def test_an_urgent_job_preempts(started, tmp_path):
