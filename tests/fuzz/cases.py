@@ -440,10 +440,15 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 def run(case: Case) -> Outcome:
     """Run a case, and return how it ended."""
+    return outcome_of(lambda: Run(case).run())
+
+
+def outcome_of(call: Callable[[], None]) -> Outcome:
+    """Return how a call ended that raises Refused, Wrong, or an error of parawrap."""
     with warnings.catch_warnings(record=True) as caught, unraisable() as ignored:
         warnings.simplefilter("always")
         try:
-            Run(case).run()
+            call()
             end, detail = "answered", ""
         except Refused as error:
             end, detail = "refused", str(error)
