@@ -38,10 +38,10 @@ def seed_generators(seed: int, offset: int = 0) -> None:
 
 
 def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | int) -> None:
-    """Move the state of an optimiser to a device, in place.
+    """Move the state of an optimizer to a device, in place.
 
-    Use it if the parameters moved after the optimiser got its state, for instance from ``load_state_dict``. Step counters
-    that the optimiser keeps on the CPU stay on the CPU.
+    Use it if the parameters moved after the optimizer got its state, for instance from ``load_state_dict``. Step counters
+    that the optimizer keeps on the CPU stay on the CPU.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 2)
@@ -61,7 +61,7 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Return True if a module has a batch normalisation layer, including lazy and synchronised ones.
+    """Return True if a module has a batch normalization layer, including lazy and synchronized ones.
 
     >>> import torch
     >>> has_batch_norm(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)))
@@ -134,12 +134,12 @@ def to(
     - ``strategy="ddp"`` wraps the module in DistributedDataParallel, unless no parameter requires gradients. Each rank
       holds all parameters.
     - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place. Each rank holds its part of the parameters, gradients,
-      and optimiser state. Ranks exchange parameters block by block, and all parameters outside blocks together. A block is
+      and optimizer state. Ranks exchange parameters block by block, and all parameters outside blocks together. A block is
       a child of a ModuleList or Sequential that has a sibling of its class, and shares no parameters with the rest of the
-      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronised only at the start.
+      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronized only at the start.
 
-    On CUDA, batch normalisation is synchronised between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
-    optimiser after this call.
+    On CUDA, batch normalization is synchronized between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
+    optimizer after this call.
 
     Args:
         module: A module on any device.

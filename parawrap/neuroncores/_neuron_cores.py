@@ -60,7 +60,7 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
     if twice:
         msg = (
             f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one replica. Name each core "
-            "once; num_workers of parawrap.neuron.DataParallel sets the number of threads per core"
+            "once; num_workers of parawrap.neuron.DataParallel sets the number of threads"
         )
         raise DeviceListError(msg)
     for core in cores:
