@@ -21,7 +21,16 @@ from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes
 from parawrap.shards._join_rules import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, list_values, reduce_numbers
 from parawrap.shards._register_split import place_leaf, registration_of, splitter_of
-from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
+from parawrap.tree import (
+    TreeSpec,
+    WholeLeaf,
+    addresses,
+    flatten,
+    flatten_outside_sequences,
+    mismatch,
+    tensors_in,
+    unflatten,
+)
 
 __all__ = ["Originals", "join", "with_originals"]
 
@@ -182,6 +191,7 @@ class _Join:
 
     def _reduce_tensors(self, column: Sequence[Any], declared: Declared) -> Any:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
+        _refuse_reduced_and_equal(declared)
         if self.lanes > 1 and len({part.shape for part in column}) > 1:
             refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
         return reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
@@ -354,7 +364,9 @@ class _Join:
         if original is not None:
             return original
         moved = [leaf.value if self.device is None else place_leaf(leaf, self.device) for leaf in column]
-        if self.lanes == 1 or declared.out_dim is None:
+        if declared.out_dim is None:
+            return self._take_equal_registered(moved)
+        if self.lanes == 1:
             return moved[0]
         rules = splitter_of(values[0])
         found = [rules.rows(value) for value in values]
@@ -367,8 +379,17 @@ class _Join:
             msg = f"{error}. {JOIN_LIST}"
             raise Refusal(msg) from error
 
+    def _take_equal_registered(self, values: Sequence[Any]) -> Any:
+        """Return the one value that `out_dims` declares to be equal in all lanes. Its tensors are compared."""
+        first, *others = ([*tensors_in(value)] for value in values)
+        for other in others:
+            if len(other) != len(first) or not all(map(_equal_values, other, first)):
+                refuse(f"{self._lanes_had()} returned values of type {type(values[0]).__name__} that differ. {CURE}")
+        return values[0]
+
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
         if declared.out_dim is None:
+            _refuse_reduced_and_equal(declared)
             return self._take_equal(column)
         if self.rules.as_torch and not all(isinstance(part, torch.Tensor) for part in column):
             if self.lanes == 1:
@@ -424,6 +445,16 @@ class _Join:
 
     def _list_rows(self) -> str:
         return list_values(self.rows or [])
+
+
+def _refuse_reduced_and_equal(declared: Declared) -> None:
+    """Refuse to reduce a value that is also declared to be the same in every lane."""
+    if declared.out_dim is None and declared.reduce is not None:
+        refuse(
+            f"out_dims=None says that every lane returned the same value, and reduce={declared.reduce!r} puts different "
+            "values together. Keep one of them: a dict or a tuple in reduce leaves values out, and out_dims=0 leaves "
+            "numbers to reduce"
+        )
 
 
 def _form_of(leaf: Any) -> object:

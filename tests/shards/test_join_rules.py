@@ -72,6 +72,24 @@ def test_none_declares_one_value():
         assert "nan" in str(joined(make(float("nan")), make(float("nan")), out_dims=None))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "out_dims", "reduce"),
+    [
+        ((torch.tensor(2), torch.tensor(2)), None, "sum"),
+        ((2, 2), None, "sum"),
+        ([(torch.tensor(2), torch.zeros(2)) for _ in range(2)], (None, 0), "sum"),
+        ([{"m": torch.zeros(3, 3)}] * 2, {"m": None}, {"m": "sum"}),
+        ([{"m": numpy.zeros(3)}] * 2, {"m": None}, {"m": "sum"}),
+    ],
+)
+def test_none_contradicts_reduce(outputs, out_dims, reduce):
+    """Two lanes that both count 2 are 4, and not the same value. The cures work."""
+    message = refusal(*outputs, sizes=(2, 2), out_dims=out_dims, reduce=reduce)
+    assert f"out_dims=None says that every lane returned the same value, and reduce={'sum'!r} puts" in message
+    assert joined((3, torch.zeros(2)), (3, torch.zeros(2)), sizes=(2, 2), out_dims=(0, 0), reduce="sum")[0] == 6
+    assert joined((3, 1), (3, 4), out_dims=(None, 0), reduce=(None, "sum")) == (3, 5)
+
+
 def test_items_and_ragged():
     """Lists of equal shards are concatenated too, and their length is checked. A dim means the same for texts."""
     for items in (["a", "b", "c", "d"], [torch.zeros(n) for n in range(4)]):

@@ -85,6 +85,9 @@ def test_registered_rows_must_agree():
     assert joined(*outputs, out_dims="ragged").items == ["a", "b", "c"]
     assert joined(*outputs, as_torch=True).items == ["a", "b", "c"]
     assert joined(*outputs, out_dims=None) is outputs[0]
+    assert "of type PackedSequence that differ" in refusal(
+        *(rnn.pack_sequence([each]) for each in torch.eye(2)), out_dims=None
+    )
     assert joined(words(""), words("")).items == []
     value = registered()("ab")
     assert joined(value, value, sizes=(2, 2)) is value

@@ -75,7 +75,11 @@ class Standstill:
             return
         self._has_hinted = True
         ranks = [f"rank {state.rank} {self._place_of(state, now)}" for state in running]
-        _log.warning("no progress for %g s; the launch continues. %s", STILL_S, "; ".join(ranks))
+        _log.warning(
+            "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
+            STILL_S,
+            "; ".join(ranks),
+        )
 
     def _place_of(self, state: Observed, now: float) -> str:
         if state.status is None or now - state.status_at > self._report_s * _MISSED:

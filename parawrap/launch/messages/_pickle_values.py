@@ -281,7 +281,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             msg = "an open file belongs to its process: send the path, and open the file there"
             raise RefusedError(obj, msg)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            msg = "DistributedDataParallel belongs to the process group of its rank: send model.module instead"
+            msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
             raise RefusedError(obj, msg)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
             self._main_objects[obj.__qualname__] = obj
