@@ -36,7 +36,7 @@ def test_dry_run_shows_the_launch():
 
 
 def test_ddp_model_is_no_result():
-    with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
+    with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send functional\.unwrap"):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.processes import run_script
 
 HEAD = """
-import copy, dataclasses, enum, json, math, threading, traceback
+import copy, dataclasses, enum, json, math, threading, time, traceback
 import torch, torch.distributed as dist
 from parawrap import Platform, UnsendableError, current_rank
 
@@ -199,9 +199,10 @@ def use():
     return cursed
 
 with platform.open() as ranks:
-    ranks.submit(hold)
+    held = ranks.submit(hold)
     first, second = ranks.submit(use), ranks.submit(use)
     go.touch()
+    same(held.results(), (None, None))
     same(type(error_of(first.results)), ValueError)
     error = error_of(second.results)
     same(type(error), NameError)
