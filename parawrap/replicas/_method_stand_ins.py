@@ -17,7 +17,7 @@ _MISSING: Any = object()
 class StandIn(wrapt.FunctionWrapper[..., Any]):
     """A function with the signature and the name of a method, kept in the module's ``__dict__``.
 
-    `put` notes the value that it lies on. A copy or a pickle of it is one of the plain method.
+    `put` notes the value below it. A copy or a pickle of it is one of the plain method.
     """
 
     _self_before: Any = _MISSING
@@ -127,7 +127,7 @@ class PlainView(dict[str, Any]):
 
 
 def put(module: torch.nn.Module, view: PlainView, stand_ins: Mapping[str, StandIn], hidden: Iterable[str] = ()) -> None:
-    """Put stand-ins into the module's own dictionary, on top of those that are there. `restore` removes them.
+    """Put stand-ins into the module's own dictionary, on top of earlier ones. `restore` removes them.
 
     `view` takes the place of the dictionary, unless another block has one there. The module has None in place of the
     attributes `hidden` until its last stand-in is removed.

@@ -102,7 +102,7 @@ class Snapshot:
         return found
 
     def return_dicts(self) -> None:
-        """Give each object its own ``__dict__`` back, with the items of the one that it has now."""
+        """Give each object its own ``__dict__`` back. The items of a dict that a call put in its place are kept."""
         for each, own in zip(self._instances, self._own, strict=True):
             now = vars(each)
             if now is not own:
