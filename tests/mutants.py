@@ -1,7 +1,8 @@
-"""Check that the tests notice wrong code: change one place of the package at random, and run the tests.
+"""Check that the tests notice wrong code: change one place of the package at random, and run the tests that reach it.
 
-``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time. They lie in a temporary copy of the
-repository.
+``python -m tests.mutants --count 200 --seed 0`` draws the same mutants each time. They lie in temporary copies of the
+repository. First all tests run without a mutant, and coverage notes which lines each test runs. Then each mutant runs the
+tests of its lines, those of its own package first, or the whole package where no test runs its lines in its own process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ast
 import contextlib
 import copy
 import os
+import queue
 import random
 import shutil
 import signal
@@ -19,15 +21,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+from coverage import CoverageData
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("shards", "replicas", "lanes", "engine")
-STAGES = (*PACKAGES, "tree", "devices", "workers", "api")
-"""The folders of tests, each in its own process. Those of the mutant's own package run first, and tests/api last."""
+FOLDERS = tuple(f"tests/{name}" for name in (*PACKAGES, "tree", "workers", "api"))
+"""The folders of tests, in the order in which they run."""
 MOST_TIMES = 10
-"""The time limit of a folder, in times of the run without a mutant."""
+"""The time limit of a run, in times of the run of all tests without a mutant."""
+TEST_LIMIT_S = 100
+PYTEST = ("-m", "pytest", "-q", "-m", "not (contract or slurm or ray or long)", f"--timeout={TEST_LIMIT_S}")
 
 SWAPPED = [
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
@@ -69,6 +77,7 @@ class Mutator(ast.NodeTransformer):
 
     def __init__(self, number: int) -> None:
         self.number, self.count, self.change = number, 0, ""
+        self.lines = range(0)
 
     def visit(self, node: ast.AST) -> ast.AST:
         match node:
@@ -87,6 +96,7 @@ class Mutator(ast.NodeTransformer):
         for new in replacements(node):
             self.count += 1
             if self.count - 1 == self.number:
+                self.lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 self.change = f"line {node.lineno}: {ast.unparse(node)[:99]!r} -> {ast.unparse(new)[:99]!r}"
                 return new
         return self.generic_visit(node)
@@ -107,11 +117,11 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def outcome_of(folder: Path, stage: str, limit_s: float | None) -> str:
-    """Run one folder of tests; return "passed", "failed", or "timed out", and end what the tests have started."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not (contract or slurm or ray or long)", f"tests/{stage}"]
+def run(folder: Path, arguments: Sequence[str], limit_s: float | None = None) -> str:
+    """Run tests in a copy; return "passed", "failed", or "timed out", and end what the tests have started."""
     environ = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     with (folder / "mutant.log").open("wb") as log:
+        command = [sys.executable, *PYTEST, *arguments]
         tests = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
         return "failed" if tests.wait(limit_s) else "passed"
@@ -123,39 +133,73 @@ def outcome_of(folder: Path, stage: str, limit_s: float | None) -> str:
         tests.wait()
 
 
-def result_of(package: str, folder: Path, limits_s: dict[str, float]) -> str:
-    """Return what became of a mutant: killed or timed out by a folder of tests, or survived."""
-    for stage in sorted(STAGES, key=lambda stage: (stage != package, STAGES.index(stage))):
-        outcome = outcome_of(folder, stage, limits_s[stage])
-        if outcome != "passed":
-            return f"{'killed' if outcome == 'failed' else outcome} by tests/{stage}"
-    return "survived"
+def tests_by_line(folder: Path) -> dict[Path, dict[int, set[str]]]:
+    """Run all tests without a mutant. Return the tests that run each line of each file."""
+    coverage_of = ("--cov=parawrap", "--cov-context=test", "--cov-report=", "--numprocesses=2", "--dist=loadfile")
+    if run(folder, [*FOLDERS, *coverage_of]) != "passed":
+        sys.exit(f"the tests fail without a mutant:\n{(folder / 'mutant.log').read_text()[-3000:]}")
+    data = CoverageData(str(folder / ".coverage"))
+    data.read()
+    return {
+        Path(name).relative_to(folder): {
+            line: {context.rpartition("|")[0] for context in contexts if context}  # "tests/test_a.py::test_b|run"
+            for line, contexts in data.contexts_by_lineno(name).items()
+        }
+        for name in data.measured_files()
+    }
+
+
+class Mutant(NamedTuple):
+    file: Path
+    """In the repository, such as parawrap/shards/_cut.py."""
+    number: int
+    """Of the change in the file."""
+
+    def result(self, folder: Path, tests: dict[int, set[str]], limit_s: float) -> str:
+        """Return what became of this mutant, in one line."""
+        mutator, source = mutated(ROOT / self.file, self.number)
+        own = f"tests/{self.file.parent.name}"
+        reached = {test for line in mutator.lines for test in tests.get(line, ())} or {own}
+        folders = {test: FOLDERS.index("/".join(test.split("/")[:2])) for test in reached}
+        chosen = sorted(reached, key=lambda test: (not test.startswith(own), folders[test], test))
+        (folder / "tests_of_mutant").write_text("\n".join(chosen))
+        (folder / self.file).write_text(source)
+        outcome = run(folder, ["-x", "@tests_of_mutant"], limit_s)
+        shutil.copy2(ROOT / self.file, folder / self.file)
+        became = {"passed": "survived", "failed": "killed"}.get(outcome, outcome)
+        return f"{became}: {self.file}, {mutator.change}, {len(chosen)} tests"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="mutants that run at the same time")
     options = parser.parse_args()
-    files = [path for package in PACKAGES for path in sorted((ROOT / "parawrap" / package).glob("*.py"))]
-    every = [(path, number) for path in files for number in range(mutated(path, -1)[0].count)]
-    found: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folder, limits_s = Path(temporary), {}
-        copy_repository(folder)
-        for stage in STAGES:
-            began = time.monotonic()
-            if outcome_of(folder, stage, None) != "passed":
-                sys.exit(f"tests/{stage} fail without a mutant:\n{(folder / 'mutant.log').read_text()[-3000:]}")
-            limits_s[stage] = MOST_TIMES * (time.monotonic() - began)
-        for file, number in random.Random(options.seed).sample(every, min(options.count, len(every))):
-            mutator, source = mutated(file, number)
-            copied = folder / file.relative_to(ROOT)
-            copied.write_text(source)
-            result = result_of(file.parent.name, folder, limits_s)
-            shutil.copy2(file, copied)
-            found[result] += 1
-            print(f"{result}: {copied.relative_to(folder)}, {mutator.change}", flush=True)
+    files = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / "parawrap" / package).glob("*.py"))]
+    every = [Mutant(path, number) for path in files for number in range(mutated(ROOT / path, -1)[0].count)]
+    drawn = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary, ThreadPoolExecutor(options.jobs) as jobs:
+        for job in range(options.jobs):
+            folder = Path(temporary, str(job))
+            copy_repository(folder)
+            folders.put(folder)
+        began = time.monotonic()
+        tests = tests_by_line(folder)
+        limit_s = MOST_TIMES * (time.monotonic() - began)
+
+        def result_of(mutant: Mutant) -> str:
+            folder = folders.get()
+            try:
+                return mutant.result(folder, tests.get(mutant.file, {}), limit_s)
+            finally:
+                folders.put(folder)
+
+        found: Counter[str] = Counter()
+        for result in jobs.map(result_of, drawn):
+            print(result, flush=True)
+            found[result.partition(":")[0]] += 1
     print(dict(found))
 
 
