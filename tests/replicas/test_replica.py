@@ -117,8 +117,10 @@ def test_buffers_that_lanes_differ_in(write):
             assert not model.kept.any()
         model.train()(X)
         assert model.kept.any()
-        model.eval().write = in_place  # a count is the same in every lane
-        model(X)
+        model.eval().write = in_place  # a count is the same in every lane, and so is NaN
+        for count in (0.0, torch.nan):
+            model.kept.fill_(count)
+            model(X)
 
 
 OTHER_VALUES = [lambda model, x: model.held[0].copy_(x[0]), lambda model, x: model.rows[: len(x)].add_(x)]

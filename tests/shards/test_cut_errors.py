@@ -145,9 +145,11 @@ HOLDERS = {
 
 @pytest.mark.parametrize("unknown", HOLDERS.values(), ids=HOLDERS)
 def test_unknown_holders_of_tensors(unknown):
-    """Also in calls that are not cut. With None in `in_dims`, every lane gets the object."""
+    """Also in calls that are not cut, and after calls of others. With None in `in_dims`, every lane gets the object."""
     kind = type(unknown).__name__
-    message = uncut(cutter(), ROWS[:1], {"cache": unknown})
+    used = cutter()
+    cut(used, ROWS[:1], {"cache": Settable()})
+    message = uncut(used, ROWS[:1], {"cache": unknown})
     assert uncut(cutter(), ROWS, {"cache": unknown}) == message
     length = "" if hasattr(unknown, "__len__") else ", rows=..."
     for part in (
