@@ -119,6 +119,7 @@ def test_keys_must_agree():
     message = refusal({"a": torch.zeros(3)}, {"a": torch.zeros(1)}, {"b": torch.zeros(1)}, sizes=(3, 1, 1))
     for part in ("output cannot be joined", "lane 0 returned a dict with keys ['a']", "lane 2", "'b'", 'join="list"'):
         assert part in message
+    assert 'output["k"] cannot be joined: lane 0 returned a dict' in refusal({"k": {"a": 1}}, {"k": {"b": 1}})
     found = joined({"a": torch.zeros(3), "b": torch.ones(3)}, {"b": torch.ones(1), "a": torch.zeros(1)})
     assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
 

@@ -141,6 +141,7 @@ WRITES = {
     "new": lambda self: setattr(self, "new", 1),
     "out_features": lambda self: delattr(self, "out_features"),
     "table['c']": lambda self: self.table.update(c=3),
+    "'table'": lambda self: setattr(self, "table", {}),
     "slotted": lambda self: delattr(self.slotted, "items"),
     "steps": lambda self: self.steps.__setitem__(1, "other"),
     "recent": lambda self: self.recent.append(3),
