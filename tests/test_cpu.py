@@ -107,6 +107,13 @@ def test_first_sets_and_last_resets(calls, caplog):
     assert caplog.messages == ["this process keeps freed memory", "this process returns freed memory to the kernel again"]
 
 
+def test_older_glibc_has_a_limit(calls, monkeypatch):
+    """Before 2.35, mallopt refuses a larger M_MMAP_THRESHOLD, and the block sets the largest."""
+    monkeypatch.setattr(parawrap.cpu._libc, "mallopt", lambda *call: calls.append(call))
+    with keep_freed_memory():
+        assert calls == [*OPENED, (-3, 32 << 20)]
+
+
 def test_reason_for_nothing_is_logged(calls, caplog, monkeypatch):
     """Without glibc, or if the environment sets a threshold, the block only logs the reason."""
     with caplog.at_level(logging.INFO, logger="parawrap.cpu"):
