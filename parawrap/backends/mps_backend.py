@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-
 import torch
 
-from parawrap.backends._backend import Backend, Stream
+from parawrap.backends._backend import Backend
 from parawrap.backends._backend_registry import not_there
 
 __all__ = ["BACKEND", "MpsBackend"]
@@ -25,9 +22,6 @@ class MpsBackend(Backend):
         if self.count() == 0 or index not in (None, 0):
             raise not_there(self.type, index, self.count())
         return torch.device("mps", 0)
-
-    def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
 
 
 BACKEND = MpsBackend()

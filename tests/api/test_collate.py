@@ -114,6 +114,7 @@ def test_metadata_and_arguments():
     """The function keeps its metadata. Samples may be a keyword, and other arguments go to every part."""
     assert (collate_pairs.__name__, collate_pairs.__doc__) == ("collate_pairs", "Collate pairs into a pair of tensors.")
     assert str(inspect.signature(collate_pairs)) == "(samples, scale=1)"
+    assert repr(default_collate(2)) == "default_collate(2)"
     assert inspect.isfunction(collate_pairs.__wrapped__)
     assert lists(collate_pairs(samples=[(1, 0), (2, 0)], scale=3)[0]) == ["tuple", [3], [6]]
     assert lists(collate_pairs([(1, 0), (2, 0)], 4)[0]) == ["tuple", [4], [8]]

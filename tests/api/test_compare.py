@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import threading
 
@@ -143,6 +144,7 @@ NAN = torch.tensor([math.nan, 1.0, math.inf])
     ("ours", "plain", "expected"),
     [
         ([NAN], [NAN.clone()], (0, 0)),
+        ([NAN], [], (math.inf, math.inf)),
         ([torch.tensor([0.0, 1.0, math.inf])], [NAN], (math.inf, math.inf)),
         ([torch.zeros(2)], [torch.zeros(3)], (math.inf, math.inf)),
         ([torch.tensor([0.0, 3.0])], [torch.tensor([1.0, 4.0])], (1.0, 0.25)),
@@ -205,6 +207,11 @@ def test_the_random_state_of_each_way():
     compare(noise, torch.zeros(9, 3), ["cpu"], **SHORT)
     assert torch.equal(torch.get_rng_state(), state)
     assert drawn.count(torch.rand(()).item()) == 6  # three ways, two turns
+
+
+def test_load_is_unknown_off_linux(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert compare(torch.neg, torch.ones(9, 3), LANES, **SHORT).busy_cores is None
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from /proc")

@@ -70,6 +70,8 @@ def test_items_of_rows_may_differ(kind):
     else:
         with pytest.raises(GatherError, match=r"which differ.*Return a tuple"):
             DataParallel(model, TWO)(x)
+    if kind.startswith("None") or kind == "keys":  # no item of a lane can be joined with one of the other lane
+        assert_close(DataParallel(model, TWO)(x[[0, 1, 3, 2]]), model(x[[0, 1, 3, 2]]))
     heads = Calls(lambda x: [None, x.float(), x.long()[:, None]])
     assert_close(DataParallel(heads, TWO)(x), heads(x))
 
@@ -83,3 +85,5 @@ def test_ambiguous_detections():
         assert_close(p(x), model(x))
     levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
     assert_close(DataParallel(levels, TWO)(x), levels(x))
+    with pytest.warns(UserWarning, match="0-d tensors"):
+        assert_close(DataParallel(Calls(lambda x: [x.sum(), x.max()]), TWO)(x), [torch.full((2,), 2.0), torch.ones(2)])

@@ -178,7 +178,7 @@ def test_replicas_are_new_modules():
     """Their gradients reach the module. Attributes that are set on a replica stay there until it is dropped."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     first, second = replicate(model, TWO), replicate(model, [torch.device("cpu")] * 2, False)
-    assert len({id(each) for each in (model, *first, *second)}) == 5
+    assert len({id(each) for each in (model, *first, *second, *replicate(model, []))}) == 5
     sum(replica(torch.ones(1, 2)).sum() for replica in first).backward()
     grads = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

@@ -215,6 +215,8 @@ def test_tuple_fn_calls_once_per_part(parallel):
     assert_close(cat(whole), EXPECTED * 2)
     with pytest.raises(ShardError, match="3 parts for 2 devices"):
         tuple_fn(abs, parallel=True, devices=TWO)((1, 2, 3))
+    with pytest.raises(ShardError, match="cannot decorate 3, which is not callable"):
+        tuple_fn(3)
 
 
 def test_tuple_fn_draws_in_order():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -102,6 +103,8 @@ def test_transpose_keeps_types():
     rows = [UserDict(x=1), UserDict(x=2)]
     turned = transpose(rows)
     assert (type(turned), turned, rows[0]) == (UserDict, {"x": (1, 2)}, {"x": 1})
+    fixed = transpose([MappingProxyType({"x": 1})])
+    assert (type(fixed), fixed["x"]) == (MappingProxyType, (1,))
     assert transpose([]) == ()
 
 

@@ -81,6 +81,8 @@ def test_missing_names(wrap):
         with pytest.raises(AttributeError, match=f"'Model' object has no attribute '{missing}'"):
             getattr(net, name)
         assert getattr(net, name, 3) == 3
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = type(net).__new__(type(net)).nothing  # before __init__
 
 
 @pytest.mark.parametrize("base", [DataParallel, TupleParallel])

@@ -113,7 +113,7 @@ def test_method_keeps_its_metadata():
     assert str(inspect.signature(method)) == "(x)"
     model = Model()
     assert {model.method: 1}[model.method] == 1
-    assert model.method != Model().method
+    assert model.method not in (Model().method, 1)
 
 
 def test_addresses_do_not_count_self():

@@ -77,12 +77,14 @@ def test_other_values_are_refused(value):
 
 
 def test_a_registered_backend(fake):
-    """It counts its devices and resolves lists. Missing indices, and lists of two kinds, are refused."""
+    """It resolves lists, and needs no streams. Missing indices, and lists of two kinds, are refused."""
     assert backend_of("meta") is fake
     every = tuple(torch.device("meta", index) for index in range(3))
     assert resolve_devices("meta") == every
     assert resolve_devices(["meta:1", every[1]]) == (every[1],) * 2
-    assert (resolve_device("meta:2"), resolve_device("meta")) == (every[2], every[0])
+    assert (fake.new_stream(every[0]), fake.rng_state(every[0]), fake.intra_op_threads(2)) == (None, None, None)
+    with fake.activate(every[0], None):
+        assert (resolve_device("meta:2"), resolve_device("meta")) == (every[2], every[0])
     with pytest.raises(DeviceUnavailableError, match="meta:0 to meta:2"):
         resolve_devices(["meta:3"])
     with pytest.raises(DeviceListError, match=r"cpu.*meta"):

@@ -35,11 +35,13 @@ def command(tmp_path, monkeypatch):
 
 def test_machine_has_no_problem(here, monkeypatch):
     monkeypatch.setattr(_doctor, "TRIALS", ())  # each trial imports torch
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     shown = here("doctor", "--json", "--timeout", "600")
     assert (shown.returncode, shown.stderr) == (0, "")
     report = json.loads(shown.stdout)
     assert report["machine"]["torch_version"] == torch.__version__
     assert {"os", "python_version", "cuda_compiled_version", "pip_packages"} <= set(report["machine"])
+    assert "emulated cores (PARAWRAP_NEURON_RUNTIME=host)" in shown.stdout
     assert all(each["detail"] and each["state"] in ("ok", "missing", "warning") for each in report["checks"])
 
 
@@ -128,9 +130,12 @@ def test_limits_are_warnings(monkeypatch, tmp_path):
     monkeypatch.setattr(_machine.resource, "getrlimit", lambda _: (256, 4096))
     check = _machine._check_shared_memory(tmp_path)
     assert (check.state, "--shm-size" in check.cure) == ("warning", True)
+    assert _machine._check_shared_memory(tmp_path / "gone").state == "missing"
     assert "ulimit -n" in _machine._check_open_files().cure
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(_machine.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "CUDA build" in _machine._check_accelerators().cure
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "CUDA_VISIBLE_DEVICES" in _machine._check_accelerators().cure

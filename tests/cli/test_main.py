@@ -45,6 +45,7 @@ assert "torch" not in sys.modules
     [
         ((), "the following arguments are required: COMMAND"),
         (("doctr",), "invalid choice: 'doctr'"),
+        (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
         (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
@@ -78,6 +79,7 @@ def test_ctrl_c_ends_a_launch(folder):
         ("run json:dumps -- --help | true", 0, ""),
         ("run json:dumps -- --help > /dev/full", 1, "the output cannot be written: No space left on device\n"),
         ("run json:dumps -- --help >&-", 0, ""),
+        ("run gone:main 2>&-", 2, ""),
     ],
 )
 def test_closed_streams(command, code, error):

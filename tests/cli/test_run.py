@@ -79,12 +79,16 @@ def test_odd_results_are_described(here, monkeypatch):
         ("train:main", "train:main: main() missing a required argument: 'lr'"),
         ("train:typed -- --lr fast", 'train:typed: Invalid value for --lr: unable to convert "fast" into float'),
         ("train:main -- 1 --epoch 2", "train:main: Unknown option: --epoch. Did you mean --epochs?"),
+        ("train:main --set seed -- 1", "--set seed: give FIELD=VALUE, such as --set seed=1"),
+        ("train:main --device slurm --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
+        ("a.job.py:main", "cannot be imported. Rename the file: its name ends with .py, and has no other dot"),
         ("time.py:main", "'time' is the name of another module, which is built in. Rename"),
         ("exits:main --inline", "exits exits while it is imported, with 0. Put its script under if __name__"),
     ],
 )
 def test_wrong_names_and_options(here, folder, line, message):
-    (folder / "time.py").write_text("def main(): pass\n")
+    for name in "time.py", "a.job.py":
+        (folder / name).write_text("def main(): pass\n")
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     shown = here("run", *line.split())
     assert shown.returncode == 2

@@ -161,6 +161,7 @@ def test_one_rank_gets_dataset_order():
     items = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, int(row)) for row in rows]
     found = functional.gather_rows(items, loader)
     assert [(x.tolist(), row, x.requires_grad) for x, row in found] == [([3.0] * row, row, False) for row in range(5)]
+    assert functional.gather_rows(items, None) is items
     plain = DataLoader(range(5), 2)
     assert functional.gather_rows(torch.cat(list(plain)), plain).tolist() == [0, 1, 2, 3, 4]
 
@@ -197,9 +198,10 @@ def test_missing_rows_are_refused(ranks, lone_ranks):
     def evaluate():
         rank = current_rank().global_rank
         dropped = DistributedSampler(range(5), 2, rank, drop_last=True)
-        other = functional.get_dataset_sampler(range(4 + 2 * rank))
-        for sampler in (dropped, other):
-            with pytest.raises(GatherError, match="missing on all ranks"):
+        other = DistributedSampler(range(2 + 2 * rank), 2, rank, shuffle=False)
+        surplus = "missing on all ranks" if rank else "another rank has row 3, which this rank's sampler never gives"
+        for sampler, message in ((dropped, "missing on all ranks"), (other, surplus)):
+            with pytest.raises(GatherError, match=message):
                 functional.gather_rows(torch.ones(len(sampler)), sampler)
         for sampler in (None, DataLoader(range(3))):
             with pytest.raises(TypeError, match=r"gave to the 2 rank.*functional.shard_loader"):

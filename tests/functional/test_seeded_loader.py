@@ -107,9 +107,10 @@ def test_nested_and_parallel_loops():
     long, short = (functional.shard_loader(DataLoader(range(length))) for length in (3, 2))
     state = torch.get_rng_state()
     found = []
-    for _ in zip(long, short, strict=False):
-        found.append(torch.rand(()).item())
-    assert torch.equal(torch.get_rng_state(), state)
+    for loaders in ((long, short), (short, long)):
+        for _ in zip(*loaders, strict=False):
+            found.append(torch.rand(()).item())
+        assert torch.equal(torch.get_rng_state(), state)
     for _ in long:
         found += [torch.rand(()).item() for _ in short]
         found.append(torch.rand(()).item())

@@ -154,7 +154,7 @@ def test_to_returns_other_modules(ranks, lone_ranks):
     assert kept == [(True, True)] * 3 + [(True,)]
 
 
-@pytest.mark.parametrize("device", ["CPU", "auto", None, torch.device("meta")], ids=repr)
+@pytest.mark.parametrize("device", ["CPU", "cpu:0", "auto", None, torch.device("meta")], ids=repr)
 def test_to_takes_names_of_devices(device, monkeypatch):
     """Outside a launch, `device` accepts the names of Platform and of torch."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -113,6 +114,14 @@ def test_containers_of_each_lane():
 
 class Tagged(list):
     """A container with attributes."""
+
+
+def test_plans_of_many_sizes_are_freed():
+    used = cutter()
+    first = weakref.ref(planned(used, torch.zeros(1))[0])
+    for rows in range(2, 1100):
+        planned(used, torch.zeros(rows))
+    assert first() is None
 
 
 def test_plans_are_not_mixed():

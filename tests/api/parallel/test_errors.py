@@ -196,6 +196,8 @@ def test_wrong_methods():
             p.method("extra_repr")
     with parallel(torch.tanh, TWO) as p, pytest.raises(ShardError, match="not a module"):
         p.method("forward")
+    with pytest.raises(ShardError, match=r"methods=\('encode',\) needs a module"):
+        parallel(torch.tanh, TWO, methods=("encode",))
 
 
 @pytest.mark.parametrize("kind", ["meta", "distributed"])

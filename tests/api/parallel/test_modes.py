@@ -115,16 +115,17 @@ def test_the_profiler_records_the_lanes():
 
 
 def test_dispatch_modes_see_whole_calls():
-    """A FLOP counter counts as in the plain call, also in `submit` and `map`."""
+    """A FLOP counter counts as in the plain call, also in `submit` and `map`, whose futures get the errors."""
     model, x = nn.Linear(4, 4), torch.randn(10, 4)
     with FlopCounterMode(display=False) as plain:
         model(x)
     with torch.no_grad(), parallel(model, THREE) as p:
         with FlopCounterMode(display=False) as counted:
-            outputs = [model(x), p.submit(x).result(), next(p.map([x]))]
-        assert p.stats().plain == 3
-    assert counted.get_total_flops() == 3 * plain.get_total_flops() > 0
-    assert_close(outputs, [model(x)] * 3)
+            outputs = [model(x), p.submit(x).result(), next(p.map([x])), next(p.map([-x], prepare=torch.neg))]
+            assert isinstance(p.submit(x.T).exception(), RuntimeError)
+        assert p.stats().plain == 4
+    assert counted.get_total_flops() == 4 * plain.get_total_flops() > 0
+    assert_close(outputs, [model(x)] * 4)
 
 
 def test_tracing_and_export_are_plain():

@@ -417,6 +417,7 @@ UNSTABLE = {
     "meta": torch.ones(2, device="meta"),
     "deep": reduce(lambda inner, _: [inner], range(100_000), []),
     "cycle": CYCLE,
+    "storage": EYE.untyped_storage(),  # as in a quantized tensor
 }
 
 

@@ -49,6 +49,7 @@ def test_map_spreads_tuples_and_dicts(batch):
         ([], {"chunksize": 0}, "chunksize=0"),
         ([], {"buffersize": 2, "chunksize": 3}, "buffersize=2 has no room for chunksize=3"),
         ([], {"prepare": "tuple"}, "prepare='tuple' is not callable"),
+        ([], {"key": "id"}, "key='id' is not callable"),
         ([], {"key": len}, "key= is given without resume="),
     ],
 )
@@ -56,6 +57,14 @@ def test_what_map_refuses(source, options, says):
     """Iterating a tensor gives single rows, and iterating a dict its keys. The error comes at the call of `map`."""
     with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=says):
         p.map(source, **options)
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_stream_ends_with_its_block(workers):
+    with parallel(torch.tanh, TWO, workers=workers) as p:
+        stream = p.map(batches(3), chunksize=2)
+    with pytest.raises(SessionError, match="read the outputs of map before it ends"):
+        next(stream)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -311,7 +320,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
 
 
 def test_a_trace_after_an_exception(tmp_path):
-    """The file has the spans of the call that raised. If it cannot be written, a note of the exception says so."""
+    """The file has the spans of the call that raised. If it cannot be written, that is a note, or an error of its own."""
     (folder := tmp_path / "folder").mkdir()
 
     def fail():
@@ -319,10 +328,15 @@ def test_a_trace_after_an_exception(tmp_path):
         raise ZeroDivisionError
 
     with parallel(torch.matmul, TWO) as p:
-        with pytest.raises(RuntimeError), p.trace(tmp_path / "t.json"):
+        with pytest.raises(RuntimeError), p.trace(tmp_path / "t.json") as trace:
             p(torch.zeros(7, 2), torch.zeros(7, 3))
+        with pytest.raises(SessionError, match=r"t\.json' was already used"):
+            trace.__enter__()
         with pytest.raises(ZeroDivisionError) as caught, p.trace(folder / "t.json"):
             fail()
+        folder.mkdir()
+        with pytest.raises(FileNotFoundError), p.trace(folder / "t.json"):
+            folder.rmdir()
     assert "the trace could not be written" in caught.value.__notes__[-1]
     errors = [event["args"]["error"] for event in events_in(tmp_path / "t.json") if event["ph"] == "X"]
     assert errors == ["RuntimeError"] * 2
