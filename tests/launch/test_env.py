@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, functional, wrapper
-from parawrap.errors import PlatformError
+from parawrap.errors import LaunchTimeoutError, PlatformError, RankDiedError
+from parawrap.launch._private_names import groups_of_process
 from parawrap.launch._world import find_world
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
@@ -70,6 +71,7 @@ def joining(rank):
     assert not dist.is_initialized()
     assert type(error_of(current_rank)) is LaunchError
     assert Wrapper(Platform(device="cpu")).start(lambda *place: place[1], ()) == (0, 1)
+    assert f"tcp {find_world().master_addr}:{find_world().master_port}" in str(function.dry_run())
 
 
 @scenario
@@ -106,6 +108,8 @@ def an_existing_group(rank):
     existing = dist.group.WORLD
     assert on_cpu(lambda: (current_rank().group is dist.group.WORLD, total()))() == ((True, 21),) * 2
     assert on_cpu(lambda: current_rank().group, ipc_groups=None)() == (None, None)
+    assert on_cpu(lambda: current_rank().group.size(), ipc_groups=[[0], [1]])() == (1, 1)
+    assert list(groups_of_process()) == [existing]
     assert dist.group.WORLD is existing
     assert list(functional.get_dataset_sampler(range(5), pad=False)) == [[0, 1, 2], [3, 4]][rank]
     dist.destroy_process_group()
@@ -155,7 +159,25 @@ def errors(rank):
         assert (launch.state, repr(error)) == ("failed", "KeyError('odd')")
         assert f"rank {failing} of 2" in notes_of(error)
         assert rank == failing or "raise KeyError(" in notes_of(error)
+    error = error_of(on_cpu(lambda: sys.exit(3) if current_rank().global_rank else dist.barrier()))
+    assert (type(error), error.rank, error.exit_code) == (RankDiedError, 1, 3)
     assert on_cpu(lambda: "after")() == ("after", "after")
+
+
+@scenario
+def late_ranks(rank):
+    """Rank 0 waits for results no longer than timeout_min, and waits in vain to join a group, which torch counts."""
+    function = on_cpu(lambda: rank and meet("waited", rank), ipc_groups=None, timeout_min=2 if rank else 0.002)
+    if rank == 0:
+        error = error_of(function)
+        assert type(error) is LaunchTimeoutError
+        assert "rank 1 of 2 did not end within the platform's timeout_min" in str(error)
+        meet("waited", rank)
+    else:
+        function()
+    error = error_of(on_cpu(total, ipc_timeout_min=0.002, ipc_groups=None if rank else []))
+    assert (type(error), "rank 1 of 2" in notes_of(error)) == (ValueError, True)  # of total, in both ranks
+    assert on_cpu(total)() == (21, 21)
 
 
 def being_killed(rank):

@@ -18,19 +18,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_each_rank_has_its_own_core(monkeypatch):
-    """A rank gets one core of the process, and its models see only that core."""
+    """A rank gets one core of the process, and its models see only that core. Torch has `n_cpus` threads."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4,6")
 
-    @wrapper(Platform(device="neuron", verbose=False))
+    @wrapper(Platform(device="neuron", n_cpus=3, verbose=False))
     def serve(x):
         net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.zeros(1, 3)))
-        device = str(current_rank().device)
-        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, device, net(x)
+        place = str(current_rank().device), torch.get_num_threads()
+        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, place, net(x)
 
     x = torch.randn(4, 3)
     results = list(serve(x))
-    assert [result[:4] for result in results] == [(core, 1, [0], "cpu") for core in ("4", "6")]
+    assert [result[:4] for result in results] == [(core, 1, [0], ("cpu", 3)) for core in ("4", "6")]
     assert all(torch.equal(result[4], x.relu()) for result in results)
 
 

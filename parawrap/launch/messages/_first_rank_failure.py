@@ -70,9 +70,10 @@ class PackedValue:
     def open(self) -> Any:
         """Return the value. May be called again before `close`, for example after a Ctrl-C."""
         if self._path is not None and self._file is None:  # copied: some file systems cannot remove a mapped file
-            self._file = memory_file("parcel")
-            with open_private(self._path) as packed, open(self._file, "wb", closefd=False) as copy:
+            copied = PackedValue(file := memory_file("parcel"))  # closes the file unless it is complete
+            with open_private(self._path) as packed, open(file, "wb", closefd=False) as copy:
                 shutil.copyfileobj(packed, copy)
+            self._file, copied._file = file, None
         assert self._file is not None, "closed"
         return unpack(self._file)
 

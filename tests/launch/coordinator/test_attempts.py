@@ -5,6 +5,7 @@ Simulated ranks handle one message at a time. A handler returns True if the rank
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -235,17 +236,21 @@ def test_a_rank_that_does_not_answer(returns):
     assert ((0, 4) in stage.saves) == returns
 
 
-@pytest.mark.parametrize("counts", [None, [0, 0]], ids=["", "preempted"])
-def test_a_wait_for_a_requeued_rank(counts, monkeypatch):
-    """It is not a deadlock."""
+@pytest.mark.parametrize(("counts", "returns"), [(None, False), ([0, 0], False), (None, True)])
+def test_a_wait_for_a_rank(counts, returns, monkeypatch):
+    """It is a deadlock if the rank has returned, but not if it has requeued. LaunchError has the stack of the wait."""
     monkeypatch.setattr(_standstill, "STUCK_S", 0.0)
     waits = Status(1.0, 1.0, 1.0, "a collective")
 
     def leave(rank):
-        rank.requeues() if rank.number == 0 else stage.later(lambda: rank.send("status", waits))
+        if rank.number == 0:
+            return rank.returns() if returns else rank.requeues()
+        return stage.later(lambda: rank.send("status", waits))
 
-    stage = Stage(counts=counts, first=None if counts else leave, handlers={"checkpoint": leave})
-    assert stage.outcome() == ("again", "again")
+    handlers = {"checkpoint": leave, "stacks": lambda rank: rank.send("stacks", "in a collective")}
+    stage = Stage(counts=counts, first=None if counts else leave, handlers=handlers)
+    deadlock = r"play is deadlocked: rank\(s\) 0 have returned[\s\S]*rank 1:\nin a collective"
+    assert re.search(deadlock if returns else r"^RankResults\('again', 'again'\)$", str(stage.outcome()))
 
 
 # --- clusters that requeue the run ---

@@ -94,9 +94,10 @@ def crash():
     ("die", "number", "code", "texts"),
     [
         (crash, signal.SIGSEGV, None, ["before the crash", "Fatal Python error: Segmentation fault", "in crash"]),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), signal.SIGTERM, None, ["was killed by SIGTERM"]),
         (lambda: sys.exit("out of patience"), None, 1, ["called sys.exit(1)", "out of patience"]),
     ],
-    ids=["SIGSEGV", "sys.exit"],
+    ids=["SIGSEGV", "SIGTERM", "sys.exit"],
 )
 def test_dead_rank_is_named(die, number, code, texts):
     """The error has rank, signal, exit code, last output, and the Python stack of a crash in C."""

@@ -7,10 +7,11 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from parawrap import current_rank, wrapper
+from parawrap import LaunchError, current_rank, wrapper
 from parawrap.launch.coordinator._printer import Lines, Printer
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S
@@ -118,3 +119,21 @@ def test_any_sys_stdout_is_used(monkeypatch):
     printer.finish()
     assert raw.getvalue().splitlines() == [b"[rank 3] \\xb5s", b"[rank 3] next"]
     assert last.getvalue() == f"{PREFIX}µs\n{PREFIX}next\n"
+
+
+def test_the_limit_on_threads_is_named(monkeypatch, capsys):
+    """The calling thread prints, and a launch that cannot be watched raises LaunchError."""
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    printer, text = Printer(), r"watches len cannot be started: can't start new thread; .*\(RLIMIT_NPROC\)"
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        printer.add(lambda: print("shown"))
+        assert capsys.readouterr().out == "shown\n"
+        with pytest.raises(LaunchError, match=text):
+            wrapper(ranks(1, verbose=True))(len).submit("")
+    printer.add(lambda: print("later"))
+    printer.finish()
+    assert capsys.readouterr().out == "later\n"

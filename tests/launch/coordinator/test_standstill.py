@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from parawrap import current_rank, wrapper
 from parawrap.launch.coordinator import _standstill
-from parawrap.launch.rank._control_thread import _waits_in
+from parawrap.launch.rank._control_thread import Status, _waits_in
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -60,6 +60,14 @@ def test_hint_without_line_numbers(hints):
     (hint,) = eventually(hints, "the hint")
     launch.cancel()
     assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in generated", hint)
+
+
+def test_hint_names_a_silent_rank(hints):
+    """It is stopped, or holds the GIL."""
+    known, now = {"pid": 1, "is_running": True, "status": Status(9, 9, 9, "script.py:1")}, time.monotonic()
+    states = [SimpleNamespace(rank=rank, status_at=now - 9 * rank, **known) for rank in range(2)]
+    _standstill.Standstill(states, 1.0).hint()
+    assert "rank 0 idle for 9 s at script.py:1; rank 1 does not answer" in hints()[0]
 
 
 def test_wait_for_busy_rank_is_allowed(monkeypatch, tmp_path):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import tempfile
+from functools import partial
 
 import pytest
 
-from parawrap import current_rank, wrapper
+from parawrap import LaunchError, current_rank, wrapper
 from parawrap.launch.coordinator._printer import Printer
 from parawrap.launch.coordinator._transcript import Transcript
 from tests.helpers.processes import ranks
@@ -69,6 +71,22 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
     assert "No space left" in record.getMessage()
     assert transcript.text() == "line\n" * 3
     assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
+
+
+def test_full_temporary_folder(monkeypatch, capsys):
+    """Output of more than 1 MiB is shown, although it cannot be kept."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "w+b"))
+    text = written(*[(OUT, b"x" * 9_999 + b"\n")] * 300).text()
+    assert text.startswith("x" * 9_999)
+    assert capsys.readouterr().out == f"{PREFIX}{'x' * 9_999}\n" * 300
+
+
+def test_unusable_log_is_named(tmp_path):
+    (tmp_path / "rank-3.log").mkdir()
+    with pytest.raises(LaunchError, match=r"console_logs: .*rank-3\.log cannot be written to: .*; give another folder"):
+        written(folder=tmp_path)
+    with pytest.raises(LaunchError, match=f"console_logs='{__file__}' cannot be written to: .*; give another folder"):
+        wrapper(ranks(console_logs=__file__))(len).submit("")
 
 
 def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):

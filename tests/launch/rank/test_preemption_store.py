@@ -134,6 +134,15 @@ def test_a_forged_result_is_refused(world):
     assert world(call) == [(2, [True, True]), (0, [True, True])]
 
 
+def test_a_rank_ends_before_an_answer():
+    """No thread waits for the other rank."""
+    store = SignedStore(dist.HashStore(), "test", Signer(b"secret"))
+    with StoreAgreement(lambda: store, 0, 2) as agreement:
+        agreement.request()
+        eventually(lambda: store.check(["answered/0"]), "the answer of rank 0")
+    assert not agreement._thread.is_alive()
+
+
 def test_a_forged_preemption(caplog):
     """A request that is not signed with the ranks' secret is logged, and no rank saves."""
     store = dist.HashStore()

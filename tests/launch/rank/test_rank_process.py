@@ -223,7 +223,13 @@ def test_a_function_makes_own_groups():
     assert "Platform(ipc_groups=None)" in notes_of(error)
 
 
-# -- logging and memory
+def test_a_failed_meeting_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing")
+    error, _ = failure_of(int)
+    assert "raised while the ranks met at the store file " in notes_of(error)
+
+
+# -- memory
 
 
 def test_memory_of_arguments_is_shared():

@@ -95,22 +95,25 @@ def test_a_full_disk_is_named(folder, monkeypatch):
 
 
 def reads_of(folder):
-    """Return every function that unpickles from a launch folder."""
+    """Return every function that unpickles from a launch folder, and its value."""
     folder.write_plan(plan())
     folder.write_address("0-0", ADDRESS)
-    folder.note_earlier(([], []))
+    folder.note_earlier((["a failure"], []))
     parcel = PackedValue(packed(1, "result", "it")).put(folder.path / "parcel")
-    return [folder.read_plan, lambda: folder.address("0-0"), folder.earlier, parcel.open]
+    values = {folder.read_plan: plan(), folder.earlier: (["a failure"], []), parcel.open: 1}
+    return values | {lambda: folder.address("0-0"): ADDRESS}
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702], ids="{:o}".format)
 def test_pickles_of_an_open_folder(folder, mode):
-    """They are refused, because other users could have written them."""
-    for read in reads_of(folder):
+    """They are refused, because other users could have written them. Those of a private folder are read."""
+    assert (folder.earlier(), folder.address("0-0")) == (([], []), None)
+    for read, value in reads_of(folder).items():
         folder.path.chmod(mode)
         with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
             read()
         folder.path.chmod(0o700)
+        assert read() == value
     Path(folder.task_files("7", 0).result_pickle).write_bytes(pickle.dumps(("success", TaskResult("0-0"))))
     follower = JobFollower("7", "f", Platform(device="cpu"), folder)
     folder.submitit.chmod(mode)
@@ -168,6 +171,14 @@ def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
     eventually(coordinator._cancelled.is_set, "the cancel")
 
 
+def test_a_silent_submitter_ends_a_job(coordinator, folder):
+    """A request for stacks is answered before."""
+    folder.request("stacks-1")
+    assert eventually(lambda: folder.answer_to("stacks-1") is not None, "the answer")
+    assert folder.answer_to("stacks-2") is None
+    eventually(lambda: coordinator.is_forgotten and coordinator._cancelled.is_set(), "the end of the lease")
+
+
 def test_a_start_after_a_lost_node(folder):
     """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
 
@@ -179,6 +190,7 @@ def test_a_start_after_a_lost_node(folder):
     with pytest.raises(LaunchError, match="attempt 2 follows a lost node"):
         restart_of(2)
     folder.mark_preempted(1)
+    assert [folder.was_preempted(start) for start in range(2)] == [False, True]
     assert restart_of(2) == 2
 
 
