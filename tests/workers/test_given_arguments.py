@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,10 @@ class Setting:
 
 
 class Trimmed(Setting):
-    """Has one list less when it is pickled, so that a worker has other objects."""
+    """Leaves its rows out when it is pickled, so that a worker has other objects."""
 
     def __getstate__(self):
-        return {"name": self.name, "rows": self.rows[0]}
+        return {"name": self.name, "rows": [torch.zeros(1)]}
 
 
 def test_every_kind_of_argument(block):
@@ -52,7 +53,7 @@ def test_every_kind_of_argument(block):
             "names": {"given"},
             "raw": bytearray(b"abc"),
             "setting": Setting("old", [1]),
-            "trimmed": Trimmed("new", [["kept"]]),
+            "trimmed": Trimmed("new", [["kept"], 2]),
         }
 
     expected, given = arguments(), arguments()
@@ -97,6 +98,14 @@ def test_change_of_a_shape(block, kind):
     if kind == "process":
         with pytest.raises(SessionError, match=r"shape of an argument in place, from \(3,\) to \(1, 3\)"):
             block.submit(change, view).result()
+
+
+def test_write_into_a_trimmed_argument(block, kind):
+    """The caller's has other parts than the worker's."""
+    trimmed = Trimmed("first", [torch.zeros(1), torch.zeros(1)])
+    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match="other parts in a worker"):
+        block.submit(lambda setting: setting.rows[0].add_(1).sum(), trimmed).result()
+    assert [each.item() for each in trimmed.rows] == [kind == "thread", 0]
 
 
 def test_write_of_a_cut_call(kind):
