@@ -11,20 +11,27 @@ import dataclasses
 from array import array
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.errors import SessionError
-from parawrap.tree import flatten_call
+from parawrap.tree import TreeSpec, flatten_call
 
-__all__ = ["Changed", "Contents", "Given", "GivenArguments"]
+__all__ = ["Changed", "Contents", "Given", "GivenArguments", "Written", "find_written"]
 
 _PLAIN = (list, tuple, dict, deque)
 _EXACT = frozenset({*_PLAIN, OrderedDict, defaultdict, Counter})
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _TENSOR = frozenset({torch.Tensor})
+
+Written = tuple[int, int, int, Any]
+"""A leaf that a call wrote in place: the position of its argument, its own position in it, and how many leaves that has.
+
+The worker may have more or fewer leaves in other arguments, because pickle changed these.
+"""
 
 
 class Given:
@@ -68,17 +75,26 @@ class GivenArguments:
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         call = tuple(args), dict(kwargs)
-        self._leaves = flatten_call(*call)[0]
+        self._leaves, self._spec = flatten_call(*call)
         self._objects = _walk(*call)
 
-    def take(self, written: Iterable[tuple[int, Any]], changed: Iterable[Changed]) -> None:
+    def take(self, written: Sequence[Written], changed: Iterable[Changed]) -> None:
         """Write into the caller's objects what the call wrote into those of the worker.
 
         Raises:
-            SessionError: If the call changed the shape of an argument in place, and the caller's cannot have it.
+            SessionError: If the call changed the shape of an argument in place, and the caller's cannot have it, or if it
+                wrote into an argument that has other leaves in the worker.
         """
-        for index, value in written:
-            _write(self._leaves[index], value)
+        arguments = _split_leaves(self._leaves, self._spec) if written else []
+        for argument, leaf, count, value in written:
+            leaves = arguments[argument]
+            if len(leaves) != count:
+                msg = (
+                    "the model wrote into an argument that has other parts in a worker, because its class changes them "
+                    "when it is pickled. Return the new value from the call instead"
+                )
+                raise SessionError(msg)
+            _write(leaves[leaf], value)
         filled = [(self._objects[each.position], each.keys, [*map(self._decode, each.values)]) for each in changed]
         for container, keys, values in filled:
             _fill(container, keys, values)
@@ -87,6 +103,25 @@ class GivenArguments:
         if isinstance(value, Given):
             return self._objects[value.position]
         return _rebuild(value, self._decode)
+
+
+def find_written(leaves: Sequence[Any], spec: TreeSpec, is_written: Sequence[bool]) -> tuple[Written, ...]:
+    """Return the written leaves of a flattened call."""
+    if not any(is_written):
+        return ()
+    arguments = _split_leaves(range(len(leaves)), spec)
+    return tuple(
+        (argument, leaf, len(indices), leaves[index])
+        for argument, indices in enumerate(arguments)
+        for leaf, index in enumerate(indices)
+        if is_written[index]
+    )
+
+
+def _split_leaves(leaves: Iterable[Any], spec: TreeSpec) -> list[list[Any]]:
+    """Return the leaves of each argument of a flattened call."""
+    left = iter(leaves)
+    return [[*islice(left, argument.num_leaves)] for part in spec.children() for argument in part.children()]
 
 
 def _walk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, pickle_apart, pickle_value, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
-from parawrap.workers._given_arguments import Changed, Contents
+from parawrap.workers._given_arguments import Changed, Contents, Written, find_written
 
 __all__ = [
     "Answered",
@@ -132,7 +132,7 @@ class CallOutput(NamedTuple):
         output: The output. If `has_model_tensors`, some leaves are of class `ModelTensor`.
         rng_state: The random state if the call changed it.
         buffers: The buffers that the call wrote.
-        written: The arguments that the call wrote in place, by their position among the leaves.
+        written: The leaves of the arguments that the call wrote in place.
         changed: The containers among the arguments of a whole call that it changed.
         warned: The warnings of the call.
     """
@@ -141,7 +141,7 @@ class CallOutput(NamedTuple):
     has_model_tensors: bool = False
     rng_state: torch.Tensor | None = None
     buffers: tuple[WrittenBuffer, ...] = ()
-    written: tuple[tuple[int, Any], ...] = ()
+    written: tuple[Written, ...] = ()
     changed: tuple[Changed, ...] = ()
     warned: tuple[SentWarning, ...] = ()
 
@@ -210,7 +210,7 @@ class Server:
         call = WorkerCall(*fields)
         if self._device != _CPU and call.prepare is None:
             call = call._replace(args=self._place(call.args), kwargs=self._place(call.kwargs))
-        given = flatten_call(call.args, call.kwargs)[0]
+        given, spec = flatten_call(call.args, call.kwargs)
         contents = Contents(call.args, call.kwargs) if call.is_whole else None
         versions = [*map(_version_of, given)]
         kept = torch.get_rng_state() if call.rng_state is not None else None
@@ -225,7 +225,8 @@ class Server:
             if kept is not None:
                 torch.set_rng_state(kept)
         buffers = self._written_buffers() if call.returns_buffers else ()
-        written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
+        is_written = [_version_of(leaf) != before for leaf, before in zip(given, versions, strict=True)]
+        written = find_written(given, spec, is_written)
         changed = () if contents is None else tuple(contents.find_changes())
         if self._is_model:
             self._replicas.warn()

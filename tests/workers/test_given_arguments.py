@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -13,12 +16,28 @@ from tests.helpers.pools import over
 pytestmark = pytest.mark.parametrize("kind", ["thread", "process"], indirect=True, scope="module")
 
 
+@dataclass
+class Setting:
+    name: str
+    rows: list
+
+
+class Trimmed(Setting):
+    """Leaves its rows out when it is pickled, so that a worker has other objects."""
+
+    def __getstate__(self):
+        return {"name": self.name, "rows": [torch.zeros(1)]}
+
+
 def test_every_kind_of_argument(block):
-    def change(x, log, table, nested, array, names, raw):
+    def change(x, log, table, nested, array, names, raw, setting, trimmed):
         log.append(len(x))
         table["new"] = x + 1
         del table["old"]
         nested["inner"][0].append("changed")
+        nested["new"] = [{"log": log}]
+        setting.name = trimmed.name
+        setting.rows.append(2)
         array[1] = 5
         names.add("added")
         raw[0] = 9
@@ -33,19 +52,24 @@ def test_every_kind_of_argument(block):
             "array": np.zeros(3),
             "names": {"given"},
             "raw": bytearray(b"abc"),
+            "setting": Setting("old", [1]),
+            "trimmed": Trimmed("new", [["kept"], 2]),
         }
 
     expected, given = arguments(), arguments()
     inner, kept, x = given["nested"]["inner"][0], given["table"]["kept"], given["x"]
+    rows = given["setting"].rows
     change(**expected)
     assert_close(block.submit(change, **given).result(), torch.ones(3, 1))
-    for name in ("log", "names", "raw"):
+    for name in ("log", "names", "raw", "setting", "trimmed"):
         assert given[name] == expected[name]
     assert list(given["table"]) == ["kept", "new"]
     assert given["table"]["kept"] is kept
     assert_close(given["table"]["new"], torch.ones(3, 1))
     assert given["nested"]["inner"][0] is inner
     assert inner == ["first", "changed"]
+    assert given["nested"]["new"][0]["log"] is given["log"]
+    assert given["setting"].rows is rows
     assert (given["array"] == expected["array"]).all()
     assert_close(x, torch.ones(3, 1))
 
@@ -74,6 +98,14 @@ def test_change_of_a_shape(block, kind):
     if kind == "process":
         with pytest.raises(SessionError, match=r"shape of an argument in place, from \(3,\) to \(1, 3\)"):
             block.submit(change, view).result()
+
+
+def test_write_into_a_trimmed_argument(block, kind):
+    """The caller's has other parts than the worker's."""
+    trimmed = Trimmed("first", [torch.zeros(1), torch.zeros(1)])
+    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match="other parts in a worker"):
+        block.submit(lambda setting: setting.rows[0].add_(1).sum(), trimmed).result()
+    assert [each.item() for each in trimmed.rows] == [kind == "thread", 0]
 
 
 def test_write_of_a_cut_call(kind):

@@ -30,7 +30,7 @@ class Configured(nn.Module):
         self.row.fill_(3)
         first, deep = self.config["scales"]
         y = self.dropout(self.tied(self.linear(x))) * first * deep["last"]
-        return y + self.config["table"] + self.rows[1], self.tied.weight is self.linear.weight
+        return y + self.config["table"] + self.rows[1], self.tied.weight is self.linear.weight, self.linear.weight
 
 
 class Noting(nn.Module):
@@ -128,15 +128,16 @@ CHANGES = {
 
 @pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole"])
 def test_change_is_in_the_next_call(whole):
-    """Tied weights stay tied, and a view of a buffer shares its memory."""
+    """Tied weights stay tied, a view of a buffer shares its memory, and a weight in the output is the caller's own."""
     model = Configured().eval()
-    with processes(model, out_dims=(0, None)) as p:
+    with processes(model, out_dims=(0, None, None)) as p:
         for name, change in CHANGES.items():
             change(model)
             x = torch.randn(9, 4, dtype=model.linear.weight.dtype)
             for _ in range(2):
                 output = p.submit(x).result() if whole else model(x)
                 assert_same((name, output), (name, copy.deepcopy(model)(x)))
+                assert output[2] is model.linear.weight
 
 
 def fused_step(model, x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import SessionError, parallel
+from parawrap import SessionError, UnsendableError, parallel
 from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -62,6 +63,39 @@ def test_exception_ends_running_calls(gate):
     for future in futures:
         with pytest.raises((CancelledError, SessionError)):
             future.result()
+
+
+def test_queued_calls_run_or_cancel(gate):
+    """The third call waits for a lane with room. In the queue, a call that cannot be sent fails alone."""
+    batches = (*numbers(1, 2, 4), (each for each in ()), *numbers(6))
+    with gate, parallel(Gated(gate.paths), ["cpu"], workers="process") as p:
+        first, second, cancelled, unsendable, last = map(p.submit, batches)
+        gate.wait_for(1)
+        assert cancelled.cancel()
+        gate.open(1)
+        assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
+        with pytest.raises(UnsendableError):
+            unsendable.result()
+
+
+def test_call_to_a_dead_worker_runs(gate):
+    """The thread that would notice the death is in a callback. The call did not run, so it needs no retry."""
+
+    def kill_worker(done):
+        pid = done.result()[1]
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not psutil.pid_exists(pid), "the end of all threads of the worker")
+        is_dead.set()
+        assert is_sent.wait(PATIENCE_S)
+
+    is_dead, is_sent = threading.Event(), threading.Event()
+    with gate, parallel(Gated(gate.paths), ["cpu"], workers="process", retries=0) as p:
+        p.submit(*numbers(1)).add_done_callback(kill_worker)
+        gate.open(1)
+        assert is_dead.wait(PATIENCE_S)
+        second = p.submit(*numbers(2))
+        is_sent.set()
+        assert firsts([second.result()]) == [2]
 
 
 @pytest.mark.parametrize("what", ["refresh", "close"])

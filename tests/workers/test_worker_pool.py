@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from parawrap import SessionError, UnsendableError
+from tests.helpers.pools import over
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -83,15 +84,19 @@ def test_answers_are_plain(block, rows):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
 def test_forked_child_runs_plainly(block):
-    """Its end leaves the lanes of the parent alone."""
+    """Its end, and the end of its block, leave the lanes of the parent alone."""
     x = torch.randn(9, 4)
+    pid = block.submit(os.getpid).result()
     child = os.fork()
     if child == 0:  # os._exit: a child must not run pytest's end
         try:
-            os._exit(0 if torch.equal(block(double, x), x * 2) else 3)
+            is_plain = torch.equal(block(double, x), x * 2)
+            block.close()
+            os._exit(0 if is_plain else 3)
         finally:
             os._exit(4)
     assert os.waitpid(child, 0)[1] == 0
+    assert block.submit(os.getpid).result() == pid
     assert_same(runs(block, double, x), [x * 2] * 3)
 
 
@@ -114,6 +119,7 @@ MODES = {
     "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
     "dtype": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "deterministic": deterministic,
+    "precision": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
     "grad": torch.enable_grad,
 }
 
@@ -127,6 +133,7 @@ def seen(x):
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
     )
     return x, str(modes)
 
@@ -149,6 +156,9 @@ def test_gradients_or_a_refusal(block, kind):
         for function, value in ((double, x.clone().requires_grad_()), (lambda x: model(x), x)):
             with torch.enable_grad(), nullcontext() if kind == "thread" else pytest.raises(SessionError, match=said):
                 assert call(function, value).requires_grad
+    refusal = nullcontext() if kind == "thread" else pytest.raises(SessionError, match=f"a parameter.*{said}")
+    with torch.enable_grad(), refusal, over(kind, model) as p:
+        p(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*use_deterministic_algorithms:UserWarning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import types
 
 import pytest
 import torch
@@ -48,11 +49,15 @@ def capturing(part):
         (lambda: [(lambda: LOCK) for _ in range(3)], "the global 'LOCK' used by value"),
         (lambda x=LOCK, *, y=1: (x, y), "the default of value's parameter 'x'"),
         (functools.partial(print, 1, LOCK), "value.args[1]"),
+        (functools.partial(print, end=LOCK), "value.keywords['end']"),
         (Holder(lock=LOCK).method, "value.__self__.lock"),
         ([torch.ones(1), locked(torch.ones(1))], "value[1].lock"),
         (nn.Sequential(locked(nn.ReLU())), "value[0].lock"),
         (locked_ring(), "value[1]['lock']"),
         (collections.deque([1, LOCK]), "value[1]"),
+        ([{LOCK}], "a member of value[0]"),
+        (type("Local", (), {"lock": LOCK}), "value.lock"),
+        (locked(types.ModuleType("made_by_hand")), "value.lock"),
     ],
 )
 def test_innermost_part_is_named(value, place):

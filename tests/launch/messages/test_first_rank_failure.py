@@ -60,6 +60,11 @@ def test_other_failures_are_noted():
     assert note.endswith("; and 11 more")
 
 
+@pytest.mark.parametrize(("code", "text"), [(-40, "was killed by signal 40"), (None, "ended with an unknown exit code")])
+def test_unusual_end_is_described(code, text):
+    assert Died.of(code, at=1.0, pid=1, last_words="").summary == text
+
+
 def test_unreadable_error_is_told():
     file = memory_file("test")
     os.write(file, b"no pickle")

@@ -1,4 +1,4 @@
-"""Decorated functions of a script arrive in ranks: caches, properties, dispatch, and operators."""
+"""Decorated functions of a script arrive in ranks: caches, properties, dispatch, types, and operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def jitted(x: torch.Tensor):
     return x + 1
 """
 SCRIPT = """
-import functools, torch
+import functools, torch, typing
 from parawrap import Platform, wrapper
 import operators
 from operators import increment as operator_of_module, jitted as jitted_of_module
@@ -50,11 +50,23 @@ def _(value: int):
 def _(value: list):
     return [describe(each) for each in value]
 
+class Registered:
+    names = []
+
+    def __init_subclass__(cls):
+        Registered.names.append(cls.__name__)
+
+class First(Registered): pass
+
+UserId, P = typing.NewType("UserId", int), typing.ParamSpec("P")
+
 def use_all():
+    class Second(Registered): pass
     table = Table()
+    of_classes = First.__name__, Registered.names, UserId.__supertype__, UserId.__module__, P.__name__
     of_functions = describe([1, "a"]), fibonacci(30), describe.__module__
     of_modules = operator_of_module is operators.increment, jitted_of_module(torch.ones(1)).item()
-    return *of_functions, table.kind(1), table.rows, *of_modules
+    return *of_functions, table.kind(1), table.rows, *of_classes, *of_modules
 
 print(wrapper(Platform(device="cpu", verbose=False))(use_all)()[0])
 """
@@ -62,4 +74,5 @@ print(wrapper(Platform(device="cpu", verbose=False))(use_all)()[0])
 
 def test_decorated_function_arrives(tmp_path):
     (tmp_path / "operators.py").write_text(OPERATORS)
-    assert run_script(tmp_path, SCRIPT) == f"{(['integer', 'object'], 832040, '__main__', 'integer', [1], True, 2.0)}\n"
+    functions, classes = (["integer", "object"], 832040, "__main__"), ("First", ["First", "Second"], int, "__main__", "P")
+    assert run_script(tmp_path, SCRIPT) == f"{(*functions, 'integer', [1], *classes, True, 2.0)}\n"

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import sys
+import threading
+import types
 
 import pytest
+import torch
 
+from parawrap.launch.messages._pickle_values import pack_with_script, unpack_with_script
+from parawrap.launch.messages._script_names import names_of_script
 from tests.helpers.processes import run_script
 
 SCRIPT = """
@@ -101,3 +109,34 @@ def test_missing_name_is_explained(outcomes):
 def test_unused_name_loads_nothing(outcomes):
     """A rank imports the modules of other functions only when it needs them. `model.eval()` is not `eval`."""
     assert outcomes[4] is False
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """An empty script."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    return sys.modules["__main__"]
+
+
+def test_unsendable_names_stay(main):
+    """They keep all names behind, with the reason, and the value arrives."""
+    exec(f"def large(): return {'x' * 100_000!r}", vars(main))  # pickle writes it before it fails
+    main.holder = functools.partial(len)
+    main.holder.lock = threading.Lock()
+    file = pack_with_script([torch.ones(3)], "test")
+    value, load_names = unpack_with_script(file)
+    os.close(file)
+    names, unsent = load_names()
+    assert (value[0].tolist(), names, [*unsent]) == ([1, 1, 1], {}, ["large", "holder"])
+    assert "the script's names cannot be pickled (cannot pickle '_thread.lock' object)" in unsent["holder"]
+
+
+def test_search_for_names_is_bounded(main):
+    main.light, main.heavy = functools.partial(len, "a"), functools.partial(len, torch.ones(1))
+    for number in range(2000):
+        exec(f"def f{number}(): return f{number + 1}", vars(main))
+    sent, unsent = names_of_script()
+    assert [*sent] == ["light"]
+    assert "'heavy' holds a Tensor" in unsent["heavy"]
+    assert unsent["f0"] == "'f0' uses more than 1000 other objects"
+    assert unsent["f999"] == "the script has too many definitions"

@@ -69,6 +69,9 @@ def delete_there():
     global CONFIG
     del CONFIG
 
+def evaluate(text):
+    return eval(text)
+
 with platform.open() as ranks:
     same(ranks(read)[0], (1, [1, 2], 3))
     LR, setting.depth = 2, 4
@@ -81,10 +84,10 @@ with platform.open() as ranks:
     ranks(delete_there)
     setting, LR, SCALE = dataclasses.replace(setting, depth=5), 0.5, 2
     same(ranks(lambda: (*read(), SCALE))[0], (0.5, [], 5, 2))
-    SCALE = 3
-    same(ranks(lambda text: eval(text), "LR + SCALE"), (3.5, 3.5))
+    for SCALE in 3, 4:
+        same(ranks(evaluate, "LR + SCALE"), (0.5 + SCALE, 0.5 + SCALE))
 """,
-    # Redefined functions and classes arrive, also those that others use. A child of a redefined class keeps its parent.
+    # Redefined functions and classes arrive, also those that others use. Children and objects of a redefined class keep it.
     "definitions": """
 def helper():
     return 1
@@ -96,6 +99,16 @@ class Thing:
 class Child(Thing):
     pass
 
+Thing.child, thing = Child, Thing()
+
+def make():
+    def inner():
+        return 1 if helper else unset
+    return inner
+    unset = 0
+
+made = make()
+
 def use():
     return helper(), Thing().name(), Child().name()
 
@@ -104,6 +117,7 @@ def outer():
 
 with platform.open() as ranks:
     same([ranks(outer)[0], ranks(use)[1]], [(1, "first", "first")] * 2)
+    same(ranks(lambda: (Thing.child is Child, thing.name(), made())), ((True, "first", 1),) * 2)
 
     def helper():
         return 2
@@ -113,6 +127,7 @@ with platform.open() as ranks:
             return "second"
 
     same(ranks(outer)[0], (2, "second", "first"))
+    same(ranks(lambda: thing.name()), ("first", "first"))
 
     def helper():
         return math.sqrt(9)
@@ -120,9 +135,10 @@ with platform.open() as ranks:
     same(ranks(outer)[0][0], 3.0)
 """,
     # Globals of one call share their objects. Those of two calls, arguments, defaults, and closures would be copies.
+    # A list is sent again together with a new holder.
     "shared": """
 net, late, rows = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1), torch.zeros(3)
-trained, part = [net.weight], rows[1:]
+trained, part, history = [net.weight], rows[1:], []
 
 def is_tied():
     return trained[0] is net.weight
@@ -134,20 +150,27 @@ with platform.open() as ranks:
     same(ranks(lambda given: given is late, late), (True, True))
     same(ranks(lambda: rows.sum().item()), (0, 0))
     refuses(ranks, lambda: part.sum().item(), texts=["'part'", "'rows'"])
+    same(ranks(lambda: len(history)), (0, 0))
+    holder = {"history": history}
+    same(ranks(lambda: [holder["history"].append(1), len(history)]), ([None, 1], [None, 1]))
 """,
     # An object that this process changed in place raises, because the ranks have their own. A copy of it replaces theirs.
     "changed in place": """
-net = torch.nn.Linear(2, 1)
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+net, box = torch.nn.Linear(1 << 15, 1), Box(torch.ones(2))  # a large tensor, and a small one
 
 def weight():
-    return net.weight.sum().item()
+    return net.weight[0, :2].sum().item()
 
 def train():
     with torch.no_grad():
         net.weight.fill_(2)
 
 with platform.open() as ranks:
-    same(ranks(weight)[0], net.weight.sum().item())
+    same([ranks(weight)[0], ranks(weight)[1]], [weight()] * 2)
     ranks(train)
     same(ranks(weight), (4.0, 4.0))
     with torch.no_grad():
@@ -155,6 +178,9 @@ with platform.open() as ranks:
     refuses(ranks, weight, texts=["the global 'net', a Linear, was changed in place", "and weight uses it"])
     net = copy.deepcopy(net)
     same(ranks(weight), (0.0, 0.0))
+    same(ranks(lambda: box.value.sum().item()), (2.0, 2.0))
+    box.value.add_(1)
+    refuses(ranks, lambda: box.value, texts=["the global 'box', a Box, was changed in place"])
 """,
     # A global that the ranks and this process assign is refused, with its user and the cure.
     "two owners": """
