@@ -48,11 +48,6 @@ class Signature(NamedTuple):
         """Return the signature of a call with these leaves and structures. Values other than tensors have no spec."""
         return cls(_specs(inputs, addresses(takes, ("args", "kwargs"))), _specs(outputs, addresses(gives, ("output",))))
 
-    @property
-    def batch(self) -> int | None:
-        """The rows per inference: the size of all inputs and outputs on dim 0. None if these differ."""
-        return self.inputs[0].shape[0] if self.why_fixed() is None else None
-
     def refuse_fixed(self) -> None:
         """Raise an error if the model cannot use dynamic batching.
 

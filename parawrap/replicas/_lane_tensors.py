@@ -213,7 +213,7 @@ class LaneTensors:
             else:
                 view = base[...].as_subclass(type(original))
         vars(view).update(vars(original))
-        if is_parameter and not isinstance(view, torch.nn.Parameter):
+        if is_parameter and not issubclass(type(view), torch.nn.Parameter):
             # isinstance(view, torch.nn.Parameter) holds then, and deepcopy, which refuses views, gives a parameter.
             vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_reference, ref(view)))
         if not original.is_inference():

@@ -66,6 +66,17 @@ def test_each_lane_has_its_own_stream(devices):
     assert sorted(model.seen) == first
 
 
+def test_lanes_skip_streams_in_use():
+    """Torch hands out the 32 streams of a device in turn. Lanes share one only if all are in use."""
+    shelf, device, taken = lane_streams._Shelf(), torch.device("sim:0"), set()
+    for lanes in range(1, 33):
+        taken.add(shelf.take(device))
+        assert len(taken) == lanes
+        for _ in range(31):  # the next one is then the same again
+            torch.sim.Stream(device)
+    assert shelf.take(device) in taken
+
+
 def test_later_blocks_reuse_streams():
     """A block reuses the streams of closed blocks, because torch keeps memory for each stream that was ever used."""
     model = Where().to("sim:0")

@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from parawrap import SessionError
 from parawrap.lanes import Lane, LanePool, Modes, here
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -134,7 +135,7 @@ def test_every_resting_lane_is_woken(pool):
         assert lane is None or lane in pool.lanes  # so that a call in a callback runs plainly
 
 
-@pytest.mark.parametrize("waiter", ["call", "lane"])
+@pytest.mark.parametrize("waiter", ["call", "lane", "model"])
 def test_long_waits_are_logged(pool, waiter, monkeypatch):
     """The warning names each lane that has a thread, and shows its stack; the call then returns."""
 
@@ -158,10 +159,10 @@ def test_long_waits_are_logged(pool, waiter, monkeypatch):
         else:
             submit(pool, 0, waits_for_another_thread)
             begun.wait(PATIENCE_S)
-            run(pool, int)
+            run(pool, int) if waiter == "lane" else pool.run_on_model(int, (), {})
     finally:
         logger.removeHandler(handler)
-    assert {"call": "a call has been waiting for its lanes", "lane": "lane 0 on cpu has been busy"}[waiter] in messages[0]
+    assert ("a call has been waiting for its lanes" if waiter == "call" else "lane 0 on cpu has been busy") in messages[0]
     for part in (f"lane {int(waiter == 'call')} on cpu:\n", "waits_for_another_thread", "must not wait for another thread"):
         assert part in messages[0]
 
@@ -194,6 +195,22 @@ def test_interrupted_callers_leave(pool):
         signal.signal(signal.SIGINT, before)
     assert run(pool, *together(lambda lane: lane)) == [0, 1, 2]
     assert ran == []
+
+
+def test_profiled_calls_run_in_the_caller(pool):
+    """A profiler records one thread."""
+    with torch.autograd.profiler.profile(use_kineto=False):  # starts faster
+        futures = [submit(pool, 1, threading.get_ident), submit_to_any(pool, lambda lane: threading.get_ident())]
+    assert results(futures) == [threading.get_ident()] * 2
+
+
+def test_calls_after_another_threads_close(pool):
+    """A cut call runs in its caller, and a submitted one is refused."""
+    pool.close()
+    assert run(pool, *[threading.get_ident] * LANES) == [threading.get_ident()] * LANES
+    for late in (lambda: submit(pool, 0, int), lambda: submit_to_any(pool, int)):
+        with pytest.raises(SessionError, match="the lanes are closed"):
+            late()
 
 
 class Inbox(SimpleQueue):

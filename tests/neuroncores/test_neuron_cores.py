@@ -157,11 +157,14 @@ def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
         ("not json", "", 0, "did not print a list of devices with an nc_count each: 'not json'"),
         ('[{"nc_count": null}]', "", 0, "did not print a list"),
         ("", "unknown flag: --json-output\n", 1, "exited with status 1: 'unknown flag: --json-output'"),
+        ("", "", None, "neuron-ls cannot be run ([Errno 8] Exec format error"),
     ],
 )
 def test_unusable_output_of_the_tool(runtime, tool, stdout, stderr, code, said):
     """The error shows the tool, its output, and the variable to set. The tool runs again at the next attempt."""
     tool.says(stdout, stderr=stderr, code=code)
+    if code is None:
+        tool.file.write_text("not a program")
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime.core_count()
     for part in said, str(tool.file), "NEURON_RT_NUM_CORES":

@@ -46,17 +46,18 @@ def net_of(batch=1, device_ids=None, **options):
 
 @ignore_idle
 def test_nested_values_have_rows(host):
-    def function(x, rest):
+    def function(rest, x):
         (a, b), named = rest
         return x + named["y"], ([a * 2, x], {"last": b + 1}), ((x - 1,), b)
 
     def values(rows):
-        return torch.randn(rows, 3), ([torch.randn(rows, 3), torch.randn(rows, 3)], {"y": torch.randn(rows, 3)})
+        return ([torch.randn(rows, 3), torch.randn(rows, 3)], {"y": torch.randn(rows, 3)}), torch.randn(rows, 3)
 
     net = neuron.DataParallel(neuron.trace(function, values(3)), device_ids=[3, 0, 1])
     for rows in (1, 8, 9, 31):
         call = values(rows)
         assert_equal(net(*call), function(*call))
+    assert sum(counts(host, "inferences")) == 1 + 3 + 3 + 11
 
 
 def test_rows_are_whole_inferences(host):
@@ -208,9 +209,18 @@ def test_wrong_inputs_are_refused(host, args, kwargs, says):
     assert counts(host, "inferences") == [0] * 4
 
 
+def test_single_rows_are_repeated(host):
+    """As torch broadcasts them; a core does not. Other inputs must have the same number of rows."""
+    net = neuron.DataParallel(neuron.trace(lambda x, y, z: x * y + z, tuple(torch.zeros(1, 3) for _ in range(3))))
+    row, x = torch.randn(1, 3), torch.randn(16, 3)
+    assert_equal(net(row, x, row), row * x + row)
+    with pytest.raises(ShardError, match=r"args\[2\] has 4 on dim 0, args\[1\] has 16\. Give all inputs"):
+        net(row, x, x[:4])
+
+
 @pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
 def test_layers_around_a_compiled_model(host, device_ids):
-    """Replicas share these layers: they see writes, follow the mode, and give the plain gradients."""
+    """Replicas share them: they see writes, follow the mode, and give the plain gradients. New layers are refused."""
     plain, compiled, _ = net_of(batch=2)
     model, x = Head(compiled).eval(), torch.randn(8, 3)
     net = neuron.DataParallel(model, device_ids)
@@ -218,12 +228,16 @@ def test_layers_around_a_compiled_model(host, device_ids):
         torch.testing.assert_close(net(x), model.head(plain(x)))
         with torch.no_grad():
             model.head.weight.mul_(3)
+        model.head.bias = nn.Parameter(torch.ones(2))
     net(x).square().sum().backward()
     found, model.head.weight.grad = model.head.weight.grad, None
     model.head(plain(x)).square().sum().backward()
     torch.testing.assert_close(found, model.head.weight.grad)
     net.train()
     assert (net(x) == 0).any()
+    model.head = nn.Linear(2, 2)
+    with pytest.raises(ReplicaError, match=r"a submodule of Head was replaced .* Close it, and open it again"):
+        net(x)
     net.close()
     model.lock = threading.Lock()
     with pytest.raises(ReplicaError, match=r"Head cannot be copied for a replica: .*lock"):

@@ -84,8 +84,12 @@ def test_nothing_is_left_on_the_cores(host):
 def test_untraced_model_is_refused(host):
     """On entry of the block. Classes for torch devices name neuron.DataParallel."""
     plain, model = compiled_linear()
-    with pytest.raises(ReplicaError, match="was not traced"), parallel(plain, "neuron"):
-        pytest.fail("the block was entered")
+    for untraced in (plain, torch.jit.script(plain)):
+        with pytest.raises(ReplicaError, match="was not traced"), parallel(untraced, "neuron"):
+            pytest.fail("the block was entered")
+        for use in (neuron.dynamic_batch, lambda model: host.place(model, 0, 1)):
+            with pytest.raises(ReplicaError, match="was not traced"):
+                use(untraced)
     assert "forward" not in vars(plain)
     with pytest.raises(DeviceUnavailableError, match=r"neuron\.DataParallel"):
         DataParallel(model, device_ids=["nc:0"])

@@ -74,6 +74,22 @@ def test_neuron_model_from_a_file(recorded):
 
 
 @neuronx_only
+def test_vendor_refuses_unknown_shapes(recorded):
+    """The signature of a model from a file is unknown, so the vendor decides."""
+    loaded = saved_and_loaded(recorded.runtime.trace(lambda x: (2 * x + 1).sum(), rows(2)))
+    with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output"):
+        recorded.runtime.dynamic_batch(loaded)
+
+
+def test_model_that_only_cores_can_run(recorded, monkeypatch):
+    """The vendor traces a model that fails on the CPU. Its signature is unknown."""
+    compiled = recorded.host.trace(mlp(), rows(2))
+    monkeypatch.setattr(recorded.double.package, "trace", lambda model, example_inputs: compiled)
+    assert recorded.runtime.trace(lambda x: x.kernel(), rows(2)) is compiled
+    assert recorded.runtime.signature(compiled) is None
+
+
+@neuronx_only
 def test_model_for_emulated_cores(recorded, monkeypatch):
     """The vendor would run it on the CPU. The error names the runtime that is in use."""
     monkeypatch.undo()

@@ -76,7 +76,7 @@ def test_modules_of_torch_fx_are_copied():
 
 
 class Referring(nn.Module):
-    """Reaches its parts by weak references, a method of a list, defaults, and a cached and a wrapped function."""
+    """Reaches its parts by weak references, a method of a list, defaults, and cached and wrapped functions."""
 
     def __init__(self):
         super().__init__()
@@ -94,6 +94,10 @@ class Referring(nn.Module):
 
         self.wrapped = functools.partial(wrapped)
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def scaled(self, number):
+        return self.b.bias.detach() * number
+
     def total(self):
         return self.x.sum(1, keepdim=True)
 
@@ -102,7 +106,7 @@ class Referring(nn.Module):
         self.x = x
         (scale,) = [scale for layer, scale in self.scales.items() if layer is self.b]
         y = self.wrapped(self.by_name["a"](x)) * scale + len(self.seen)
-        return y * self.a.parent.total() + self.a.method()() + self.cached(3)
+        return y * self.a.parent.total() + self.a.method()() + self.cached(1) + self.scaled(2)
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote")

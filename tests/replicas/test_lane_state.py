@@ -47,22 +47,25 @@ def test_layers_made_in_forward(name):
 
 
 class Returning(nn.Linear):
-    """Fills its own dict and returns it, next to a parameter."""
+    """Drops a list of layers, makes a buffer, and returns its own dict next to a parameter."""
 
     def __init__(self):
         super().__init__(4, 4)
-        self.outputs = {}
+        self.outputs, self.layers = {}, [nn.Linear(4, 4)]
 
     def forward(self, x):
+        assert (len(self.layers), hasattr(self, "made")) == (1, False)
+        self.layers = []
+        self.register_buffer("made", x)
         self.outputs["y"] = super().forward(x)
         return self.outputs, self.weight
 
 
-@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_outputs_of_the_models_state():
-    """The model's dict is emptied again, and the output is the caller's. A parameter is the model's own."""
+    """The model's state is put back, with a warning, and the output is the caller's. A parameter is the model's own."""
     model = Returning()
-    with torch.no_grad(), parallel(model, TWO) as p:
+    named = pytest.warns(UserWarning, match=r"the model wrote .*'layers', .*'made'")
+    with named, torch.no_grad(), parallel(model, TWO) as p:
         outputs = [p(X), p(X), p.submit(X).result(), *p.map([X])]
     for output, weight in outputs:
         assert_close(output["y"], nn.Linear.forward(model, X))

@@ -112,6 +112,10 @@ def test_calls_after_a_refused_one(fails):
         assert model.bias.requires_grad
 
 
+class Image(torch.Tensor):
+    """A subclass that a parameter may have."""
+
+
 class Scaled(nn.Parameter):
     """A parameter with a method and an attribute."""
 
@@ -125,16 +129,17 @@ def test_views_are_parameters():
     factors = []
 
     def look(lane):
-        twins = [*map(copy.deepcopy, (lane.weight, lane.bias)), copy.deepcopy(lane).bias]
-        assert all(isinstance(each, nn.Parameter) for each in (lane.weight, lane.bias, *twins))
+        twins = [*map(copy.deepcopy, (lane.weight, lane.bias, lane.layer.bias)), copy.deepcopy(lane).bias]
+        assert all(isinstance(each, nn.Parameter) for each in (lane.weight, lane.bias, lane.layer.bias, *twins))
         assert all(twin.is_leaf and twin.requires_grad for twin in twins)
+        assert type(twins[2]) is Image
         assert type(pickle.loads(pickle.dumps(lane.bias))) is nn.Parameter
         assert type(lane.bias.data) is torch.Tensor
         factors.append((lane.weight.scaled() / lane.weight).mean().item() + lane.shift.factor)
 
     model = Changing(look)
     del model.scale
-    model.weight = Scaled(torch.rand(4, 4) + 1)
+    model.weight, model.layer.bias = Scaled(torch.rand(4, 4) + 1), nn.Parameter(torch.rand(4).as_subclass(Image))
     model.register_buffer("shift", torch.rand(4))
     model.weight.factor, model.shift.factor = 3.0, 2.0
     with parallel(model, TWO):

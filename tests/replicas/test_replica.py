@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import ReplicaError, parallel
+from parawrap.replicas import ReplicaSet
 from tests.helpers.waiting import eventually
 
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
@@ -50,6 +51,18 @@ def test_calls_start_from_the_buffers(write):
             assert_close(p(X), X + value + 1)
         model.kept = torch.zeros(4)
         assert_close(p(X), X + 1)
+
+
+def test_tensors_in_a_tuple_start_anew():
+    """A lane's later task starts from the model's tensor, though a tuple cannot hold another copy."""
+    model = Kept(lambda model, x: model.held[0].add_(1))
+    model.held = (torch.zeros(4),)
+    made = ReplicaSet(model, [torch.device("cpu")] * 2)
+    made.refresh()
+    lane = made.current[1]
+    for _ in range(2):
+        lane.run_whole(None, lane.module, X)
+        assert torch.equal(lane.module.held[0], torch.ones(4))
 
 
 def test_buffers_that_share_memory():

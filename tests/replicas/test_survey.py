@@ -28,7 +28,9 @@ def replica_of(model):
 
 
 def test_opaque_objects_are_refused():
+    outside = nn.Module()
     for hold, place in (
+        (lambda layer: [setattr(outside, "it", iter([layer])), weakref.ref(outside)][1], r"held\(\)\.it is an iterator"),
         (lambda layer: iter([layer]), r"held is an iterator \(list_iterator\).*Keep its items in a list"),
         (lambda layer: (each for each in [layer]), r"held is an iterator \(generator\)"),
         (lambda layer: types.MappingProxyType({"a": layer}), r"held \(mappingproxy\) leads to a \(Linear\)"),
