@@ -70,10 +70,14 @@ class PackedValue:
     def open(self) -> Any:
         """Return the value. May be called again before `close`, for example after a Ctrl-C."""
         if self._path is not None and self._file is None:  # copied: some file systems cannot remove a mapped file
-            copied = PackedValue(file := memory_file("parcel"))  # closes the file unless it is complete
-            with open_private(self._path) as packed, open(file, "wb", closefd=False) as copy:
-                shutil.copyfileobj(packed, copy)
-            self._file, copied._file = file, None
+            file = memory_file("parcel")
+            try:
+                with open_private(self._path) as packed, open(file, "wb", closefd=False) as copy:
+                    shutil.copyfileobj(packed, copy)
+            except BaseException:
+                os.close(file)
+                raise
+            self._file = file
         assert self._file is not None, "closed"
         return unpack(self._file)
 
