@@ -48,6 +48,7 @@ def test_deepcopy_of_the_user_is_obeyed():
     for how, says in (
         (lambda layer, _: layer, "is the module itself"),
         (lambda *_: Copied(), "another parameter 'weight'"),
+        (lambda *_: nn.Sequential(nn.ReLU()), "another submodule '0'"),
     ):
         with pytest.raises(ReplicaError, match=rf"no replica of '0' can be made: .*{says}.*__deepcopy__"):
             ReplicaSet(nn.Sequential(Copied(how)), [torch.device("cpu")] * 2).refresh()

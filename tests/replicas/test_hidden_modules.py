@@ -49,6 +49,12 @@ def test_hidden_modules_are_refused(make, says):
     """The error names the function or class, the module, and the cure."""
     with pytest.raises(ReplicaError, match=rf"{says}.*Make it an attribute of the model"):
         ReplicaSet(make(), [torch.device("cpu")] * 2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    replicas = ReplicaSet(model, [torch.device("cpu")] * 2)
+    replicas.refresh()
+    model.later = [make()]
+    with pytest.raises(ReplicaError, match=says):
+        replicas.refresh()
 
 
 class Harmless(nn.Linear):

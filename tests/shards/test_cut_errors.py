@@ -65,6 +65,7 @@ def test_a_list_as_long_as_the_batch():
         kind = f'kwargs["texts"] is a {type(texts).__name__} of 3 items with'
         for part in (kind, "the batch has 3 rows", 'in_dims={"texts": "items"} cuts it', 'in_dims={"texts": None} gives'):
             assert part in message
+        assert kind in uncut(cutter(in_dims={"y": None}), ROWS, texts, texts=texts)
         assert ("with tensors of one row" in message) == (str(texts[0]) == "tensor([0.])")
         for shard in cut(cutter(in_dims={"texts": None}), ROWS, texts=texts):
             assert shard.kwargs["texts"] == texts
