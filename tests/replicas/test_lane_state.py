@@ -64,10 +64,20 @@ class Returning(nn.Linear):
 def test_outputs_of_the_models_state():
     """The model's state is put back, with a warning, and the output is the caller's. A parameter is the model's own."""
     model = Returning()
-    named = pytest.warns(UserWarning, match=r"the model wrote .*'layers', .*'made'")
-    with named, torch.no_grad(), parallel(model, TWO) as p:
-        outputs = [p(X), p(X), p.submit(X).result(), *p.map([X])]
+    with torch.no_grad(), parallel(model, TWO) as p:
+        with pytest.warns(UserWarning, match=r"the model wrote .*'layers', .*'made'"):
+            outputs = [p(X)]
+        outputs += [p(X), p.submit(X).result(), *p.map([X])]
     for output, weight in outputs:
         assert_close(output["y"], nn.Linear.forward(model, X))
         assert weight is model.weight
     assert not model.outputs
+
+
+def test_references_to_own_tensors():
+    """A parameter of the model in a dict tells a later call nothing, and no warning comes."""
+    model = Growing(lambda model: model.layers.update(w=model.weight))
+    model.layers = {"w": None}
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(2):
+            assert_close(model(X), nn.Linear.forward(model, X))

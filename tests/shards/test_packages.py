@@ -315,7 +315,10 @@ def test_changed_batches_are_refused():
     unconnected = Batch.from_data_list([Data(x=torch.zeros(n, 1)) for n in (3, 1, 4)])
     unconnected.edge_index = torch.tensor([[0], [1]])
     sparse = [Data(x=torch.zeros(2, 1), adj=torch.eye(2).to_sparse()) for _ in range(3)]
+    nested = Batch.from_data_list([Data(x=torch.zeros(2, 1), held={"a": torch.zeros(2)}) for _ in range(3)])
+    nested.held["a"] = torch.zeros(9)
     for batch, words in (
+        (nested, "its held is sparse, or of another size"),
         (changed(lambda batch: setattr(batch, "z", torch.zeros(8))), "its z was set or deleted"),
         (changed(lambda batch: delattr(batch, "ptr")), "its ptr was set or deleted"),
         (changed(lambda batch: setattr(batch, "x", torch.zeros(9, 3))), "its x is sparse, or of another size"),
