@@ -38,6 +38,7 @@ class RayCluster:
             patch = cleanup.enter_context(pytest.MonkeyPatch.context())
             patch.setenv("RAY_TMPDIR", str(self.folder))
             patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+            patch.setenv("RAY_worker_niceness", "0")  # else busy processes nearby leave workers hardly any time
             # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
             patch.setenv("RAY_health_check_period_ms", "1000")
 
