@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap.errors import SessionError
-from parawrap.tree import TreeSpec, flatten_call
+from parawrap.tree import TreeSpec, addresses, flatten_call
 
 __all__ = ["Changed", "Contents", "Given", "GivenArguments", "Written", "find_written"]
 
@@ -27,10 +27,10 @@ _EXACT = frozenset({*_PLAIN, OrderedDict, defaultdict, Counter})
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _TENSOR = frozenset({torch.Tensor})
 
-Written = tuple[int, int, int, Any]
-"""A leaf that a call wrote in place: the position of its argument, its own position in it, and how many leaves that has.
+Written = tuple[int, int, list[str], Any]
+"""A leaf that a call wrote in place: the position of its argument, its own in there, and the addresses of all leaves there.
 
-The worker may have more or fewer leaves in other arguments, because pickle changed these.
+The leaves of an argument may be others than the caller's, because pickle changed it.
 """
 
 
@@ -86,15 +86,15 @@ class GivenArguments:
                 wrote into an argument that has other leaves in the worker.
         """
         arguments = _split_leaves(self._leaves, self._spec) if written else []
-        for argument, leaf, count, value in written:
-            leaves = arguments[argument]
-            if len(leaves) != count:
+        places = _addresses_of(self._spec) if written else []
+        for argument, leaf, places_there, value in written:
+            if places[argument] != places_there:
                 msg = (
                     "the model wrote into an argument that has other parts in a worker, because its class changes them "
                     "when it is pickled. Return the new value from the call instead"
                 )
                 raise SessionError(msg)
-            _write(leaves[leaf], value)
+            _write(arguments[argument][leaf], value)
         filled = [(self._objects[each.position], each.keys, [*map(self._decode, each.values)]) for each in changed]
         for container, keys, values in filled:
             _fill(container, keys, values)
@@ -109,17 +109,23 @@ def find_written(leaves: Sequence[Any], spec: TreeSpec, is_written: Sequence[boo
     """Return the written leaves of a flattened call."""
     if not any(is_written):
         return ()
-    arguments = _split_leaves(range(len(leaves)), spec)
+    places = _addresses_of(spec)
+    arguments = _split_leaves(zip(leaves, is_written, strict=True), spec)
     return tuple(
-        (argument, leaf, len(indices), leaves[index])
-        for argument, indices in enumerate(arguments)
-        for leaf, index in enumerate(indices)
-        if is_written[index]
+        (argument, position, places[argument], leaf)
+        for argument, pairs in enumerate(arguments)
+        for position, (leaf, was_written) in enumerate(pairs)
+        if was_written
     )
 
 
+def _addresses_of(spec: TreeSpec) -> list[list[str]]:
+    """Return the addresses of the leaves of each argument of a flattened call."""
+    return _split_leaves(addresses(spec, ("args", "kwargs")), spec)
+
+
 def _split_leaves(leaves: Iterable[Any], spec: TreeSpec) -> list[list[Any]]:
-    """Return the leaves of each argument of a flattened call."""
+    """Return the values that stand for the leaves of a flattened call, by argument."""
     left = iter(leaves)
     return [[*islice(left, argument.num_leaves)] for part in spec.children() for argument in part.children()]
 
