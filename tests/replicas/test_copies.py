@@ -54,6 +54,31 @@ def test_deepcopy_of_the_user_is_obeyed():
             ReplicaSet(nn.Sequential(Copied(how)), [torch.device("cpu")] * 2).refresh()
 
 
+class Scratch:
+    """Refers to itself, and has a method for `copy.deepcopy`."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), Scratch())
+
+
+def test_each_lane_has_its_own_object():
+    """A block that has ended keeps none of them alive until a garbage collection."""
+    model, found = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].scratch = Scratch()
+    model[0].register_forward_hook(lambda layer, *_: found.append(weakref.ref(layer.scratch)))
+    gc.disable()
+    try:
+        with torch.no_grad(), parallel(model, TWO):
+            model(X)
+            assert len({model[0].scratch, *(reference() for reference in found)}) == 3
+        assert [reference() for reference in found] == [None, None]
+    finally:
+        gc.enable()
+
+
 class Graphed(nn.Module):
     """A parameter and a buffer of the root, for torch.fx."""
 

@@ -146,3 +146,23 @@ def test_views_are_parameters():
         model(X).sum().backward()
     assert factors == pytest.approx([5.0, 5.0])
     assert_close(model.weight.grad, X.sum(0).expand(4, 4))
+
+
+class Flat(nn.Module):
+    """Buffers that lie in one memory, which forward reads through the first."""
+
+    def __init__(self):
+        super().__init__()
+        scale, shift = torch.rand(8).split(4)
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x):
+        return x * self.scale.as_strided((8,), (1,)).sum() + self.shift
+
+
+def test_shared_memory_stays_shared():
+    model = Flat()
+    want = model(X)
+    with torch.no_grad(), parallel(model, TWO):
+        assert_close(model(X), want)

@@ -309,7 +309,9 @@ def test_spans_name_their_work(tmp_path):
     assert {str(span.work) for span in trace.spans} >= {"forward, batch 0, 1 row", "forward, batch 1, 5 rows"}
     events = events_in(tmp_path / "t.json")
     assert [event["args"]["name"] for event in events if event["ph"] == "M"][:2] == [f"lane {i} on cpu" for i in range(2)]
-    assert len([event for event in events if event["ph"] == "X"]) == len(trace.spans) == 7
+    tracks = [event["tid"] for event in events if event["ph"] == "X"]
+    assert len(tracks) == len(trace.spans) == 7
+    assert tracks.count(2) == 1, "the plain call has a track of its own"
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
