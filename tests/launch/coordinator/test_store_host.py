@@ -10,21 +10,15 @@ import tempfile
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, wrapper
 from tests.helpers.processes import pids_in, ranks, report_pid_function, warm_processes
+from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 LOOPBACK = "127.0.0.1"
 FIELDS = {"default": {}, "tcp": {"ipc_protocol": "tcp"}}
-
-
-def sum_of_ranks():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
 
 
 def connections_of(processes):
@@ -63,7 +57,7 @@ def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):
 
     def looks(folder):
         (place,) = folder.glob("parawrap-*")
-        return place.stat().st_mode & 0o777, sum_of_ranks()
+        return place.stat().st_mode & 0o777, all_sum()
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -79,7 +73,7 @@ def test_a_port_in_use_is_named():
     """It is free afterwards."""
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(sum_of_ranks)
+        launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(all_sum)
         with pytest.raises(LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"):
             launchable()
     assert launchable() == launchable() == (2.0, 2.0)
