@@ -1,4 +1,4 @@
-"""Calls that end ranks which stay: deaths, limits, deadlocks, Ctrl-C, and the end of the parent."""
+"""Calls that end ranks which stay: deaths, limits, deadlocks, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, is_gone, pids_in, ranks, running_scripts
+from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_scripts
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -113,7 +112,7 @@ def test_a_time_limit_counts_per_call(field, limit):
             opened(all_sum)
 
 
-# -- Ctrl-C and the end of the parent
+# -- Ctrl-C and forks
 
 PARENT = """
 import os, sys, time
@@ -149,11 +148,6 @@ def work(ranks):
     except LaunchError as error:
         print(error)
 
-def leave(ranks):
-    ranks(lambda: report_pid(folder))
-    ranks.submit(time.sleep, 600)
-    time.sleep(600)
-
 def fork(ranks):
     pid = os.fork()
     if pid == 0:
@@ -168,16 +162,16 @@ def fork(ranks):
 
 if __name__ == "__main__":
     grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
-    method = "forkserver" if how in ("group", "killed") else "fork"
+    method = "forkserver" if how == "group" else "fork"
     ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False, spawn_method=method).open()
-    {"fork": fork, "killed": leave}.get(how, work)(ranks)
+    (fork if how == "fork" else work)(ranks)
 """
 
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory):
     """Scripts with ranks that stay, started together, because each of them loads torch."""
-    ways = ["group", "ignores", "ignores once", "fork", "killed"]
+    ways = ["group", "ignores", "ignores once", "fork"]
     cases = {how: lambda folder, how=how: (PARENT, how, folder) for how in ways}
     with running_scripts(tmp_path_factory.mktemp("parents"), cases) as started:
         yield started
@@ -221,18 +215,3 @@ def test_a_fork_cannot_use_the_ranks(parents):
     refusal, answer = output.splitlines()
     assert refusal.startswith(f"these ranks belong to process {parent.pid}: call all_sum there, not in a forked child")
     assert answer == "2.0 2.0"
-
-
-def test_ranks_end_with_their_parent(parents):
-    """No process survives a script that is killed during a call."""
-    parent, folder = parents["killed"]
-    family = {*pids_in(folder, 2)}
-    family |= {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(timeout=PATIENCE_S)
-    try:
-        assert_gone(family)
-    finally:
-        for pid in family:
-            if not is_gone(pid):
-                os.kill(pid, signal.SIGKILL)
