@@ -18,15 +18,14 @@ from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 LOOPBACK = "127.0.0.1"
-FIELDS = {"default": {}, "tcp": {"ipc_protocol": "tcp"}}
 
 
 def connections_of(processes):
     return [(process.pid, each) for process in processes for each in process.net_connections("inet")]
 
 
-@pytest.mark.parametrize("case", FIELDS)
-def test_ports_open_only_on_request(case, tmp_path):
+@pytest.mark.parametrize("fields", [{}, {"ipc_protocol": "tcp"}], ids=["default", "tcp"])
+def test_ports_open_only_on_request(fields, tmp_path):
     """No process is reachable from another machine, and by default not even from this one."""
     report_pid = report_pid_function()
 
@@ -37,7 +36,7 @@ def test_ports_open_only_on_request(case, tmp_path):
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     earlier = connections_of([psutil.Process()])  # of process groups in other tests
-    launch = wrapper(ranks(**FIELDS[case]))(waits).submit(tmp_path)
+    launch = wrapper(ranks(**fields))(waits).submit(tmp_path)
     processes = [psutil.Process(), *warm_processes()]
     of_ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
     found = [each for each in connections_of(processes + of_ranks) if each not in earlier]
@@ -49,7 +48,7 @@ def test_ports_open_only_on_request(case, tmp_path):
     assert {address.ip for _, address in listening} <= {LOOPBACK, "::1"}
     assert {each.raddr.ip.removeprefix("::ffff:") for _, each in found if each.raddr} == {LOOPBACK}
     of_parent = {address.port for pid, address in listening if pid in {process.pid for process in processes}}
-    assert of_parent == (set() if case == "default" else {port})
+    assert of_parent == ({port} if fields else set())
 
 
 def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):

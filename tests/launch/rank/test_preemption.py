@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from itertools import count
 from pathlib import Path
 
@@ -24,11 +23,6 @@ PREEMPTIONS = 2
 def submit(function, *args, count=2, **fields):
     """Launch ranks with a `grace_s` that is long enough for a busy machine."""
     return wrapper(ranks(count, **{"grace_s": 60} | fields))(function).submit(*args)
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
 
 
 # -- loops
@@ -77,9 +71,9 @@ def test_ranks_behind_catch_up(tmp_path):
                 rank.requeue()
             if step == (7 if rank.global_rank == 0 else 2):
                 report(tmp_path, "waits")
-                wait_for(tmp_path / "go")
+                eventually((tmp_path / "go").exists, "go")
             if step == 4 and rank.global_rank == 1:
-                wait_for(tmp_path / "0.saved")
+                eventually((tmp_path / "0.saved").exists, "the save of rank 0")
         raise AssertionError
 
     launch = submit(train)
