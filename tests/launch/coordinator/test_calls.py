@@ -9,17 +9,11 @@ import threading
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
 from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_scripts
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
-
-
-def wait_in_collective():
-    dist.all_reduce(torch.ones(3))
 
 
 def test_waiting_for_a_returned_rank(monkeypatch):
@@ -28,13 +22,13 @@ def test_waiting_for_a_returned_rank(monkeypatch):
 
     def return_early():
         if my_rank() == 1:
-            wait_in_collective()
+            all_sum()
 
     with ranks().open() as opened:
         with pytest.raises(LaunchError) as caught:
             opened(return_early)
         assert type(caught.value) is LaunchError
-        for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in wait_in_collective":
+        for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in all_sum":
             assert text in str(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
         with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
@@ -50,7 +44,7 @@ def die(how):
         if how == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(3)
-    wait_in_collective()
+    all_sum()
 
 
 @pytest.mark.parametrize(
