@@ -97,15 +97,9 @@ class SimulatedNode:
         if rank in self.alive:
             self.alive[rank].ends(-signal.SIGKILL)
 
-    def look(self):
-        return float("inf")
-
     @property
     def is_over(self):
         return not self.alive
-
-    def give_up(self):
-        """Do nothing: simulated ranks always report their end."""
 
     def close(self):
         """Do nothing: no connection exists."""

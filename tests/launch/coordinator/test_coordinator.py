@@ -114,6 +114,17 @@ def test_dead_rank_is_named(die, number, code, texts):
     assert [text for text in ["rank 1 of 2", *texts] if text not in message] == []
 
 
+def test_no_rank_outlives_its_thread():
+    """An error of a rank's control thread ends the rank and is shown. Nothing could end the rank otherwise."""
+
+    def spoil():
+        sys._current_frames = None
+        threading.Event().wait()
+
+    with pytest.raises(RankDiedError, match="is not callable"):
+        wrapper(ranks(1))(spoil)()
+
+
 # -- time limits
 
 

@@ -8,12 +8,10 @@ import pickle
 import random
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from parawrap import LaunchCancelledError, LaunchError, PlatformError, RankResults, UnsendableError, current_rank, wrapper
 from tests.helpers.processes import assert_gone, notes_of, ranks
@@ -68,19 +66,15 @@ def test_one_rank_can_be_called(world):
 
 
 def test_calls_that_cannot_work(world):
-    """Wrong arguments, coroutines, generators, and values that cannot be sent are refused before the call."""
+    """Wrong arguments, coroutines, and values that cannot be sent are refused before the call."""
 
     async def waits():
         pass
 
-    def yields():
-        yield
-
     with pytest.raises(TypeError, match="wrong"):
         world(store, 1, value=2, wrong=3)
-    for function in (waits, yields):
-        with pytest.raises(TypeError):
-            world(function)
+    with pytest.raises(TypeError):
+        world(waits)
     lock = threading.Lock()
     with pytest.raises(UnsendableError, match=re.escape("kwargs['config'][0] cannot be sent to another process: ")):
         world(lambda **_: None, config=[lock])
@@ -105,38 +99,15 @@ def test_an_unsendable_result(world):
 # -- state
 
 
-def prepare():
-    layers = torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
-    STATE["model"] = DistributedDataParallel(torch.nn.Sequential(*layers))
+def draw():
+    return random.random(), torch.rand(1).item()
 
 
-def train(steps):
-    model = STATE["model"]
-    for _ in range(steps):
-        loss = model(torch.randn(4, 8) + my_rank()).square().mean()
-        loss.backward()
-        for each in model.parameters():  # torch.optim would import torch.compile, which takes seconds
-            each.data -= each.grad / 8
-            each.grad = None
-    return loss.item(), random.random(), torch.rand(1).item(), [each.tolist() for each in model.parameters()]
-
-
-def train_at_once():
-    prepare()
-    return train(4), train(4)
-
-
-def test_training_over_several_calls():
-    """Calls have the losses, random numbers, and weights of one launch, bit for bit."""
-    expected = wrapper(ranks(seed=1))(train_at_once)()
+def test_random_numbers_go_on():
+    """Two calls draw the numbers of one launch that draws twice."""
+    expected = wrapper(ranks(seed=1))(lambda: (draw(), draw()))()
     with ranks(seed=1).open() as opened:
-        opened(prepare)
-        assert list(zip(opened(train, 4), opened(train, 4), strict=True)) == list(expected)
-    assert expected[0][0][0] != expected[1][0][0]  # each rank has its own batches
-    assert STATE == {}
-
-
-# -- tensors and classes
+        assert list(zip(opened(draw), opened(draw), strict=True)) == list(expected)
 
 
 def exchange(tensor):
@@ -177,12 +148,6 @@ def test_output_of_a_call(capfd, tmp_path):
 # -- handles of calls
 
 
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
-    return my_rank()
-
-
 def test_a_submitted_call_has_a_handle(world, tmp_path):
     """The handle has the state, stacks, output, and results of its call. Later calls wait for it."""
     world(speak, "before")
@@ -190,7 +155,8 @@ def test_a_submitted_call_has_a_handle(world, tmp_path):
 
     def work(path):
         speak("during")
-        return wait_for(path)
+        eventually(path.exists, "go")
+        return my_rank()
 
     launch = world.submit(work, tmp_path / "go")
     later = [world.submit(lambda step=step: recall("order").append(step)) for step in range(5)]
@@ -198,7 +164,7 @@ def test_a_submitted_call_has_a_handle(world, tmp_path):
     assert (launch.done(), launch.state, world.state, later[0].done()) == (False, "running", "running", False)
     for stacks in launch.stacks(), world.stacks():
         assert sorted(stacks) == [0, 1]
-        assert all("in wait_for" in text for text in stacks.values())
+        assert all("in work" in text for text in stacks.values())
     (tmp_path / "go").touch()
     assert launch.results(PATIENCE_S) == (0, 1)
     assert (launch.done(), launch.state, launch.stacks()) == (True, "finished", {})
@@ -213,7 +179,7 @@ def test_a_cancel_keeps_the_ranks(world, tmp_path):
     def waits(path):
         speak("waits")
         try:
-            wait_for(path)
+            eventually(path.exists, "go")
         except KeyboardInterrupt:
             (path.parent / f"{my_rank()}.interrupted").touch()
             raise
@@ -242,6 +208,28 @@ def test_calls_of_several_threads(world):
         other(store, "world", 3)
         assert world(recall, "world") == (None, None)
     assert found == [{(0.0, 0.0)}, {(3.0,) * 3}, {(4.0, 4.0)}, {(9.0,) * 3}]
+
+
+def test_a_fork_cannot_use_them(world):
+    """A forked child that uses a launch, or calls or closes ranks, gets an error, and leaves them to its parent."""
+    launch = wrapper(ranks(1))(my_rank).submit()
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            for use in launch.results, lambda: world(my_rank):
+                with pytest.raises(LaunchError) as caught:
+                    use()
+                os.write(writer, str(caught.value).encode())
+            world.close()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as errors:
+        text = errors.read()
+    os.waitpid(pid, 0)
+    assert f"belongs to process {os.getpid()}" in text
+    assert f"these ranks belong to process {os.getpid()}: call my_rank there, not in a forked child" in text
+    assert (launch.results(PATIENCE_S), world(my_rank)) == ((0,), (0, 1))
 
 
 # -- displays and the end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import threading
 import time
@@ -62,6 +63,23 @@ def test_hint_without_line_numbers(hints):
     assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in generated", hint)
 
 
+def test_hint_without_source_lines(hints, tmp_path):
+    """Another thread, or the user's code, may leave an odd entry in the cache of source lines."""
+
+    def spoil(go):
+        linecache.cache[spoil.__code__.co_filename] = (0, None, None, "")
+        while not go.exists():
+            threading.Event().wait(5)
+        return "done"
+
+    launch = wrapper(ranks(1))(spoil).submit(tmp_path / "go")
+    (hint,) = eventually(hints, "the hint")
+    assert "in spoil" in hint
+    assert "its source cannot be read: TypeError" in launch.stacks()[0]
+    (tmp_path / "go").touch()
+    assert launch.results(PATIENCE_S) == ("done",)
+
+
 def test_hint_names_a_silent_rank(hints):
     """It is stopped, or holds the GIL."""
     known, now = {"pid": 1, "is_running": True, "status": Status(9, 9, 9, "script.py:1")}, time.monotonic()
@@ -70,7 +88,7 @@ def test_hint_names_a_silent_rank(hints):
     assert "rank 0 idle for 9 s at script.py:1; rank 1 does not answer" in hints()[0]
 
 
-def test_wait_for_busy_rank_is_allowed(monkeypatch, tmp_path):
+def test_wait_for_busy_rank_is_allowed(monkeypatch):
     """After one rank has returned, a second rank can wait for a third rank that is busy."""
     monkeypatch.setattr(_standstill, "STUCK_S", 0.3)
 

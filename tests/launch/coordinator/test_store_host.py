@@ -10,29 +10,22 @@ import tempfile
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, wrapper
 from tests.helpers.processes import pids_in, ranks, report_pid_function, warm_processes
+from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 LOOPBACK = "127.0.0.1"
-FIELDS = {"default": {}, "tcp": {"ipc_protocol": "tcp"}}
-
-
-def sum_of_ranks():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
 
 
 def connections_of(processes):
     return [(process.pid, each) for process in processes for each in process.net_connections("inet")]
 
 
-@pytest.mark.parametrize("case", FIELDS)
-def test_ports_open_only_on_request(case, tmp_path):
+@pytest.mark.parametrize("fields", [{}, {"ipc_protocol": "tcp"}], ids=["default", "tcp"])
+def test_ports_open_only_on_request(fields, tmp_path):
     """No process is reachable from another machine, and by default not even from this one."""
     report_pid = report_pid_function()
 
@@ -43,7 +36,7 @@ def test_ports_open_only_on_request(case, tmp_path):
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     earlier = connections_of([psutil.Process()])  # of process groups in other tests
-    launch = wrapper(ranks(**FIELDS[case]))(waits).submit(tmp_path)
+    launch = wrapper(ranks(**fields))(waits).submit(tmp_path)
     processes = [psutil.Process(), *warm_processes()]
     of_ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
     found = [each for each in connections_of(processes + of_ranks) if each not in earlier]
@@ -55,7 +48,7 @@ def test_ports_open_only_on_request(case, tmp_path):
     assert {address.ip for _, address in listening} <= {LOOPBACK, "::1"}
     assert {each.raddr.ip.removeprefix("::ffff:") for _, each in found if each.raddr} == {LOOPBACK}
     of_parent = {address.port for pid, address in listening if pid in {process.pid for process in processes}}
-    assert of_parent == (set() if case == "default" else {port})
+    assert of_parent == ({port} if fields else set())
 
 
 def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):
@@ -63,7 +56,7 @@ def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):
 
     def looks(folder):
         (place,) = folder.glob("parawrap-*")
-        return place.stat().st_mode & 0o777, sum_of_ranks()
+        return place.stat().st_mode & 0o777, all_sum()
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -79,7 +72,7 @@ def test_a_port_in_use_is_named():
     """It is free afterwards."""
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(sum_of_ranks)
+        launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(all_sum)
         with pytest.raises(LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"):
             launchable()
     assert launchable() == launchable() == (2.0, 2.0)

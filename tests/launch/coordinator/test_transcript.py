@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
 import tempfile
 from functools import partial
 
@@ -16,29 +14,17 @@ from parawrap.launch.coordinator._transcript import Transcript
 from tests.helpers.processes import ranks
 
 PREFIX = "[rank 3] "
-OUT, ERR = 1, 2
 
 
-def written(*chunks, is_shown=True, folder=None):
-    """Return a transcript of these chunks, each with the number of its stream, after all are printed."""
+def written(*chunks, folder=None):
+    """Return a transcript of these chunks of standard output, after all are printed."""
     printer = Printer()
-    transcript = Transcript(3, printer=printer if is_shown else None, prefix=PREFIX, folder=folder)
-    for stream, data in chunks:
-        transcript.write(stream, data)
+    transcript = Transcript(3, printer=printer, prefix=PREFIX, folder=folder)
+    for data in chunks:
+        transcript.write(1, data)
     transcript.finish()
     printer.finish()
     return transcript
-
-
-def shown(chunks):
-    """Return the text that a transcript of these chunks shows on standard output."""
-    stream, before = io.StringIO(), sys.stdout
-    sys.stdout = stream
-    try:
-        written(*[(OUT, chunk) for chunk in chunks])
-    finally:
-        sys.stdout = before
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -53,9 +39,10 @@ def shown(chunks):
         (["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()], "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"),
     ],
 )
-def test_each_line_has_a_prefix(chunks, lines):
+def test_each_line_has_a_prefix(chunks, lines, capsys):
     """Only newlines and carriage returns end a line. Chunks may end within a line end or a character."""
-    assert shown(chunks) == lines
+    written(*chunks)
+    assert capsys.readouterr().out == lines
 
 
 # -- log files
@@ -65,7 +52,7 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
     """One warning is logged, and all output is kept and shown."""
     (tmp_path / "rank-3.log").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING, "parawrap.launch"):
-        transcript = written(*[(OUT, b"line\n")] * 3, folder=tmp_path)
+        transcript = written(*[b"line\n"] * 3, folder=tmp_path)
     (record,) = caplog.records
     assert "rank-3.log" in record.getMessage()
     assert "No space left" in record.getMessage()
@@ -76,7 +63,7 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
 def test_full_temporary_folder(monkeypatch, capsys):
     """Output of more than 1 MiB is shown, although it cannot be kept."""
     monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "w+b"))
-    text = written(*[(OUT, b"x" * 9_999 + b"\n")] * 300).text()
+    text = written(*[b"x" * 9_999 + b"\n"] * 300).text()
     assert text.startswith("x" * 9_999)
     assert capsys.readouterr().out == f"{PREFIX}{'x' * 9_999}\n" * 300
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import current_rank, wrapper
+from tests.contract.scenarios import report
+from tests.helpers.launches import wait_for_reports
 from tests.helpers.processes import ranks
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -22,21 +23,6 @@ PREEMPTIONS = 2
 def submit(function, *args, count=2, **fields):
     """Launch ranks with a `grace_s` that is long enough for a busy machine."""
     return wrapper(ranks(count, **{"grace_s": 60} | fields))(function).submit(*args)
-
-
-def report(folder, topic):
-    """In a rank: write a file for the test."""
-    rank = current_rank()
-    Path(folder, f"{topic}-{rank.restart}-{rank.global_rank}").touch()
-
-
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
-
-
-def wait_for_reports(folder, pattern, number):
-    eventually(lambda: len([*folder.glob(pattern)]) == number, f"{number} {pattern}")
 
 
 # -- loops
@@ -59,12 +45,12 @@ def test_preemptions_lose_no_step(tmp_path):
             all_sum()
             steps.append(step)
             if step == begun + 1:
-                report(tmp_path, "runs")
+                report(tmp_path, f"runs-{rank.restart}")
         raise AssertionError
 
     launch = submit(train, count=3)
     for start in range(PREEMPTIONS):
-        wait_for_reports(tmp_path, f"runs-{start}-*", 3)
+        wait_for_reports(tmp_path, f"runs-{start}", 3)
         launch.preempt()
     results = launch.results(timeout=PATIENCE_S)
     assert results == (list(range(len(results[0]))),) * 3
@@ -85,13 +71,13 @@ def test_ranks_behind_catch_up(tmp_path):
                 rank.requeue()
             if step == (7 if rank.global_rank == 0 else 2):
                 report(tmp_path, "waits")
-                wait_for(tmp_path / "go")
+                eventually((tmp_path / "go").exists, "go")
             if step == 4 and rank.global_rank == 1:
-                wait_for(tmp_path / "0.saved")
+                eventually((tmp_path / "0.saved").exists, "the save of rank 0")
         raise AssertionError
 
     launch = submit(train)
-    wait_for_reports(tmp_path, "waits*", 2)
+    wait_for_reports(tmp_path, "waits", 2)
     launch.preempt()
     eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank, which proves that it knows")
     (tmp_path / "go").touch()
@@ -114,10 +100,10 @@ def test_an_ignored_preemption(tmp_path, caplog):
             report(tmp_path, "cleaned")
 
     launch = submit(train, grace_s=0.5)
-    wait_for_reports(tmp_path, "runs*", 2)
+    wait_for_reports(tmp_path, "runs", 2)
     launch.preempt()
     assert launch.results(timeout=PATIENCE_S) == (1, 1)
-    wait_for_reports(tmp_path, "cleaned*", 2)
+    wait_for_reports(tmp_path, "cleaned", 2)
     assert "rank(s) 0, 1 of " in caplog.text
     assert "did not call requeue() within grace_s=0.5" in caplog.text
 
@@ -132,7 +118,7 @@ def test_a_return_after_a_preemption(tmp_path):
         return current_rank().restart
 
     launch = submit(train)
-    wait_for_reports(tmp_path, "runs*", 2)
+    wait_for_reports(tmp_path, "runs", 2)
     launch.preempt()
     launch.preempt()
     assert launch.results(timeout=PATIENCE_S) == (0, 0)

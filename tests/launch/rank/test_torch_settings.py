@@ -14,17 +14,13 @@ from tests.helpers.processes import ranks, run_script
 
 @pytest.fixture
 def restored_torch():
-    """Restore the settings of torch that these tests change."""
-    dtype, tf32 = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
+    """Restore the settings of torch that these tests set with functions."""
+    dtype = torch.get_default_dtype()
     with torch.random.fork_rng([]):
         yield
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(False)
-    torch.autograd.set_detect_anomaly(False)
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def settings_of_torch():
@@ -43,16 +39,16 @@ def settings_of_torch():
     )
 
 
-def test_ranks_have_settings_of_torch(restored_torch):
+def test_ranks_have_settings_of_torch(restored_torch, monkeypatch):
     """Default dtype, determinism, precision, cuDNN's flags, and the grad mode are those of the script at the launch."""
     launchable, before = wrapper(ranks(1))(settings_of_torch), settings_of_torch()
     assert launchable() == (before,)
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.set_float32_matmul_precision("medium")
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    for name, value in {"benchmark": True, "deterministic": True, "allow_tf32": False}.items():
+        monkeypatch.setattr(torch.backends.cudnn, name, value)
     with torch.autograd.set_detect_anomaly(True), torch.no_grad():
         after = settings_of_torch()
         assert all(old != new for old, new in zip(before, after, strict=True))
