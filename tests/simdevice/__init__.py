@@ -38,7 +38,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,6 @@ _EXTENSION = "parawrap_simdevice"
 _NATIVE = Path(__file__).with_name("native")
 _CFLAGS = ["-O1", "-g0"]
 _BUILD_SCRIPT = "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
-_install_lock = threading.Lock()
 
 _Device = torch.device | str | int | None
 
@@ -96,7 +94,20 @@ class Stats:
 
 def available(name: str = _NAME) -> str | None:
     """Return why the device cannot be installed here, or None if it can."""
-    return next(_obstacles(name), None)
+    if _installed() is not None:
+        return None
+    backend = torch._C._get_privateuse1_backend_name()
+    if backend not in ("privateuseone", name):
+        return f"the device type {backend!r} takes torch's only place for a custom device"
+    if _library().is_file():
+        return None
+    if shutil.which(_compiler()) is None:
+        return f"the C++ compiler {_compiler()!r} is not on PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"Python's headers are not in {sysconfig.get_path('include')}"
+    if importlib.util.find_spec("setuptools") is None:
+        return "setuptools, which torch builds extensions with, is not installed"
+    return None
 
 
 def install(count: int = 4, name: str = _NAME) -> ModuleType:
@@ -104,17 +115,14 @@ def install(count: int = 4, name: str = _NAME) -> ModuleType:
 
     A second call in one process returns the same module. The first call ever compiles the device, which takes a minute.
     """
-    with _install_lock:
-        if (module := _installed()) is None:
-            if (reason := available(name)) is not None:
-                raise RuntimeError(f"the simulated device cannot be installed: {reason}")
-            extension = _load_extension()
-            extension.start(count)
-            backend_registration.rename_privateuse1_backend(name)
-            module = _device_module(extension)
-            torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
-            backend_registration.generate_methods_for_privateuse1_backend()
-        return module
+    if (module := _installed()) is None:
+        extension = _load_extension()
+        extension.start(count)
+        backend_registration.rename_privateuse1_backend(name)
+        module = _device_module(extension)
+        torch._register_device_module(name, module)
+        backend_registration.generate_methods_for_privateuse1_backend()
+    return module
 
 
 def stats() -> Stats:
@@ -200,9 +208,6 @@ def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
         "current_device": extension.current_device,
         "set_device": set_device,
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "empty_cache": lambda: None,
         "manual_seed": lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
         "manual_seed_all": lambda _: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -213,7 +218,7 @@ def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
 
 
 def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the classes and functions of torch.sim that are about streams and events."""
+    """Return the class and functions of torch.sim that are about streams."""
 
     class Stream(torch.Stream):
         """A stream of the current device, or of another; new ones are handed out in turn from a pool per
@@ -224,10 +229,6 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
             if numbers:
                 return super().__new__(cls, priority=priority, **numbers)
             return super().__new__(cls, torch.device(_name(), _index(device, extension)), priority=priority)
-
-    # A function, because torch compares only torch.Event objects.
-    def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-        return torch.Event(_name(), enable_timing=enable_timing)
 
     def numbered(stream_id: int, device: _Device) -> Stream:
         index = _index(device, extension)
@@ -258,10 +259,8 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
 
     return {
         "Stream": Stream,
-        "Event": event,
         "current_stream": current_stream,
         "default_stream": default_stream,
-        "set_stream": torch.accelerator.set_stream,
         "stream": use_stream,
         "synchronize": synchronize,
     }
@@ -270,32 +269,8 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
 # ---------------------------------------------------------------- building
 
 
-def _obstacles(name: str) -> Iterator[str]:
-    """Yield the reasons why the device cannot be installed."""
-    if _installed() is not None:
-        return
-    backend = torch._C._get_privateuse1_backend_name()
-    if backend not in ("privateuseone", name):
-        yield f"the device type {backend!r} takes torch's only place for a custom device"
-    if _library().is_file():
-        return
-    if shutil.which(_compiler()) is None:
-        yield f"the C++ compiler {_compiler()!r} is not on PATH"
-    if shutil.which("ninja", path=_path()) is None:
-        yield "ninja is neither on PATH nor installed beside Python"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        yield f"Python's headers are not in {sysconfig.get_path('include')}"
-    if importlib.util.find_spec("setuptools") is None:
-        yield "setuptools, which torch builds extensions with, is not installed"
-
-
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
-
-
-def _path() -> str:
-    """Return PATH with the folder of this Python, where ninja may be installed."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _library() -> Path:
@@ -341,6 +316,7 @@ def _build(library: Path) -> None:
     """
     for leftover in library.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # this Python may have ninja
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
         arguments = {
             "name": _EXTENSION,
@@ -352,7 +328,7 @@ def _build(library: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _BUILD_SCRIPT, json.dumps(arguments)],
             cwd=folder,
-            env={**os.environ, "PATH": _path(), "CXX": _compiler()},
+            env={**os.environ, "PATH": path, "CXX": _compiler()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
