@@ -74,25 +74,6 @@ def test_products_as_first_work():
         torch.testing.assert_close(p.submit(x).result(), expected)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_autocast(grad, devices):
-    """Lanes compute in the autocast dtype of the caller, and gradients have the dtype of the parameters."""
-    model = mlp().float().to(HOME)
-    plain = copy.deepcopy(model)
-    x = rows(13).float()
-    with torch.set_grad_enabled(grad), parallel(model, devices), torch.autocast("cuda", dtype=torch.bfloat16):
-        output, expected = model(x), plain(x.to(HOME))
-        assert output.dtype == expected.dtype == torch.bfloat16
-        torch.testing.assert_close(output, expected, rtol=0.03, atol=0.03)
-        if not grad:
-            return
-        for each in (output, expected):
-            each.float().square().mean().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.grad.dtype == torch.float32
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("train", [True, False])
 def test_equals_data_parallel_of_torch(train):
     """Two lanes on one GPU give the outputs, gradients, and names of torch.nn.DataParallel, and in eval mode the buffers.
@@ -119,23 +100,3 @@ def test_all_gpus_are_the_default():
     """A block without devices, or with the kind alone, has one lane per GPU."""
     for devices in (None, "auto", "cuda"):
         assert [str(device) for device in parallel(mlp(), devices).devices] == every()
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_batches_on_any_gpu(grad, several):
-    """The batch may be on any GPU, and the output is joined on any GPU."""
-    model = mlp().to(HOME)
-    plain = copy.deepcopy(model)
-    last = several[-1]
-    for lanes in (several, several[::-1], [last], [HOME, last, last]):
-        model.zero_grad()
-        plain.zero_grad()
-        with torch.set_grad_enabled(grad), parallel(model, lanes, output_device=last):
-            x = rows(13)
-            output, expected = model(x.to(last)), plain(x.to(HOME))
-            assert output.device == torch.device(last)
-            torch.testing.assert_close(output, expected.to(last))
-            if grad:
-                output.square().sum().backward()
-                expected.square().sum().backward()
-                assert_same_gradients(model, plain)

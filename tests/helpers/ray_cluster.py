@@ -14,8 +14,9 @@ from typing import Self
 
 import pytest
 
+from tests.helpers.waiting import PATIENCE_S
+
 _STORE_BYTES = 100 << 20
-_PATIENCE_S = 120.0
 
 
 class RayCluster:
@@ -70,7 +71,7 @@ class RayCluster:
     def remove_node(self, node: str) -> None:
         """End a worker node. When this returns, no driver tries to join it."""
         self._remove(node, allow_graceful=True)
-        self._cluster.wait_for_nodes(_PATIENCE_S)
+        self._cluster.wait_for_nodes(PATIENCE_S)
 
     def _remove(self, node: str, *, allow_graceful: bool) -> None:
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)

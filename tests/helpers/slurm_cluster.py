@@ -277,11 +277,8 @@ class SlurmCluster:
 
 
 _LINK = "pwslurm"
-_SLURM_PROCESSES = (
-    "slurmd",
-    "slurmstepd",
-    "srun",
-)  # srun is not killed: it reports the end of its tasks, and the controller waits for the report
+# srun is not killed: it reports the end of its tasks, and the controller waits for the report.
+_SLURM_PROCESSES = ("slurmd", "slurmstepd", "srun")
 _READY = ("IDLE", "MIXED", "ALLOCATED")
 
 

@@ -60,17 +60,6 @@ def test_nested_values_have_rows(host):
     assert sum(counts(host, "inferences")) == 1 + 3 + 3 + 11
 
 
-def test_rows_are_whole_inferences(host):
-    """The warning about idle cores points at the caller's line and says how many rows use all cores."""
-    plain, _, net = net_of(batch=4)
-    x = torch.randn(9, 3)
-    with pytest.warns(UserWarning, match=r"9 rows keep 3 of 4 NeuronCores busy\. .* a multiple of 16 rows") as found:
-        y = net(x)
-    assert found[0].filename == __file__
-    torch.testing.assert_close(y, plain(x))
-    assert sorted(counts(host, "inferences")) == [0, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("device_ids", "indices"), [(None, [0, 1, 2, 3]), ([2], [2]), ([1, "nc:2"], [1, 2]), ([3, 0], [3, 0])], ids=str
 )

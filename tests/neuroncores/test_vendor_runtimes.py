@@ -7,9 +7,7 @@ import torch
 
 from parawrap import DeviceUnavailableError, ShapeError, neuron
 from parawrap.neuroncores import using
-from parawrap.neuroncores._vendor_runtimes import TorchNeuronx
-from parawrap.testing import neuron_host
-from tests.helpers.neuron_doubles import Around, Double, Doubling, mlp, numbers, rows, saved_and_loaded
+from tests.helpers.neuron_doubles import Around, Doubling, mlp, numbers, rows, saved_and_loaded
 
 neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 neuron_only = pytest.mark.parametrize("recorded", ["torch_neuron", "torch_neuron.experimental"], indirect=True)
@@ -112,13 +110,11 @@ def test_trace_with_keyword_inputs(recorded, monkeypatch):
     torch.testing.assert_close(recorded.runtime.dynamic_batch(compiled)(y=y, x=x), model(x, y))
 
 
-def test_release_without_a_context(monkeypatch):
+@neuronx_only
+def test_release_without_a_context(recorded, monkeypatch):
     """The error gives both documented names and advice."""
-    with neuron_host(cores=1) as host:
-        double = Double("torch_neuronx", host, experimental=False)
-        del double.package.neuron_cores_context
-        double.install(monkeypatch)
-        compiled = TorchNeuronx().trace(mlp(), rows(2))
-        said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
-        with pytest.raises(DeviceUnavailableError, match=said):
-            TorchNeuronx().place(compiled, 0, 1)
+    monkeypatch.delattr(recorded.double.package, "neuron_cores_context")
+    compiled = recorded.runtime.trace(mlp(), rows(2))
+    said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
+    with pytest.raises(DeviceUnavailableError, match=said):
+        recorded.runtime.place(compiled, 0, 1)
