@@ -38,13 +38,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Self
 
 import torch
+from torch.accelerator._utils import _get_device_index
+from torch.types import Device
 from torch.utils import backend_registration
 
 __all__ = ["Stats", "available", "install", "reset_stats", "stats"]
@@ -54,8 +55,6 @@ _EXTENSION = "parawrap_simdevice"
 _NATIVE = Path(__file__).with_name("native")
 _CFLAGS = ["-O1", "-g0"]
 _BUILD_SCRIPT = "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
-
-_Device = torch.device | str | int | None
 
 
 @dataclass(frozen=True)
@@ -155,90 +154,19 @@ def _name() -> str:
     return torch._C._get_privateuse1_backend_name()
 
 
-def _extension():
-    module = _installed()
-    if module is None:
-        raise RuntimeError("the simulated device is not installed; call install() first")
-    return module._parawrap_extension
+def _extension() -> ModuleType:
+    return _installed()._parawrap_extension
 
 
 # ---------------------------------------------------------------- torch.sim
 
 
-def _index(device: _Device, extension: ModuleType) -> int:
-    """Return a device's ordinal; a device without one means the current device."""
-    if isinstance(device, int):
-        return device
-    if device is not None:
-        device = torch.device(device)
-        if device.type != _name():
-            raise ValueError(f"expected a {_name()} device, got {device}")
-        if device.index is not None:
-            return device.index
-    return extension.current_device()
-
-
 def _device_module(extension: ModuleType) -> ModuleType:
-    """Return the device module, with the functions of torch.cuda that torch calls."""
-    module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
-    vars(module).update(_of_devices(extension), **_of_streams(extension), _parawrap_extension=extension)
-    return module
+    """Return the device module, with the functions of torch.cuda that torch, parawrap, and the tests call."""
 
-
-def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the functions of torch.sim that are about devices, memory and random numbers."""
-
-    @contextlib.contextmanager
-    def use_device(device: _Device) -> Iterator[None]:
-        """Make a device the current one for the length of a with block."""
-        index, previous = _index(device, extension), extension.current_device()
-        if index >= 0:
-            extension.set_device(index)
-        try:
-            yield
-        finally:
-            extension.set_device(previous)
-
-    def set_device(device: _Device) -> None:
-        extension.set_device(_index(device, extension))
-
-    return {
-        "device": use_device,
-        "device_count": extension.device_count,
-        "current_device": extension.current_device,
-        "set_device": set_device,
-        "is_available": lambda: True,
-        "manual_seed": lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
-        "manual_seed_all": lambda _: None,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "_is_in_bad_fork": lambda: False,
-    }
-
-
-def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the class and functions of torch.sim that are about streams."""
-
-    class Stream(torch.Stream):
-        """A stream of the current device, or of another; new ones are handed out in turn from a pool per
-        device: of 32, or of 8 if the priority is negative.
-        """
-
-        def __new__(cls, device: _Device = None, priority: int = 0, **numbers: int) -> Self:
-            if numbers:
-                return super().__new__(cls, priority=priority, **numbers)
-            return super().__new__(cls, torch.device(_name(), _index(device, extension)), priority=priority)
-
-    def numbered(stream_id: int, device: _Device) -> Stream:
-        index = _index(device, extension)
-        return Stream(stream_id=stream_id, device_index=index, device_type=extension.device_type)
-
-    def current_stream(device: _Device = None) -> Stream:
-        return numbered(extension.current_stream_id(_index(device, extension)), device)
-
-    def default_stream(device: _Device = None) -> Stream:
-        return numbered(0, device)
+    def default_stream(device: Device = None) -> torch.Stream:
+        index = _get_device_index(device, optional=True)
+        return torch.Stream(stream_id=0, device_index=index, device_type=extension.device_type)
 
     @contextlib.contextmanager
     def use_stream(stream: torch.Stream | None) -> Iterator[None]:
@@ -246,24 +174,35 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
         if stream is None:
             yield
             return
-        device, previous = extension.current_device(), current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            extension.set_device(device)
+        previous = torch.accelerator.current_stream(stream.device)
+        with torch.accelerator.device_index(stream.device_index):
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(previous)
 
-    def synchronize(device: _Device = None) -> None:
-        torch.accelerator.synchronize(_index(device, extension))
-
-    return {
-        "Stream": Stream,
-        "current_stream": current_stream,
-        "default_stream": default_stream,
-        "stream": use_stream,
-        "synchronize": synchronize,
-    }
+    module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
+    vars(module).update(
+        device=lambda device: torch.accelerator.device_index(_get_device_index(device, optional=True)),
+        device_count=extension.device_count,
+        current_device=extension.current_device,
+        set_device=torch.accelerator.set_device_index,
+        is_available=lambda: True,
+        manual_seed=lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
+        manual_seed_all=lambda _: None,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda new_state, device=None: torch.set_rng_state(new_state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        _is_in_bad_fork=lambda: False,
+        Stream=torch.Stream,
+        current_stream=torch.accelerator.current_stream,
+        default_stream=default_stream,
+        stream=use_stream,
+        synchronize=torch.accelerator.synchronize,
+        _parawrap_extension=extension,
+    )
+    return module
 
 
 # ---------------------------------------------------------------- building
