@@ -99,8 +99,7 @@ def side_stream(device: str = "sim:0") -> torch.Stream:
 
     Lanes take their streams from torch's pool of the other priority.
     """
-    stream: torch.Stream = torch.sim.Stream(device, priority=-1)
-    return stream
+    return torch.sim.Stream(device, priority=-1)
 
 
 def settle() -> None:

@@ -80,8 +80,7 @@ class Double:
     def _loaded(self, file: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if self._cores is not None:
             self.calls.append(("torch.jit.load",))
-        loaded: torch.nn.Module = self._load(file, *args, **kwargs)
-        return loaded
+        return self._load(file, *args, **kwargs)
 
     def _dynamic_batch(self, neuron_script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         self.calls.append((f"{self.name}.dynamic_batch", neuron_script))
