@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import cuda
 
 from parawrap import ReplicaError, parallel
-from tests.cuda.gpus import HOME, TWICE, cuda
+from tests.cuda.gpus import HOME, TWICE
 from tests.helpers.device_models import mlp, rows
 
 

@@ -11,16 +11,48 @@ import math
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import cuda, nn
 
 from parawrap import parallel
-from tests.cuda.gpus import HOME, LONG, ONE, TWICE, cuda, held, settle, sleep
-from tests.cuda.zoo import SHAPE, Late
+from parawrap.lanes import here
+from tests.cuda.gpus import HOME, ONE, TWICE, every, settle
 
 PATIENCE_S = 30
+WIDTH = 512
+SHAPE = (4096, WIDTH)
+"""16 MiB in double precision. The caching allocator keeps separate blocks for this size and reuses equal ones."""
+LONG = 600_000_000
+"""GPU clock cycles, about a third of a second: much longer than the host's work in a test."""
 SPARE = 4  # tensors allocated in advance, because a new allocation may wait for all GPUs
+
+
+class Late(nn.Module):
+    """A module that adds one to its input. `late` maps lanes to their delay in GPU cycles."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.late = SimpleNamespace(lanes=(), cycles=0)
+
+    def forward(self, x):
+        lane = here.lane
+        if lane is not None and lane.index in self.late.lanes:
+            sleep(self.late.cycles)
+        return x + self.weight
+
+    def keep_busy(self, lanes, cycles):
+        """Delay these lanes from now on."""
+        self.late.lanes, self.late.cycles = lanes, cycles
+
+
+def sleep(cycles):
+    """Keep the current stream busy without blocking the host."""
+    if cycles:
+        cuda._sleep(cycles)
 
 
 def full(value, device=HOME):
@@ -186,6 +218,14 @@ def test_map_needs_bounded_memory(lanes):
     with torch.no_grad(), parallel(model, lanes) as p:
         few, many = peak(p, 10), peak(p, 100)
     assert many - few <= 8 * 2 * batch.nbytes
+
+
+def held():
+    """Return the bytes of live tensors on all GPUs, after all work and a garbage collection."""
+    gc.collect()
+    settle()
+    cuda.empty_cache()
+    return sum(cuda.memory_allocated(device) for device in every())
 
 
 def test_memory_is_freed_after_a_block(devices):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,22 +13,16 @@ from tests.helpers.processes import run_script
 pytestmark = pytest.mark.timeout(300)  # a rank loads all of CUDA, and NCCL looks at the whole machine
 
 SCRIPT = """
-import json
 import torch
-import torch.distributed as dist
 from parawrap import Platform, current_rank, wrapper
 
 if __name__ == "__main__":
 
     @wrapper(Platform(device="gpu", n_gpus=1, verbose=False))
-    def reduced(value):
-        rank = current_rank()
-        x = torch.full((3,), float(value), device=rank.device)
-        dist.all_reduce(x, group=rank.group)
-        return str(rank.device), x.tolist()
+    def place():
+        return torch.ones(1, device=current_rank().device).device
 
-    results = list(reduced(5))
-    print(json.dumps([results, torch.cuda.is_initialized()]))
+    print(*place(), torch.cuda.is_initialized())
 """
 
 
@@ -49,10 +41,8 @@ def all_reduced():
 
 
 def test_parents_without_cuda(tmp_path):
-    """The rank reduces on its GPU, and the launch does not initialize CUDA in the parent."""
-    results, initialized = json.loads(run_script(tmp_path, SCRIPT).splitlines()[-1])
-    assert results == [[HOME, [5.0] * 3]]
-    assert not initialized
+    """The rank computes on its GPU, and the launch does not initialize CUDA in the parent."""
+    assert run_script(tmp_path, SCRIPT).splitlines()[-1] == f"{HOME} False"
 
 
 @pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])

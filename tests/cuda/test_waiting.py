@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import cuda
 
 from parawrap import parallel
-from tests.cuda.gpus import HOME, torch_refuses_to_wait
+from tests.cuda.gpus import HOME
 from tests.cuda.zoo import NETS, net_and_rows
 from tests.helpers.device_models import assert_same_gradients, mlp, rows
 
 PLACES = ["pageable", "pinned", HOME]
 SMALL, LARGE = 13, 1 << 14  # rows of a batch that is copied directly, and of one that is staged
+
+
+@contextmanager
+def torch_refuses_to_wait():
+    """Have torch raise in all threads if the host would wait for a GPU inside this block."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says, once, that it does not detect everything
+        cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        cuda.set_sync_debug_mode("default")
 
 
 def placed(x, place):

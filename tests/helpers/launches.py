@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
-def results_of(launch, while_waiting=lambda: None, patience_s=2 * PATIENCE_S):
+def results_of(launch, while_waiting=lambda: None):
     """Return the results of a launch, or raise its error. A launch that hangs fails with its stacks."""
 
     def ended():
@@ -20,17 +20,17 @@ def results_of(launch, while_waiting=lambda: None, patience_s=2 * PATIENCE_S):
         return launch.done()
 
     try:
-        eventually(ended, "the end of the launch", patience_s)
+        eventually(ended, "the end of the launch", 2 * PATIENCE_S)
     except AssertionError as error:
         error.add_note(f"its stacks: {launch.stacks()}")
         raise
     return launch.results()
 
 
-def wait_for_reports(folder, topic, count, patience_s=PATIENCE_S):
+def wait_for_reports(folder, topic, count):
     """Wait until `count` ranks have reported on a topic; return the reports in rank order."""
     paths = [Path(folder, f"{topic}-{rank}") for rank in range(count)]
-    eventually(lambda: all(path.exists() for path in paths), f"{count} reports on {topic}", patience_s)
+    eventually(lambda: all(path.exists() for path in paths), f"{count} reports on {topic}")
     return [path.read_text() for path in paths]
 
 

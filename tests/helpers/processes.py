@@ -34,10 +34,10 @@ def is_gone(pid):
         return True
 
 
-def assert_gone(pids, patience_s=PATIENCE_S):
+def assert_gone(pids):
     """Wait until all of these processes have ended."""
     assert pids
-    eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
+    eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}")
 
 
 def kill_with_stacks(pid):
@@ -74,25 +74,19 @@ def descendant_pids():
 
 def processes_in(folder):
     """Return the processes with this folder in their command line."""
-
-    def has(process):
-        try:
-            return any(str(folder) in argument for argument in process.cmdline())
-        except psutil.NoSuchProcess:
-            return False
-
-    return [process for process in psutil.process_iter() if has(process)]
+    processes = psutil.process_iter(["cmdline"])
+    return [each for each in processes if any(str(folder) in argument for argument in each.info["cmdline"] or ())]
 
 
-def failure_of(function, *args, platform=None, patience_s=PATIENCE_S):
+def failure_of(function, *args, platform=None):
     """Return the exception of a launch and the seconds until it; a launch that hangs fails the test with its stacks."""
     launch = wrapper(platform or ranks())(function).submit(*args)
     began = time.monotonic()
     try:
-        results = launch.results(timeout=patience_s)
+        results = launch.results(timeout=PATIENCE_S)
     except TimeoutError:
         stacks = launch.stacks()
-        msg = f"the launch did not end within {patience_s} seconds: {stacks}"
+        msg = f"the launch did not end within {PATIENCE_S} seconds: {stacks}"
         raise AssertionError(msg) from None
     except BaseException as error:
         return error, time.monotonic() - began
@@ -107,14 +101,14 @@ def notes_of(error):
     return "\n".join(getattr(error, "__notes__", []))
 
 
-def pids_in(folder, count, patience_s=PATIENCE_S):
+def pids_in(folder, count):
     """Wait for `count` process ids that ``report_pid(folder)`` wrote into a folder, and return them."""
 
     def written():
         found = [path.read_text() for path in sorted(Path(folder).glob("*.pid"))]
         return len(found) == count and found
 
-    return [int(text) for text in eventually(written, f"{count} files in {folder}", patience_s)]
+    return [int(text) for text in eventually(written, f"{count} files in {folder}")]
 
 
 REPORT_PID = '''

@@ -14,20 +14,15 @@ from typing import Self
 
 import pytest
 
+from tests.helpers.waiting import PATIENCE_S
+
 _STORE_BYTES = 100 << 20
-_PATIENCE_S = 120.0
 
 
 class RayCluster:
-    """A Ray cluster that runs inside a ``with`` block. This process can join it as a driver.
+    """A Ray cluster of two nodes that runs inside a ``with`` block. This process can join it as a driver."""
 
-    Args:
-        count: Number of nodes, including the head.
-        cpus: CPUs per node.
-    """
-
-    def __init__(self, count: int = 2, *, cpus: int = 4) -> None:
-        self._count, self._cpus = count, cpus
+    def __init__(self) -> None:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -46,7 +41,7 @@ class RayCluster:
 
             self._cluster = Cluster()
             cleanup.callback(self._end)
-            for _ in range(self._count):
+            for _ in range(2):
                 self.add_node()
             self._cleanup = cleanup.pop_all()
         return self
@@ -67,7 +62,7 @@ class RayCluster:
     def add_node(self) -> str:
         """Start a node, wait until it has joined, and return its id."""
         head = {} if self._cluster.head_node else {"include_dashboard": False}
-        return self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_STORE_BYTES, **head).node_id
+        return self._cluster.add_node(num_cpus=4, object_store_memory=_STORE_BYTES, **head).node_id
 
     def kill_node(self, node: str) -> None:
         """Kill all processes of a worker node, without a graceful shutdown. Ray notices the loss seconds later."""
@@ -76,7 +71,7 @@ class RayCluster:
     def remove_node(self, node: str) -> None:
         """End a worker node. When this returns, no driver tries to join it."""
         self._remove(node, allow_graceful=True)
-        self._cluster.wait_for_nodes(_PATIENCE_S)
+        self._cluster.wait_for_nodes(PATIENCE_S)
 
     def _remove(self, node: str, *, allow_graceful: bool) -> None:
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)

@@ -23,10 +23,7 @@ from typing import Self
 import psutil
 
 from tests.helpers import machines
-from tests.helpers.machines import PATH, Machine
-
-PATIENCE_S = 60.0
-"""Upper limit for events that must happen, on a shared machine. It does not measure speed."""
+from tests.helpers.machines import PATH, PATIENCE_S, Machine
 
 # Maps each program to its Debian package.
 _PROGRAMS = {
@@ -69,7 +66,7 @@ KillWait=1
 OverTimeLimit=0
 InactiveLimit=0
 SlurmctldTimeout=60
-SlurmdTimeout={silence_s}
+SlurmdTimeout=20
 MessageTimeout=20
 JobRequeue=1
 EnforcePartLimits=ALL
@@ -80,7 +77,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldDebug=verbose
 SlurmdDebug=verbose
 GresTypes=gpu
-NodeName=DEFAULT CPUs={cpus} Sockets=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=65536 Gres=gpu:{gpus} State=UNKNOWN
+NodeName=DEFAULT CPUs=16 Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=65536 Gres=gpu:2 State=UNKNOWN
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -97,27 +94,21 @@ slurmctld -D -i &
 wait -n
 """
 # Stand-ins for GPUs: Slurm only checks that the device files exist.
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
+_DEVICES = ("/dev/null", "/dev/zero")
 
 _NODE = 'slurmd -D -N "$1" & wait -n'
 
 
 class SlurmCluster:
-    """A Slurm cluster that runs inside a ``with`` block. Not thread-safe.
+    """A Slurm cluster of two nodes that runs inside a ``with`` block. Not thread-safe.
 
     Nodes can have more CPUs than this machine. Their GPUs are only device files. Jobs in partition ``urgent`` preempt jobs
     in partition ``general``, the default: Slurm signals a preempted job at once and requeues it 20 seconds later.
-
-    Args:
-        count: Number of nodes. Their names are node0, node1, ...
-        cpus: CPUs per node.
-        gpus: GPUs per node.
-        silence_s: Seconds of silence after which the controller counts a node as down.
     """
 
-    def __init__(self, count: int = 2, *, cpus: int = 16, gpus: int = 2, silence_s: int = 20) -> None:
-        self.nodes = tuple(f"node{index}" for index in range(count))
-        self._cpus, self._gpus, self._silence_s = cpus, gpus, silence_s
+    nodes = ("node0", "node1")
+
+    def __init__(self) -> None:
         self._machines: dict[str, Machine] = {}
         self._cleanup = contextlib.ExitStack()
 
@@ -148,9 +139,9 @@ class SlurmCluster:
         """The variables that a process needs to use this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
 
-    def run(self, *command: str, timeout_s: float = PATIENCE_S) -> str:
+    def run(self, *command: str) -> str:
         """Run a command such as sbatch on this machine and return its output; raise RuntimeError if it fails."""
-        return machines.run(*command, environment=self._full_environment, timeout_s=timeout_s).rstrip("\n")
+        return machines.run(*command, environment=self._full_environment).rstrip("\n")
 
     def state_of(self, node: str) -> str:
         """Return the controller's state for a node: IDLE, ALLOCATED, or DOWN, with suffixes such as +NOT_RESPONDING."""
@@ -162,7 +153,7 @@ class SlurmCluster:
         self._machines.pop(node).cut_off()
 
     def declare_down(self, node: str) -> None:
-        """Mark a node as down, as an operator would, so that the controller does not wait for `silence_s`."""
+        """Mark a node as down, as an operator would, so that the controller does not wait for SlurmdTimeout."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def hasten(self) -> None:
@@ -212,14 +203,12 @@ class SlurmCluster:
         self.run("mungekey", "--create", f"--keyfile={folder}/munge.key")
         addresses = {node: f"{self.network}.{10 + index}" for index, node in enumerate(self.nodes)}
         nodes = "\n".join(f"NodeName={node} NodeAddr={address}" for node, address in addresses.items())
-        values = {"folder": folder, "network": self.network, "cpus": self._cpus, "gpus": self._gpus}
-        text = _CONFIGURATION.format(**values, nodes=nodes, silence_s=self._silence_s)
-        (folder / "slurm.conf").write_text(text)
+        (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, network=self.network, nodes=nodes))
         (folder / "cgroup.conf").write_text(f"CgroupPlugin={_cgroup_plugin(self.run('slurmd', '-V'))}\n")
         self._addresses = {"controller": f"{self.network}.2", **addresses}
         known = {"localhost": "127.0.0.1", socket.gethostname(): f"{self.network}.1", **self._addresses}
         (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known.items()))
-        lines = ["AutoDetect=off", *(f"Name=gpu File={device}" for device in _DEVICES[: self._gpus])]
+        lines = ["AutoDetect=off", *(f"Name=gpu File={device}" for device in _DEVICES)]
         (folder / "gres.conf").write_text("\n".join(lines) + "\n")
 
     def _start(self, name: str, script: str) -> None:
@@ -288,11 +277,8 @@ class SlurmCluster:
 
 
 _LINK = "pwslurm"
-_SLURM_PROCESSES = (
-    "slurmd",
-    "slurmstepd",
-    "srun",
-)  # srun is not killed: it reports the end of its tasks, and the controller waits for the report
+# srun is not killed: it reports the end of its tasks, and the controller waits for the report.
+_SLURM_PROCESSES = ("slurmd", "slurmstepd", "srun")
 _READY = ("IDLE", "MIXED", "ALLOCATED")
 
 

@@ -14,33 +14,24 @@ from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):
-    """The device of a rank is its current device, as on GPUs. parawrap sets no cores of the machine."""
+    """It is the current device until `set_default_device` sets another. parawrap sets no cores of the machine."""
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
     @wrapper(Platform(device="neuron", n_gpus=2, verbose=False))
     def where():
         model = functional.to(torch.nn.Linear(3, 2), sync_modules=False)
+        own = [current_rank().device, torch.empty(1, device="neuron").device, model.weight.device]
+        functional.set_default_device(local_rank=2)
+        default = [torch.empty(1).device, torch.empty(1, device="neuron").device]
         return (
-            str(current_rank().device),
-            str(torch.empty(1, device="neuron").device),
-            str(model.weight.device),
+            list(map(str, own)),
+            list(map(str, default)),
             dist.get_backend_config(),
             os.environ.get("NEURON_RT_VISIBLE_CORES"),
         )
 
     groups = "cpu:gloo,neuron:neuron"
-    assert list(where()) == [(*[f"neuron:{rank}"] * 3, groups, None) for rank in range(2)]
-
-
-def test_default_and_current_device():
-    """`functional.set_default_device` sets both, here to another device than that of the rank."""
-
-    @wrapper(Platform(device="neuron", n_gpus=1, verbose=False))
-    def where():
-        functional.set_default_device(local_rank=2)
-        return str(torch.empty(1).device), str(torch.empty(1, device="neuron").device)
-
-    assert list(where()) == [("neuron:2", "neuron:2")]
+    assert list(where()) == [([f"neuron:{rank}"] * 3, ["neuron:2"] * 2, groups, None) for rank in range(2)]
 
 
 def test_one_rank_per_device():

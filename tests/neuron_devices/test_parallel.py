@@ -41,6 +41,7 @@ def test_plain_models_on_devices(devices, expected):
         assert wrapped(rows(8)).shape == (8, 3)
 
 
+@pytest.mark.parametrize("name", ["", "torch_neuronx"])
 @pytest.mark.parametrize(
     "use",
     [
@@ -49,19 +50,13 @@ def test_plain_models_on_devices(devices, expected):
         lambda model: neuron.trace(model, rows(1)),
     ],
 )
-def test_no_trace_in_the_package(use):
-    """The error says that the package has no trace, and how to run the plain model."""
+def test_no_trace_in_the_package(monkeypatch, use, name):
+    """The error says so, and how to run the plain model, also if PARAWRAP_NEURON_RUNTIME names the package."""
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(
         DeviceUnavailableError, match=r"torch_neuronx has no trace.*parallel\(model, \['neuron:0', 'neuron:1'\]\)"
     ):
         use(mlp())
-
-
-def test_no_trace_with_a_named_runtime(monkeypatch):
-    """PARAWRAP_NEURON_RUNTIME=torch_neuronx names both generations."""
-    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
-    with pytest.raises(DeviceUnavailableError, match="torch_neuronx has no trace"):
-        neuron.DataParallel(mlp())
     assert named(parallel(mlp(), "neuron")) == ALL
 
 

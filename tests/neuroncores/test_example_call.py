@@ -30,21 +30,12 @@ def inputs(rows):
     return {"bias": torch.randn(rows, 5), "x": torch.randn(rows, 3), "mask": torch.rand(rows, 1)}
 
 
-@pytest.fixture
-def weighed():
-    return Weighed().eval()
-
-
-def by_name(model):
-    """Compile `Weighed` for two rows and all inputs by name."""
-    return neuron.trace(model, example_kwarg_inputs=inputs(2))
-
-
 @pytest.mark.filterwarnings("ignore:.* NeuronCores busy")
 @pytest.mark.parametrize("through", [copy.deepcopy, saved_and_loaded], ids=["copied", "loaded"])
-def test_inputs_by_name(host, weighed, through):
+def test_inputs_by_name(host, through):
     """Alone, and for any number of rows over the cores, also by position. Copied and loaded models keep the names."""
-    compiled = through(by_name(weighed))
+    weighed = Weighed().eval()
+    compiled = through(neuron.trace(weighed, example_kwarg_inputs=inputs(2)))
     given = inputs(2)
     assert_close(compiled(**given), weighed(**given))
     net = neuron.DataParallel(compiled)
@@ -92,6 +83,6 @@ def test_examples_by_position(host):
     ],
     ids=["dict", "neither", "both", "tuple", "None", "unknown"],
 )
-def test_wrong_examples_are_refused(host, weighed, args, kwargs, words):
+def test_wrong_examples_are_refused(host, args, kwargs, words):
     with pytest.raises(TypeError, match=words):
-        neuron.trace(weighed, *args, **kwargs)
+        neuron.trace(Weighed(), *args, **kwargs)

@@ -9,10 +9,8 @@ import pytest
 
 from parawrap import DeviceListError, DeviceUnavailableError
 from parawrap.neuroncores import NeuronCore, _neuron_cores, read_core_numbers, resolve_cores
-from parawrap.neuroncores._vendor_runtimes import TorchNeuronx
-from parawrap.testing import neuron_host
-from tests.helpers.neuron_doubles import Double
 
+neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 # Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
 DEVICES = [{"neuron_device": number, "nc_count": 2, "memory_size": 34359738368} for number in range(2)]
 
@@ -126,15 +124,13 @@ def tool(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def runtime(tool, monkeypatch):
+def runtime(tool, recorded, monkeypatch):
     """An adapter without a number of cores in the environment."""
-    with neuron_host(cores=4) as host:
-        Double("torch_neuronx", host, experimental=False).install(monkeypatch)
-        for name in "NEURON_RT_NUM_CORES", "NEURON_RT_VISIBLE_CORES":
-            monkeypatch.delenv(name, raising=False)
-        yield TorchNeuronx()
+    monkeypatch.delenv("NEURON_RT_NUM_CORES")
+    return recorded.runtime
 
 
+@neuronx_only
 def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
     """Also malformed ones. The tool is searched in the vendor's folder too."""
     said = r"neuron-ls is neither on PATH nor in .*NEURON_RT_NUM_CORES.*aws-neuronx-tools"
@@ -151,6 +147,7 @@ def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
         runtime.core_count()
 
 
+@neuronx_only
 @pytest.mark.parametrize(
     ("stdout", "stderr", "code", "said"),
     [

@@ -60,17 +60,6 @@ def test_nested_values_have_rows(host):
     assert sum(counts(host, "inferences")) == 1 + 3 + 3 + 11
 
 
-def test_rows_are_whole_inferences(host):
-    """The warning about idle cores points at the caller's line and says how many rows use all cores."""
-    plain, _, net = net_of(batch=4)
-    x = torch.randn(9, 3)
-    with pytest.warns(UserWarning, match=r"9 rows keep 3 of 4 NeuronCores busy\. .* a multiple of 16 rows") as found:
-        y = net(x)
-    assert found[0].filename == __file__
-    torch.testing.assert_close(y, plain(x))
-    assert sorted(counts(host, "inferences")) == [0, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("device_ids", "indices"), [(None, [0, 1, 2, 3]), ([2], [2]), ([1, "nc:2"], [1, 2]), ([3, 0], [3, 0])], ids=str
 )
@@ -162,14 +151,12 @@ def test_without_dynamic_batching(host):
 
 
 def test_another_dim_needs_exact_rows(host):
-    """With a warning. Rows on that dim must be the compiled size per core."""
+    """With a warning. The example `neuron_dim` shows the error for other rows."""
     compiled = neuron.trace(lambda x: x * 2, torch.zeros(1, 4, 4))
     with pytest.warns(UserWarning, match="dynamic batching is off because dim=2"):
         net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=2)
     x = torch.randn(1, 4, 8)
     assert torch.equal(net(x), x * 2)
-    with pytest.raises(ShapeError, match=r"6 rows on dim 2 over 2 NeuronCores are 3 per core.* takes 4, "):
-        net(torch.randn(1, 4, 6))
     for dim, says in ((3, "out of range"), (-4, "out of range"), ("0", "not an integer"), (None, "not an integer")):
         with pytest.raises(ShardError, match=says):
             neuron.DataParallel(compiled, dim=dim)

@@ -7,18 +7,10 @@ import torch
 
 from parawrap import DeviceUnavailableError, ShapeError, neuron
 from parawrap.neuroncores import using
-from parawrap.neuroncores._vendor_runtimes import TorchNeuronx
-from parawrap.testing import neuron_host
-from tests.helpers.neuron_doubles import Around, Double, Doubling, mlp, numbers, rows, saved_and_loaded
+from tests.helpers.neuron_doubles import Around, Doubling, mlp, numbers, rows, saved_and_loaded
 
 neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 neuron_only = pytest.mark.parametrize("recorded", ["torch_neuron", "torch_neuron.experimental"], indirect=True)
-
-
-@pytest.fixture
-def calls(recorded):
-    """The calls of the vendor's package so far."""
-    return recorded.double.calls
 
 
 def options_of(recorded, **given):
@@ -26,11 +18,11 @@ def options_of(recorded, **given):
     return {"dynamic_batch_size": True, **given} if recorded.runtime.name == "torch_neuron" else given
 
 
-def test_trace_passes_everything_on(recorded, calls):
+def test_trace_passes_everything_on(recorded):
     """There is one call, with the same model, example, and options. The result is the vendor's."""
     model, x = mlp(), rows(2)
     compiled = recorded.runtime.trace(model, x, compiler_args=["--x"], compiler_workdir="here")
-    ((name, traced, example, options),) = calls
+    ((name, traced, example, options),) = recorded.double.calls
     assert name == f"{recorded.runtime.name}.trace"
     assert traced is model
     assert example is x
@@ -38,25 +30,25 @@ def test_trace_passes_everything_on(recorded, calls):
     assert isinstance(compiled, torch.jit.ScriptModule)
 
 
-def test_placing_uses_one_context(recorded, calls):
+def test_placing_uses_one_context(recorded):
     """For all cores and all compiled parts. The vendor never sees the modules around them."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
-    calls.clear()
+    recorded.double.calls.clear()
     recorded.runtime.place(compiled, 1, 3)
     recorded.runtime.place(whole, 0, 2)
     package = recorded.double.package
     context = f"{package.__name__}{'.experimental' * ('experimental' in vars(package))}.neuron_cores_context"
     load, left = ("torch.jit.load",), ("left",)
-    assert calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
+    assert recorded.double.calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
 
 
 @neuron_only
 @pytest.mark.parametrize("options", [{}, {"dynamic_batch_size": False}], ids=str)
-def test_neuron_refuses_other_traces(recorded, calls, options):
+def test_neuron_refuses_other_traces(recorded, options):
     """A model without rows on dim 0 is traced as it is. An option of the user is passed on, and the error names it."""
     compiled = recorded.runtime.trace(lambda x: 2 * x + 1, rows(2) if options else torch.ones(()), **options)
-    assert calls[0][-1] == options
+    assert recorded.double.calls[0][-1] == options
     with pytest.raises(ShapeError, match="Trace it with dynamic_batch_size=True" if options else "no batch dimension"):
         recorded.runtime.dynamic_batch(compiled)
 
@@ -118,13 +110,11 @@ def test_trace_with_keyword_inputs(recorded, monkeypatch):
     torch.testing.assert_close(recorded.runtime.dynamic_batch(compiled)(y=y, x=x), model(x, y))
 
 
-def test_release_without_a_context(monkeypatch):
+@neuronx_only
+def test_release_without_a_context(recorded, monkeypatch):
     """The error gives both documented names and advice."""
-    with neuron_host(cores=1) as host:
-        double = Double("torch_neuronx", host, experimental=False)
-        del double.package.neuron_cores_context
-        double.install(monkeypatch)
-        compiled = TorchNeuronx().trace(mlp(), rows(2))
-        said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
-        with pytest.raises(DeviceUnavailableError, match=said):
-            TorchNeuronx().place(compiled, 0, 1)
+    monkeypatch.delattr(recorded.double.package, "neuron_cores_context")
+    compiled = recorded.runtime.trace(mlp(), rows(2))
+    said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
+    with pytest.raises(DeviceUnavailableError, match=said):
+        recorded.runtime.place(compiled, 0, 1)

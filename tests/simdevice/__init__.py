@@ -38,14 +38,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Self
 
 import torch
+from torch.accelerator._utils import _get_device_index
+from torch.types import Device
 from torch.utils import backend_registration
 
 __all__ = ["Stats", "available", "install", "reset_stats", "stats"]
@@ -55,9 +55,6 @@ _EXTENSION = "parawrap_simdevice"
 _NATIVE = Path(__file__).with_name("native")
 _CFLAGS = ["-O1", "-g0"]
 _BUILD_SCRIPT = "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
-_install_lock = threading.Lock()
-
-_Device = torch.device | str | int | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,20 @@ class Stats:
 
 def available(name: str = _NAME) -> str | None:
     """Return why the device cannot be installed here, or None if it can."""
-    return next(_obstacles(name), None)
+    if _installed() is not None:
+        return None
+    backend = torch._C._get_privateuse1_backend_name()
+    if backend not in ("privateuseone", name):
+        return f"the device type {backend!r} takes torch's only place for a custom device"
+    if _library().is_file():
+        return None
+    if shutil.which(_compiler()) is None:
+        return f"the C++ compiler {_compiler()!r} is not on PATH"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"Python's headers are not in {sysconfig.get_path('include')}"
+    if importlib.util.find_spec("setuptools") is None:
+        return "setuptools, which torch builds extensions with, is not installed"
+    return None
 
 
 def install(count: int = 4, name: str = _NAME) -> ModuleType:
@@ -104,17 +114,14 @@ def install(count: int = 4, name: str = _NAME) -> ModuleType:
 
     A second call in one process returns the same module. The first call ever compiles the device, which takes a minute.
     """
-    with _install_lock:
-        if (module := _installed()) is None:
-            if (reason := available(name)) is not None:
-                raise RuntimeError(f"the simulated device cannot be installed: {reason}")
-            extension = _load_extension()
-            extension.start(count)
-            backend_registration.rename_privateuse1_backend(name)
-            module = _device_module(extension)
-            torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
-            backend_registration.generate_methods_for_privateuse1_backend()
-        return module
+    if (module := _installed()) is None:
+        extension = _load_extension()
+        extension.start(count)
+        backend_registration.rename_privateuse1_backend(name)
+        module = _device_module(extension)
+        torch._register_device_module(name, module)
+        backend_registration.generate_methods_for_privateuse1_backend()
+    return module
 
 
 def stats() -> Stats:
@@ -147,97 +154,19 @@ def _name() -> str:
     return torch._C._get_privateuse1_backend_name()
 
 
-def _extension():
-    module = _installed()
-    if module is None:
-        raise RuntimeError("the simulated device is not installed; call install() first")
-    return module._parawrap_extension
+def _extension() -> ModuleType:
+    return _installed()._parawrap_extension
 
 
 # ---------------------------------------------------------------- torch.sim
 
 
-def _index(device: _Device, extension: ModuleType) -> int:
-    """Return a device's ordinal; a device without one means the current device."""
-    if isinstance(device, int):
-        return device
-    if device is not None:
-        device = torch.device(device)
-        if device.type != _name():
-            raise ValueError(f"expected a {_name()} device, got {device}")
-        if device.index is not None:
-            return device.index
-    return extension.current_device()
-
-
 def _device_module(extension: ModuleType) -> ModuleType:
-    """Return the device module, with the functions of torch.cuda that torch calls."""
-    module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
-    vars(module).update(_of_devices(extension), **_of_streams(extension), _parawrap_extension=extension)
-    return module
+    """Return the device module, with the functions of torch.cuda that torch, parawrap, and the tests call."""
 
-
-def _of_devices(extension: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the functions of torch.sim that are about devices, memory and random numbers."""
-
-    @contextlib.contextmanager
-    def use_device(device: _Device) -> Iterator[None]:
-        """Make a device the current one for the length of a with block."""
-        index, previous = _index(device, extension), extension.current_device()
-        if index >= 0:
-            extension.set_device(index)
-        try:
-            yield
-        finally:
-            extension.set_device(previous)
-
-    def set_device(device: _Device) -> None:
-        extension.set_device(_index(device, extension))
-
-    return {
-        "device": use_device,
-        "device_count": extension.device_count,
-        "current_device": extension.current_device,
-        "set_device": set_device,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "init": lambda: None,
-        "empty_cache": lambda: None,
-        "manual_seed": lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
-        "manual_seed_all": lambda _: None,
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "_is_in_bad_fork": lambda: False,
-    }
-
-
-def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
-    """Return the classes and functions of torch.sim that are about streams and events."""
-
-    class Stream(torch.Stream):
-        """A stream of the current device, or of another; new ones are handed out in turn from a pool per
-        device: of 32, or of 8 if the priority is negative.
-        """
-
-        def __new__(cls, device: _Device = None, priority: int = 0, **numbers: int) -> Self:
-            if numbers:
-                return super().__new__(cls, priority=priority, **numbers)
-            return super().__new__(cls, torch.device(_name(), _index(device, extension)), priority=priority)
-
-    # A function, because torch compares only torch.Event objects.
-    def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-        return torch.Event(_name(), enable_timing=enable_timing)
-
-    def numbered(stream_id: int, device: _Device) -> Stream:
-        index = _index(device, extension)
-        return Stream(stream_id=stream_id, device_index=index, device_type=extension.device_type)
-
-    def current_stream(device: _Device = None) -> Stream:
-        return numbered(extension.current_stream_id(_index(device, extension)), device)
-
-    def default_stream(device: _Device = None) -> Stream:
-        return numbered(0, device)
+    def default_stream(device: Device = None) -> torch.Stream:
+        index = _get_device_index(device, optional=True)
+        return torch.Stream(stream_id=0, device_index=index, device_type=extension.device_type)
 
     @contextlib.contextmanager
     def use_stream(stream: torch.Stream | None) -> Iterator[None]:
@@ -245,57 +174,42 @@ def _of_streams(extension: ModuleType) -> dict[str, Callable[..., object]]:
         if stream is None:
             yield
             return
-        device, previous = extension.current_device(), current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            extension.set_device(device)
+        previous = torch.accelerator.current_stream(stream.device)
+        with torch.accelerator.device_index(stream.device_index):
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(previous)
 
-    def synchronize(device: _Device = None) -> None:
-        torch.accelerator.synchronize(_index(device, extension))
-
-    return {
-        "Stream": Stream,
-        "Event": event,
-        "current_stream": current_stream,
-        "default_stream": default_stream,
-        "set_stream": torch.accelerator.set_stream,
-        "stream": use_stream,
-        "synchronize": synchronize,
-    }
+    module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
+    vars(module).update(
+        device=lambda device: torch.accelerator.device_index(_get_device_index(device, optional=True)),
+        device_count=extension.device_count,
+        current_device=extension.current_device,
+        set_device=torch.accelerator.set_device_index,
+        is_available=lambda: True,
+        manual_seed=lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
+        manual_seed_all=lambda _: None,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda new_state, device=None: torch.set_rng_state(new_state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+        _is_in_bad_fork=lambda: False,
+        Stream=torch.Stream,
+        current_stream=torch.accelerator.current_stream,
+        default_stream=default_stream,
+        stream=use_stream,
+        synchronize=torch.accelerator.synchronize,
+        _parawrap_extension=extension,
+    )
+    return module
 
 
 # ---------------------------------------------------------------- building
 
 
-def _obstacles(name: str) -> Iterator[str]:
-    """Yield the reasons why the device cannot be installed."""
-    if _installed() is not None:
-        return
-    backend = torch._C._get_privateuse1_backend_name()
-    if backend not in ("privateuseone", name):
-        yield f"the device type {backend!r} takes torch's only place for a custom device"
-    if _library().is_file():
-        return
-    if shutil.which(_compiler()) is None:
-        yield f"the C++ compiler {_compiler()!r} is not on PATH"
-    if shutil.which("ninja", path=_path()) is None:
-        yield "ninja is neither on PATH nor installed beside Python"
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        yield f"Python's headers are not in {sysconfig.get_path('include')}"
-    if importlib.util.find_spec("setuptools") is None:
-        yield "setuptools, which torch builds extensions with, is not installed"
-
-
 def _compiler() -> str:
     return os.environ.get("CXX", "g++")
-
-
-def _path() -> str:
-    """Return PATH with the folder of this Python, where ninja may be installed."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def _library() -> Path:
@@ -341,6 +255,7 @@ def _build(library: Path) -> None:
     """
     for leftover in library.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # this Python may have ninja
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
         arguments = {
             "name": _EXTENSION,
@@ -352,7 +267,7 @@ def _build(library: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _BUILD_SCRIPT, json.dumps(arguments)],
             cwd=folder,
-            env={**os.environ, "PATH": _path(), "CXX": _compiler()},
+            env={**os.environ, "PATH": path, "CXX": _compiler()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

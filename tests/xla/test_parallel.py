@@ -1,16 +1,33 @@
-"""A parallel block over four XLA devices gives the outputs and gradients of the plain model."""
+"""A parallel block over four XLA devices gives the outputs and gradients of the plain model, with few compilations."""
 
 from __future__ import annotations
 
 import copy
+import functools
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
 from parawrap import DataParallel, DeviceUnavailableError, parallel
-from tests.helpers.device_models import Tied
-from tests.xla.zoo import XLAS, assert_near, assert_near_gradients, beside, mlp, rows
+from tests.helpers import device_models
+
+XLAS = ["xla:0", "xla:1", "xla:2", "xla:3"]
+
+mlp = functools.partial(device_models.mlp, torch.float32)
+rows = functools.partial(device_models.rows, dtype=torch.float32)
+assert_near_gradients = functools.partial(device_models.assert_same_gradients, rtol=1e-4, atol=1e-5)
+
+
+def beside(model):
+    """Return a copy of the model on the CPU, to compare with."""
+    return copy.deepcopy(model).cpu()
+
+
+def assert_near(actual, expected):
+    """Assert that two tensors are equal up to rounding, on any devices."""
+    torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
@@ -48,7 +65,7 @@ def test_inputs_on_a_device(given):
 
 def test_tied_weights_stay_tied():
     """A weight with two names gets the sum of both gradients."""
-    plain = Tied().float()
+    plain = device_models.Tied().float()
     model = copy.deepcopy(plain).to("xla:0")
     model.down.weight = model.up.weight  # `Module.to` copies it twice on XLA
     x = rows(12)
@@ -112,17 +129,6 @@ def test_tensors_made_in_a_lane():
         assert_near(p.target(torch.zeros(8, 2)), torch.tensor([0.0, 1.0]).expand(8, 2))
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(8, (2, 2, 2, 2)), (7, (2, 2, 2, 1)), (5, (2, 2, 1)), (64, (16,) * 4)])
-def test_shards_are_equal(count, sizes):
-    """Each new shape needs a compilation, so all shards but the last have one size, whatever calls came before."""
-    model = mlp().to("xla:0")
-    with torch.no_grad(), parallel(model, XLAS) as p:
-        for _ in range(2):
-            model(rows(count))
-            assert p.stats().shards == sizes
-            model(rows(32))
-
-
 def test_devices():
     """The kind "xla" means all XLA devices, and a missing index raises with the available ones."""
     assert [str(device) for device in parallel(mlp(), "xla").devices] == XLAS
@@ -143,6 +149,67 @@ def test_data_parallel_on_two_devices():
     assert output.device == torch.device("xla:0")
     assert_near(output, expected)
     assert_near_gradients(model, plain)
-    assert list(net.state_dict()) == [f"module.{name}" for name in plain.state_dict()]
     assert [len(shard[0]) for shard in net.scatter((x,), {}, net.device_ids)[0]] == [4, 3]
     net.close()
+
+
+@contextmanager
+def compilations():
+    """Count the graphs that torch_xla compiles inside the block."""
+    import torch_xla.debug.metrics as metrics  # of the child alone
+
+    def compiled():
+        data = metrics.metric_data("CompileTime")
+        return 0 if data is None else int(data[0])
+
+    before = compiled()
+    yield lambda: compiled() - before
+
+
+@pytest.mark.parametrize("home", ["cpu", "xla:0"])
+def test_known_shapes_compile_nothing(home):
+    """The first call compiles one graph for all shards and one for the join. The second call compiles none."""
+    model = mlp().to(home)
+    with torch.no_grad(), parallel(model, XLAS):
+        model(rows(4))  # makes the replicas
+        with compilations() as first:
+            model(rows(64)).cpu()
+        with compilations() as second:
+            model(rows(64)).cpu()
+    assert first() == (1 if home == "cpu" else 2)
+    assert second() == 0
+
+
+@pytest.mark.parametrize("count", [63, 61, 33, 20, 5])
+def test_each_size_is_compiled_once(count):
+    """A call has two sizes at most. Known sizes, and calls of a known row count, compile nothing."""
+    model = mlp()
+    with torch.no_grad(), parallel(model, XLAS) as p:
+        model(rows(64))
+        with compilations() as compiled:
+            model(rows(count))
+        assert compiled() == len({*p.stats().shards} - {16}) <= 2
+        with compilations() as compiled:
+            model(rows(count))
+            model(rows(64))
+        assert compiled() == 0
+
+
+def test_later_steps_compile_nothing():
+    """Forward, backward, and the refresh of replicas reuse their graphs, starting with the second step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(rows(64)).square().mean().backward()
+        optimizer.step()
+
+    with parallel(model, XLAS) as p:
+        step()
+        model(rows(64))  # the replicas are refreshed for the first time
+        with compilations() as compiled:
+            for _ in range(3):
+                step()
+    assert compiled() == 0
+    assert p.stats().refreshes == 3

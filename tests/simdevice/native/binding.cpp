@@ -34,16 +34,6 @@ void reset_counters() {
   reset_races();
 }
 
-void set_device(int index) {
-  check_ordinal(index);
-  current_device = static_cast<c10::DeviceIndex>(index);
-}
-
-c10::StreamId current_stream_id(int device) {
-  check_ordinal(device);
-  return current_stream(static_cast<c10::DeviceIndex>(device)).id();
-}
-
 }  // namespace
 }  // namespace sim
 
@@ -53,8 +43,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("start", &start_devices);
   m.def("device_count", [] { return device_count; });
   m.def("current_device", [] { return static_cast<int>(current_device); });
-  m.def("set_device", &set_device);
-  m.def("current_stream_id", &current_stream_id);
   m.def("read_counters", &read_counters);
   m.def("read_memory", &read_memory);
   m.def("read_races", &read_races);
