@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.contract import scenarios
-from tests.contract.launchers import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
+from tests.contract.launchers import InlineLauncher, SubmitLauncher, TorchrunLauncher
 from tests.helpers.launches import wait_for_reports
 from tests.helpers.waiting import eventually
 
@@ -29,26 +32,27 @@ _PARAMS = [
 @pytest.fixture(scope="session", params=_PARAMS)
 def launcher(request, tmp_path_factory):
     """Each launcher in turn, with the cluster or the processes that it needs."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as cleanup:
         if request.param == "inline":
             made = InlineLauncher()
         elif request.param == "local":
             made = SubmitLauncher("local", 1, device="cpu", launcher="local")
         elif request.param == "torchrun":
             made = TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
+            cleanup.callback(made.stop)
         elif request.param == "ray":
             request.getfixturevalue("ray_cluster")
             import ray
 
             ray.init(log_to_driver=False, logging_level="ERROR")  # because launches of several threads cannot join at once
+            cleanup.callback(ray.shutdown)
             made = SubmitLauncher("ray", 2, device="ray")
         else:
-            made = SlurmLauncher(request.getfixturevalue("slurm"))
+            cluster = request.getfixturevalue("slurm")
             patch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path_factory.mktemp("launches")))
+            cleanup.callback(cluster.settle)
+            made = SubmitLauncher("slurm", 2, cluster.hasten, device="slurm")
         yield made
-        made.stop()
-        if request.param == "ray":
-            ray.shutdown()
 
 
 class Observed:
@@ -108,10 +112,10 @@ class Observed:
         )
         fail = scenarios.fail_while_others_wait
         self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
-        self._play("sys.exit", fail, scenarios.exit_3)
+        self._play("sys.exit", fail, partial(sys.exit, 3))
         dies = {"dies": True} if name in ("torchrun", "inline") else {}
-        self._play("os._exit", fail, scenarios.exit_at_once, **dies)
-        self._play("killed", fail, scenarios.kill_itself, **dies)
+        self._play("os._exit", fail, partial(os._exit, 7), **dies)
+        self._play("killed", fail, partial(signal.raise_signal, signal.SIGKILL), **dies)
         self._play("result", scenarios.return_lock)
         if name == "torchrun":
             cancelled = self._new_folder("cancel")
