@@ -49,6 +49,8 @@ assert "torch" not in sys.modules
         (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
+        (("timeline", "."), "'.' is a folder. Give the .json file of a trace"),
+        (("timeline", "train.py"), "is not a trace in Chrome's format"),
     ],
 )
 def test_wrong_usage_has_one_line(here, args, message):
