@@ -81,11 +81,6 @@ def kill_guard(folder):
     dist.barrier()
 
 
-def report_and_sleep(folder):
-    scenarios.report(folder, "begun")
-    time.sleep(600)
-
-
 def wait_or_requeue(path):
     """Requeue on preemption, and return the restart once the test has created `path`."""
     rank = current_rank()
@@ -189,7 +184,7 @@ def started(slurm, launch_folder, tmp_path_factory):
         (made.folder("import") / "sitecustomize.py").write_text(program)
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
-    made.add("sigterm", lambda: submit(report_and_sleep, made.folder("sigterm"), grace_s=1.0, **alone))
+    made.add("sigterm", lambda: submit(scenarios.wait_for_ever, made.folder("sigterm"), grace_s=1.0, **alone))
     made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
     made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
     made.add("left", lambda: submit(leave_a_process_behind, made.folder("left")))
