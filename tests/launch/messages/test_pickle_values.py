@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import os
 import sys
@@ -122,27 +121,6 @@ def test_value_uses_one_descriptor():
     assert open_files() - before == 1
     got.clear()
     assert open_files() == before
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(
-        allow_nan=False
-    ),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
-    | st.tuples(inner, inner)
-    | st.lists(inner, max_size=3).map(collections.deque)
-    | st.binary().map(bytearray),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@given(value=values)
-@settings(max_examples=60, deadline=None)
-def test_any_nested_value_arrives(value):
-    got = sent(value)
-    assert got == value
-    assert repr(got) == repr(value)
 
 
 def test_streams_are_the_readers(monkeypatch):

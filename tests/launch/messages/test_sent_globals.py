@@ -31,6 +31,10 @@ def refuses(call, *args, texts):
 
 def same(value, expected):
     assert value == expected, (value, expected)
+
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
 """
 
 SECTIONS = {
@@ -175,28 +179,12 @@ with platform.open() as ranks:
     same(ranks(weight), (4.0, 4.0))
     with torch.no_grad():
         net.weight.zero_()
-    refuses(ranks, weight, texts=["the global 'net', a Linear, was changed in place", "and weight uses it"])
+    refuses(ranks, lambda: weight(), texts=["the global 'net', a Linear, was changed in place", "and weight uses it"])
     net = copy.deepcopy(net)
     same(ranks(weight), (0.0, 0.0))
     same(ranks(lambda: box.value.sum().item()), (2.0, 2.0))
     box.value.add_(1)
     refuses(ranks, lambda: box.value, texts=["the global 'box', a Box, was changed in place"])
-""",
-    # A global that the ranks and this process assign is refused, with its user and the cure.
-    "two owners": """
-def assign():
-    global both
-    both = 1
-
-def read():
-    return both
-
-with platform.open() as ranks:
-    ranks(assign)
-    both = 2
-    refuses(ranks, lambda: read(), texts=["the global 'both', which read uses, was assigned in the ranks", "del both"])
-    del both
-    same(ranks(read), (1, 1))
 """,
     # A function may use a global that is defined after the ranks received the function.
     "defined later": """
@@ -211,10 +199,6 @@ with platform.open() as ranks:
 """,
     # A queued call lacks the globals that an earlier call could not load.
     "queued": """
-class Cursed:
-    def __reduce__(self):
-        return int, ("no number",)
-
 cursed, go = Cursed(), pathlib.Path("go").absolute()
 
 def hold():
@@ -239,10 +223,6 @@ with platform.open() as ranks:
     # A global that cannot be pickled is named if the call uses it. One that cannot be unpickled is sent again.
     "unsendable": """
 LOCKS = {"rows": [threading.Lock()]}
-
-class Cursed:
-    def __reduce__(self):
-        return int, ("no number",)
 
 cursed, plain = Cursed(), 3
 
