@@ -65,10 +65,6 @@ def script():
     return parser.parse_args().lr, sys.argv
 
 
-def leave():
-    raise SystemExit(0)
-
-
 class Group:
     @classmethod
     def make(cls, size: int):

@@ -25,13 +25,8 @@ class Observation:
     """The results, errors, and output that the caller of a launch sees.
 
     Attributes:
-        results: The results of the launch.
         kind: The class of the exception that the launch raised.
-        message: The text of the exception.
-        notes: The notes of the exception.
-        attributes: The attributes of the exception.
         state: The final state of the handle; empty without a handle.
-        logs: The output of each rank, read from the handle.
         output: What the processes of torchrun, or of an inline call that ended its process, wrote.
         exit_code: The exit code of the launching process, if the launch ended that process.
     """

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
+from parawrap.launch.messages._pickle_values import packed, unpack
 from tests.helpers.packing import sent
 
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
@@ -126,8 +126,7 @@ def test_value_uses_one_descriptor():
 def test_streams_are_the_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
         monkeypatch.setattr(sys, "stdout", ours)
-        file = memory_file("test")
-        pack([ours], file, "value")
+        file = packed([ours], "test", "value")
         monkeypatch.setattr(sys, "stdout", theirs)
         assert unpack(file) == [theirs]
         os.close(file)
