@@ -1,7 +1,8 @@
 """Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the tests of launchers.
 
 ``python -m tests.contract.table`` runs these tests and writes the page. The columns of launchers that cannot run on this
-machine stay as they are. In other runs, a test fails if a launcher behaves differently from its cell.
+machine stay as they are, and so do cells that say why there is no error. In other runs, a test fails if a launcher behaves
+differently from its cell.
 """
 
 from __future__ import annotations
