@@ -31,10 +31,6 @@ def refuses(call, *args, texts):
 
 def same(value, expected):
     assert value == expected, (value, expected)
-
-class Cursed:
-    def __reduce__(self):
-        return int, ("no number",)
 """
 
 SECTIONS = {
@@ -197,47 +193,43 @@ with platform.open() as ranks:
     later = 5
     same(ranks(use, True), (5, 5))
 """,
-    # A queued call lacks the globals that an earlier call could not load.
+    # A global that cannot be unpickled is sent again, with the others of its call. A call that was queued lacks them.
     "queued": """
-cursed, go = Cursed(), pathlib.Path("go").absolute()
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
+
+cursed, plain, go = Cursed(), 3, pathlib.Path("go").absolute()
 
 def hold():
     while not go.exists():
         time.sleep(0.01)
 
 def use():
-    return cursed
+    return cursed, plain
 
 with platform.open() as ranks:
     held = ranks.submit(hold)
     first, second = ranks.submit(use), ranks.submit(use)
     go.touch()
     same(held.results(), (None, None))
-    same(type(error_of(first.results)), ValueError)
+    error = error_of(first.results)
+    same(type(error), ValueError)
+    assert "unpickled the function, its arguments, and its globals" in error.__notes__[0], error.__notes__
     error = error_of(second.results)
     same(type(error), NameError)
     assert "could not load the globals of an earlier call: ValueError" in error.__notes__[0], error.__notes__
     cursed = 5
-    same(ranks(use), (5, 5))
+    same(ranks(use), ((5, 3), (5, 3)))
 """,
-    # A global that cannot be pickled is named if the call uses it. One that cannot be unpickled is sent again.
+    # A global that cannot be pickled is named if the call uses it.
     "unsendable": """
 LOCKS = {"rows": [threading.Lock()]}
-
-cursed, plain = Cursed(), 3
-
-def use_cursed():
-    return cursed, plain
 
 with platform.open() as ranks:
     sending = " cannot be sent to another process: "
     refuses(ranks, lambda: LOCKS, texts=["the global 'LOCKS'", "['rows'][0]", sending + "lock"])
     refuses(ranks, lambda: ranks(max, 1, 2), texts=["the global 'ranks'", sending + "Ranks"])
-    error = error_of(ranks, use_cursed)
-    same(type(error), ValueError)
-    assert "unpickled the function, its arguments, and its globals" in error.__notes__[0]
-    cursed = 4
-    same(ranks(use_cursed), ((4, 3), (4, 3)))
     same(type(error_of(ranks, lambda name: globals()[name], "LOCKS")), KeyError)
 """,
     # Instances keep their class as argument, as result, in a global of the rank, and between ranks.
