@@ -52,7 +52,6 @@ _MASKS = [
     (r"process \d+", "process …"),
     (r"(timeout_min|hang_timeout_s)=[\d.]+", r"\1=…"),
     (r"job \d+", "job …"),
-    (r"on node\d\S*", "on …"),
     (r"\S+ has (\d+) CPU", r"… has \1 CPU"),
     (r"within rank \d+ of \d+", "within rank … of …"),
     (r"Rank \d+ waited in one", "Rank … waited in one"),

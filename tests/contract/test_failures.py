@@ -73,7 +73,6 @@ def test_an_unsendable_result_is_named(launcher, observed):
         return
     check_cell("result", launcher.name, found.behavior)
     assert found.kind is UnsendableError
-    assert found.message.startswith("the result['locks'][1] cannot be sent to another process: lock")
     assert "rank 1 of 2" in found.notes
 
 
@@ -89,7 +88,6 @@ def test_bad_input_raises_before_any_rank(launcher, tmp_path):
     found = launcher.play(scenarios.take, {"schedule": [1, threading.Lock()]})
     check_cell("argument", launcher.name, found.behavior)
     assert found.kind is UnsendableError
-    assert found.message.startswith("args[0]['schedule'][1] cannot be sent to another process: lock")
     found = launcher.play(scenarios.take, 1, **logs)
     check_cell("log folder", launcher.name, found.behavior)
     assert found.kind is LaunchError
@@ -103,25 +101,21 @@ def test_ranks_left_in_a_collective(launcher, observed):
     found = observed["left in a collective"]
     check_cell("left in a collective", launcher.name, found.behavior)
     assert found.kind is LaunchError
-    assert "rank 1 had returned already: in a collective, every rank of the group has to take part" in found.message
     if launcher.name == "torchrun":
         return
     found = observed["left elsewhere"]
     check_cell("left elsewhere", launcher.name, found.behavior)
     assert found.kind is LaunchError
-    assert "rank(s) 1 have returned, and all others wait in torch.distributed" in found.message
-    assert "leave_others_with_a_new_group" in found.message
 
 
-@pytest.mark.parametrize(("situation", "text"), [("timeout", "timeout_min"), ("silence", "hang_timeout_s")])
-def test_a_time_limit_ends_the_ranks(launcher, observed, situation, text):
+@pytest.mark.parametrize("situation", ["timeout", "silence"])
+def test_a_time_limit_ends_the_ranks(launcher, observed, situation):
     """LaunchTimeoutError has every stack, ranks clean up, and no process survives."""
     if launcher.name in UNWATCHED:
         return
     found = observed[situation]
     check_cell(situation, launcher.name, found.behavior)
     assert found.kind is LaunchTimeoutError
-    assert text in found.message
     assert sorted(found.attributes["stacks"]) == [0, 1]
     assert all("wait_for_ever" in stack for stack in found.attributes["stacks"].values())
     wait_for_reports(observed.folder / situation, "cleaned", 2)

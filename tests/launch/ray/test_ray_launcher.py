@@ -117,8 +117,6 @@ def test_clusters_that_cannot_run_it(ray, monkeypatch):
     with pytest.raises(LaunchError) as raised:
         on_ray(os.getpid, n_nodes=9)()
     check_cell("too many nodes", "ray", raised.value)
-    text = "the platform needs 9 node(s) with 1 CPU each, but only 2 of the Ray cluster's nodes have that: "
-    assert raised.value.message.startswith(text)
     program = _node_actor._PROGRAM.replace("from parawrap.", "from missing_parawrap.")
     monkeypatch.setattr(_node_actor, "_PROGRAM", program)
     _reservation._actor_class.cache_clear()

