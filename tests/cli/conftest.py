@@ -106,7 +106,6 @@ def for_type_checkers(lr: float, sizes: Missing = ()):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with train.py."""
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 

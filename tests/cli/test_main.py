@@ -43,7 +43,6 @@ assert "torch" not in sys.modules
     ("args", "message"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("doctr",), "invalid choice: 'doctr'"),
         (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
         (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),

@@ -160,7 +160,6 @@ class Observed:
 
 @pytest.fixture(scope="session")
 def observed(launcher, tmp_path_factory):
-    """The observations of all scenarios under this launcher."""
     before = threading.active_count()
     with torch.random.fork_rng([]), pytest.MonkeyPatch.context() as patch:
         torch.manual_seed(0)

@@ -131,7 +131,6 @@ class TorchrunLauncher:
         return TorchrunWorld(tempfile.mkdtemp(dir=self._folder), 2)
 
     def stop(self):
-        """Stop the world."""
         self._world.stop()
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from parawrap.launch.messages._pickle_values import packed, unpack
 from tests.helpers.packing import sent
 
-BIG = 1 << 21  # bytes; large enough to be memory-mapped
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
@@ -76,7 +75,7 @@ def test_each_tensor_kind_arrives(kind):
 
 def test_shared_memory_is_shared():
     """A write to one unpacked view is visible in the other, but not in the original."""
-    whole, array = torch.zeros(BIG), np.zeros(3)
+    whole, array = torch.zeros(1 << 21), np.zeros(3)  # one is large enough to be memory-mapped
     got = sent([whole, whole[2:4], torch.from_numpy(array), torch.from_numpy(array), whole])
     got[1].fill_(7)
     got[2].fill_(1)
