@@ -21,12 +21,6 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-
-
 def on_cpu(**fields):
     return Platform(**{"device": "cpu", **fields})
 
@@ -106,9 +100,10 @@ def test_device_names_ignore_case():
         assert Platform(device=kind).device == kind.value
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_auto_is_the_best_device(monkeypatch):
     """The GPU of a Mac, or else one CPU rank. A device that is missing is an error that names the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert (Platform().device, Platform().world_size) == (Device.CPU, 1)
     for device in "gpu", "cuda", "GPU", "mps", "neuron":
         message = refusal(device=device)
