@@ -65,10 +65,6 @@ def script():
     return parser.parse_args().lr, sys.argv
 
 
-def leave():
-    raise SystemExit(0)
-
-
 class Group:
     @classmethod
     def make(cls, size: int):
@@ -110,7 +106,6 @@ def for_type_checkers(lr: float, sizes: Missing = ()):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with train.py."""
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
 

@@ -18,8 +18,6 @@ from parawrap.cli._check import Check, run_command
 from tests.helpers.processes import assert_gone
 from tests.helpers.worlds import ROOT
 
-FACTS = {"torch_version": "2.0", "nvidia_gpu_models": "GPU 0: A\nGPU 1: B", "cpu_info": "many lines"}
-
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
@@ -62,8 +60,9 @@ def test_a_machine_without_torch(tmp_path):
 
 
 def test_each_state_has_a_line(monkeypatch, capsys):
+    facts = {"torch_version": "2.0", "nvidia_gpu_models": "GPU 0: A\nGPU 1: B", "cpu_info": "many lines"}
     checks = [Check("b", "warning", "small", "Enlarge it"), Check("c", "missing", "no")]
-    monkeypatch.setattr(_doctor, "describe_machine", lambda _: (FACTS, checks))
+    monkeypatch.setattr(_doctor, "describe_machine", lambda _: (facts, checks))
     monkeypatch.setattr(_doctor, "TRIALS", ())
     assert main(["doctor"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]] == [

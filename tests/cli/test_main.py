@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
 
 import pytest
 
 import parawrap as package
-from tests.helpers.processes import is_gone, scripts
+from tests.helpers.processes import is_gone, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 from tests.helpers.worlds import ROOT
 
@@ -44,11 +43,12 @@ assert "torch" not in sys.modules
     ("args", "message"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("doctr",), "invalid choice: 'doctr'"),
         (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
         (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
+        (("timeline", "."), "'.' is a folder. Give the .json file of a trace"),
+        (("timeline", "train.py"), "is not a trace in Chrome's format"),
     ],
 )
 def test_wrong_usage_has_one_line(here, args, message):
@@ -60,16 +60,15 @@ def test_wrong_usage_has_one_line(here, args, message):
 
 
 def test_ctrl_c_ends_a_launch(folder):
-    started, script = folder / "started", folder / "script.py"
-    script.write_text("import sys\nfrom parawrap.cli import main\nsys.path.insert(0, '.')\nsys.exit(main(sys.argv[1:]))")
-    args = ["run", "train:forever", "--device", "cpu", "--", str(started)]
-    with closing(scripts.start(script, args, folder, streams=2)) as process:
+    started = folder / "started"
+    text = "import sys\nfrom parawrap.cli import main\nsys.path.insert(0, '.')\nsys.exit(main(sys.argv[1:]))"
+    with running_script(folder, text, "run", "train:forever", "--device", "cpu", "--", started) as process:
         eventually(lambda: started.exists() or process.poll() is not None, "the start of the rank")
         os.kill(process.pid, signal.SIGINT)
-        _, errors = process.communicate(PATIENCE_S)
+        output, _ = process.communicate(PATIENCE_S)
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted"
-    assert "Traceback" not in errors
+    assert output.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in output
     assert is_gone(int(started.read_text()))
 
 

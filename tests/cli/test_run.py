@@ -51,7 +51,7 @@ def test_failures_have_tracebacks(here, folder):
     (folder / "broken.py").write_text("import missing_package\n")
     shown = here("run", "broken:main")
     assert (shown.returncode, "No module named 'missing_package'" in shown.stderr) == (1, True)
-    shown = here("run", "train:leave", "--inline")
+    shown = here("run", "sys:exit", "--inline", "--", "0")
     assert (shown.returncode, shown.stderr) == (1, "parawrap run: rank 0 called sys.exit(0) and returned nothing\n")
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.contract import scenarios
-from tests.contract.launchers import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
+from tests.contract.launchers import InlineLauncher, SubmitLauncher, TorchrunLauncher
 from tests.helpers.launches import wait_for_reports
 from tests.helpers.waiting import eventually
 
@@ -29,26 +32,27 @@ _PARAMS = [
 @pytest.fixture(scope="session", params=_PARAMS)
 def launcher(request, tmp_path_factory):
     """Each launcher in turn, with the cluster or the processes that it needs."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as cleanup:
         if request.param == "inline":
             made = InlineLauncher()
         elif request.param == "local":
             made = SubmitLauncher("local", 1, device="cpu", launcher="local")
         elif request.param == "torchrun":
             made = TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
+            cleanup.callback(made.stop)
         elif request.param == "ray":
             request.getfixturevalue("ray_cluster")
             import ray
 
             ray.init(log_to_driver=False, logging_level="ERROR")  # because launches of several threads cannot join at once
+            cleanup.callback(ray.shutdown)
             made = SubmitLauncher("ray", 2, device="ray")
         else:
-            made = SlurmLauncher(request.getfixturevalue("slurm"))
+            cluster = request.getfixturevalue("slurm")
             patch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path_factory.mktemp("launches")))
+            cleanup.callback(cluster.settle)
+            made = SubmitLauncher("slurm", 2, cluster.hasten, device="slurm")
         yield made
-        made.stop()
-        if request.param == "ray":
-            ray.shutdown()
 
 
 class Observed:
@@ -57,10 +61,11 @@ class Observed:
     Attributes:
         folder: Has a folder for each scenario.
         output: What this process wrote meanwhile.
+        stacks: The stacks of the ranks before the cancel, and the state of their launch.
     """
 
     def __init__(self, launcher, folder):
-        self._launcher, self.folder, self._results = launcher, folder, {}
+        self._launcher, self.folder, self._results, self.stacks = launcher, folder, {}, {}
         self._pool = ThreadPoolExecutor(6)  # a guess
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -85,9 +90,12 @@ class Observed:
 
     def _start_all(self):
         name = self._launcher.name
+        is_watched = name not in ("torchrun", "inline")
         here, described = os.getpid(), self._new_folder("described")
-        if name not in ("torchrun", "inline"):
-            self._start_watched()
+        if is_watched:
+            self._play("left elsewhere", scenarios.leave_others_with_a_new_group)
+            for limited, limit in ("timeout", {"timeout_min": 0.2}), ("silence", {"hang_timeout_s": 6}):
+                self._results[limited] = self._pool.submit(self._end_by_limit, self._new_folder(limited), **limit).result
         self._play(
             "described",
             scenarios.describe_rank,
@@ -103,30 +111,19 @@ class Observed:
         failed = self._new_folder("raised")
         restarting = self._new_folder("restarting")
         wait_options = {"do": self._preempt(restarting), "max_restarts": 1, "grace_s": 60}
-        self._play(
-            "restarting", scenarios.live_through_restarts, restarting, name not in ("torchrun", "inline"), **wait_options
-        )
+        self._play("restarting", scenarios.live_through_restarts, restarting, is_watched, **wait_options)
         fail = scenarios.fail_while_others_wait
         self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
-        self._play("sys.exit", fail, scenarios.exit_3)
-        dies = {"dies": True} if name in ("torchrun", "inline") else {}
-        self._play("os._exit", fail, scenarios.exit_at_once, **dies)
-        self._play("killed", fail, scenarios.kill_itself, **dies)
+        self._play("sys.exit", fail, partial(sys.exit, 3))
+        dies = {} if is_watched else {"dies": True}
+        self._play("os._exit", fail, partial(os._exit, 7), **dies)
+        self._play("killed", fail, partial(signal.raise_signal, signal.SIGKILL), **dies)
         self._play("result", scenarios.return_lock)
-        if name == "torchrun":
-            cancelled = self._new_folder("cancel")
-            self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled, {}), dies=True)
         if name != "inline":
+            cancelled = self._new_folder("cancel")
+            self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled), **dies)
             limit = {"timeout_min": 1} if name == "torchrun" else {}  # ends the test if no connection breaks
             self._play("left in a collective", scenarios.leave_others_in_a_collective, **limit)
-
-    def _start_watched(self):
-        self._play("left elsewhere", scenarios.leave_others_with_a_new_group)
-        self.stacks = {}
-        cancelled = self._new_folder("cancel")
-        self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled, self.stacks))
-        for name, limit in ("timeout", {"timeout_min": 0.2}), ("silence", {"hang_timeout_s": 6}):
-            self._results[name] = self._pool.submit(self._end_by_limit, self._new_folder(name), **limit).result
 
     def _end_by_limit(self, folder, **limit):
         """Exceed a limit. If a rank had not begun, on a busy machine, try again with a longer limit."""
@@ -136,12 +133,12 @@ class Observed:
                 return observation
             limit = {name: 5 * value for name, value in limit.items()}
 
-    def _cancel(self, folder, stacks):
+    def _cancel(self, folder):
         def cancel(launch):
             wait_for_reports(folder, "begun", 2)
             if hasattr(launch, "stacks"):
                 eventually(lambda: launch.state == "running", "the state of the launch")  # Slurm reports it later
-                stacks.update(launch.stacks(), running=(launch.state, launch.done()))
+                self.stacks.update(launch.stacks(), running=(launch.state, launch.done()))
             launch.cancel()
 
         return cancel
@@ -156,7 +153,6 @@ class Observed:
 
 @pytest.fixture(scope="session")
 def observed(launcher, tmp_path_factory):
-    """The observations of all scenarios under this launcher."""
     before = threading.active_count()
     with torch.random.fork_rng([]), pytest.MonkeyPatch.context() as patch:
         torch.manual_seed(0)

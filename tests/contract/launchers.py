@@ -25,13 +25,8 @@ class Observation:
     """The results, errors, and output that the caller of a launch sees.
 
     Attributes:
-        results: The results of the launch.
         kind: The class of the exception that the launch raised.
-        message: The text of the exception.
-        notes: The notes of the exception.
-        attributes: The attributes of the exception.
         state: The final state of the handle; empty without a handle.
-        logs: The output of each rank, read from the handle.
         output: What the processes of torchrun, or of an inline call that ended its process, wrote.
         exit_code: The exit code of the launching process, if the launch ended that process.
     """
@@ -75,8 +70,8 @@ def observe(call):
 class SubmitLauncher:
     """A launcher with a handle: its ranks run in other processes."""
 
-    def __init__(self, name, n_nodes, **fields):
-        self.name, self.n_nodes = name, n_nodes
+    def __init__(self, name, n_nodes, while_waiting=lambda: None, **fields):
+        self.name, self.n_nodes, self._while_waiting = name, n_nodes, while_waiting
         self._fields = {"n_nodes": n_nodes, "n_cpus": 2 // n_nodes, **fields}
 
     def play(self, function, *args, do=None, kwargs=None, **fields):
@@ -89,7 +84,7 @@ class SubmitLauncher:
             try:
                 if do is not None:
                     do(launch)
-                results = results_of(launch, while_waiting=self.while_waiting)
+                results = results_of(launch, while_waiting=self._while_waiting)
             finally:
                 launch.cancel()
                 states.append(launch.state)
@@ -97,20 +92,6 @@ class SubmitLauncher:
 
         observation = observe(call)
         return Observation(**vars(observation) | {"state": states[0] if states else ""})
-
-    def while_waiting(self):
-        """Called repeatedly while a launch runs."""
-
-    def stop(self):
-        """Do nothing: each launch ends its processes."""
-
-
-class SlurmLauncher(SubmitLauncher):
-    """Launches on two nodes of the Slurm cluster of the tests."""
-
-    def __init__(self, cluster):
-        super().__init__("slurm", 2, device="slurm")
-        self.while_waiting, self.stop = cluster.hasten, cluster.settle
 
 
 class TorchrunLauncher:
@@ -150,7 +131,6 @@ class TorchrunLauncher:
         return TorchrunWorld(tempfile.mkdtemp(dir=self._folder), 2)
 
     def stop(self):
-        """Stop the world."""
         self._world.stop()
 
 
@@ -179,9 +159,6 @@ class InlineLauncher:
         """Send this process SIGUSR2, as its user or cluster would."""
         os.kill(os.getpid(), signal.SIGUSR2)
 
-    def stop(self):
-        """Do nothing: no process was started."""
-
 
 def call_from_world(function, args, kwargs, fields):
     """Launch from a process of a world and return what that process sees."""
@@ -193,9 +170,3 @@ def call_from_world(function, args, kwargs, fields):
         return results, launch.state, tuple(launch.logs(rank) for rank in range(2))
 
     return observe(call)
-
-
-def name_of_last_rank(launcher):
-    """Return how the notes of an exception name the last of two ranks."""
-    host = "node1" if launcher.name == "slurm" else os.uname().nodename
-    return f"raised in rank 1 of 2 (node {launcher.n_nodes - 1}, {host}), with this traceback:\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -106,18 +105,6 @@ def raise_odd_error():
     if current_rank().restart == 1:
         current_rank().requeue()
     raise OddError(5, detail="why")
-
-
-def exit_3():
-    sys.exit(3)
-
-
-def exit_at_once():
-    os._exit(7)
-
-
-def kill_itself():
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_while_others_wait(failure):

@@ -1,7 +1,8 @@
 """Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the tests of launchers.
 
 ``python -m tests.contract.table`` runs these tests and writes the page. The columns of launchers that cannot run on this
-machine stay as they are. In other runs, a test fails if a launcher behaves differently from its cell.
+machine stay as they are, and so do cells that say why there is no error. In other runs, a test fails if a launcher behaves
+differently from its cell.
 """
 
 from __future__ import annotations
@@ -41,23 +42,6 @@ SITUATIONS = {
 }
 """Maps each situation to its title on the page, in the order of the rows."""
 
-_INTRODUCTION = """\
-# Errors of a failed launch
-
-The table has one row per failure and one column per launcher. A cell shows the exception and the first line of its message.
-
-- `…` replaces text that changes from run to run: process and job numbers, hosts, paths.
-- "the same" means the same as in the first column.
-- `-` means that the row does not apply to this launcher, or that no test covers it.
-
-The notes of each exception add the traceback of the rank, the node of the rank, and the outcome of the other ranks.
-[Launch a function on several ranks](launching.md#failures) describes the attributes of the exceptions.
-
-`python -m tests.contract.table` runs the tests of launchers and writes this page. The tests fail if a launcher behaves
-differently from its cell.
-
-"""
-
 _MASKS = [
     (r' \(the page "Errors" of the documentation, \w+\)', ""),  # of an error in the documentation
     (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
@@ -68,7 +52,6 @@ _MASKS = [
     (r"process \d+", "process …"),
     (r"(timeout_min|hang_timeout_s)=[\d.]+", r"\1=…"),
     (r"job \d+", "job …"),
-    (r"on node\d\S*", "on …"),
     (r"\S+ has (\d+) CPU", r"… has \1 CPU"),
     (r"within rank \d+ of \d+", "within rank … of …"),
     (r"Rank \d+ waited in one", "Rank … waited in one"),
@@ -122,25 +105,21 @@ def _write_page(cells):
         shortened = [row[0], *(_SAME if cell == row[0] != _NONE else cell for cell in row[1:])]
         if set(row) != {_NONE}:
             lines.append("| " + " | ".join([title, *shortened]) + " |")
-    PAGE.write_text(_INTRODUCTION + "\n".join(lines) + "\n")
-
-
-class _Writer:
-    """A pytest plugin that writes the page at the end of the run."""
-
-    def pytest_sessionfinish(self, exitstatus):
-        from tests.contract.table import _written as from_tests  # this file runs as __main__, and tests import another copy
-
-        _write_page(_cells_on_page() | from_tests)
+    introduction, _, _ = PAGE.read_text().partition("| What happens ")
+    PAGE.write_text(introduction + "\n".join(lines) + "\n")
 
 
 def main():
     """Run the tests of launchers, and write the page."""
     import pytest
 
+    from tests.contract.table import _written as from_tests  # this file runs as __main__, and tests import another copy
+
     os.environ[_WRITES] = "1"
     folders = [str(PAGE.parents[1] / "tests" / folder) for folder in ("contract", "launch/slurm", "launch/ray")]
-    return pytest.main([*folders, *sys.argv[1:]], [_Writer()])
+    exit_code = pytest.main([*folders, *sys.argv[1:]])
+    _write_page(_cells_on_page() | from_tests)
+    return exit_code
 
 
 if __name__ == "__main__":

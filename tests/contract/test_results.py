@@ -119,7 +119,6 @@ def test_a_rank_cannot_launch(launcher, of_ranks):
     kind, message = of_ranks("refusal")[-1]
     check_cell("nested", launcher.name, behavior_of(kind, message))
     assert kind is LaunchError
-    assert "a rank cannot launch ranks" in message
 
 
 def test_a_launch_restarts(launcher, observed):

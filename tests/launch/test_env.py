@@ -34,7 +34,6 @@ def on_cpu(function, **fields):
 
 
 def error_of(call):
-    """Return the exception of a call."""
     try:
         result = call()
     except BaseException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
-import types
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +14,6 @@ from torch import nn
 from tests.helpers.packing import address_of, refusal_of
 
 LOCK = threading.Lock()
-
-
-class Holder:
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-    def method(self): ...
 
 
 def locked(value):
@@ -43,21 +36,21 @@ def capturing(part):
     [
         ([1, (2, {"steps": [3, LOCK]})], "value[1][1]['steps'][1]"),
         ({0: {("a", 1): LOCK}}, "value[0][('a', 1)]"),
-        (Holder(net=Holder(lock=LOCK)), "value.net.lock"),
+        (SimpleNamespace(net=SimpleNamespace(lock=LOCK)), "value.net.lock"),
         (capturing({"a": LOCK}), "['a'] of the variable 'part' captured by value"),
         ([capturing(capturing(LOCK))], "the variable 'part' captured by the variable 'part' captured by value[0]"),
         (lambda: [(lambda: LOCK) for _ in range(3)], "the global 'LOCK' used by value"),
         (lambda x=LOCK, *, y=1: (x, y), "the default of value's parameter 'x'"),
         (functools.partial(print, 1, LOCK), "value.args[1]"),
         (functools.partial(print, end=LOCK), "value.keywords['end']"),
-        (Holder(lock=LOCK).method, "value.__self__.lock"),
+        (MethodType(print, SimpleNamespace(lock=LOCK)), "value.__self__.lock"),
         ([torch.ones(1), locked(torch.ones(1))], "value[1].lock"),
         (nn.Sequential(locked(nn.ReLU())), "value[0].lock"),
         (locked_ring(), "value[1]['lock']"),
         (collections.deque([1, LOCK]), "value[1]"),
         ([{LOCK}], "a member of value[0]"),
         (type("Local", (), {"lock": LOCK}), "value.lock"),
-        (locked(types.ModuleType("made_by_hand")), "value.lock"),
+        (locked(ModuleType("made_by_hand")), "value.lock"),
     ],
 )
 def test_innermost_part_is_named(value, place):

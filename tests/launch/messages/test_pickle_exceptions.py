@@ -9,18 +9,14 @@ import threading
 import pytest
 
 from parawrap.errors import LaunchError
+from parawrap.launch.messages._first_rank_failure import PackedValue
 from parawrap.launch.messages._pack_exception import pack_exception, summary_of
-from parawrap.launch.messages._pickle_values import unpack
 
 LOCK = threading.Lock()
 
 
 def sent(error):
-    file = pack_exception(error)
-    try:
-        return unpack(file)
-    finally:
-        os.close(file)
+    return PackedValue(pack_exception(error)).open()
 
 
 class OtherArgs(Exception):

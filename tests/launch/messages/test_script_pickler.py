@@ -6,7 +6,8 @@ from tests.helpers.notebooks import run_notebook
 
 CELLS = [
     """
-from parawrap import Platform, current_rank, wrapper
+import time
+from parawrap import LaunchTimeoutError, Platform, current_rank, wrapper
 import torch, torch.distributed as dist
 
 STEP = 10
@@ -42,21 +43,29 @@ class Failure(Exception):
 def fails():
     raise Failure("in the cell")
 
+@wrapper(Platform(device="cpu", n_cpus=1, hang_timeout_s=2))
+def sleeps():
+    time.sleep(600)
+
 try:
     fails()
 except Failure as error:
     print("caught", error)
     print('raise Failure("in the cell")' in error.__notes__[0])
+try:
+    sleeps()
+except LaunchTimeoutError as error:
+    print("time.sleep(600)" in error.stacks[0])
 """,
 ]
 
 
 def test_functions_of_cells_launch(tmp_path):
-    """Classes come back as the notebook's own, changed globals hold, and tracebacks show lines of cells."""
+    """Classes come back as the notebook's own, changed globals hold, and tracebacks and stacks show lines of cells."""
     executed = run_notebook(CELLS, tmp_path)
     lines = [sorted("".join(each.text for each in cell.outputs).splitlines()) for cell in executed]
     assert lines[1:] == [
         ["[True, True] [70, 70]", "[rank 0] in rank 0", "[rank 1] in rank 1"],
         ["[100, 100]", "[rank 0] in rank 0", "[rank 1] in rank 1"],
-        ["True", "caught in the cell"],
+        ["True", "True", "caught in the cell"],
     ]

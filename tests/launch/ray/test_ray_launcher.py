@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch.coordinator._transcript import Transcript
@@ -37,17 +36,6 @@ def _ray(ray_cluster):
     ray.shutdown()  # tests of other files stay in the cluster
     yield ray
     ray.shutdown()
-
-
-@pytest.fixture(name="folders")
-def _folders(tmp_path):
-    """A function that returns a new folder for a launch."""
-
-    def make(name):
-        (tmp_path / name).mkdir()
-        return tmp_path / name
-
-    return make
 
 
 def on_ray(function, **fields):
@@ -89,13 +77,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_driver_ends_ranks(ray, folders):
+def test_a_killed_driver_ends_ranks(ray, tmp_path):
     """SIGKILL of the launching process ends ranks, and processes that left their groups."""
-    killed = folders("killed")
-    with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, killed], cwd=ROOT) as driver:
-        pids = pids_of(killed)
+    with subprocess.Popen([sys.executable, "-c", KILLED_DRIVER, tmp_path], cwd=ROOT) as driver:
+        pids = pids_of(tmp_path)
     assert driver.returncode == -signal.SIGKILL
-    wait_for_reports(killed, "cleaned", 2)
+    wait_for_reports(tmp_path, "cleaned", 2)
     assert_gone(pids)
 
 
@@ -106,12 +93,11 @@ def test_first_launches_join_once(ray):
         assert [len(set(each.result())) for each in launched] == [2, 2]
 
 
-def test_cancel_releases_the_resources(ray, folders):
+def test_cancel_releases_the_resources(ray, tmp_path):
     """A launch that waits for resources is pending. `cancel` withdraws its request, or ends its ranks."""
-    running = folders("running")
-    launch = on_ray(scenarios.leave_daemon, n_cpus=1).submit(running)
-    pids = pids_of(running)
-    pending = on_ray(scenarios.leave_daemon, n_cpus=4).submit(running)
+    launch = on_ray(scenarios.leave_daemon, n_cpus=1).submit(tmp_path)
+    pids = pids_of(tmp_path)
+    pending = on_ray(scenarios.leave_daemon, n_cpus=4).submit(tmp_path)
     eventually(lambda: has_group(ray, pending), "the request")
     assert pending.state == "pending"
     for each in pending, launch:
@@ -131,8 +117,6 @@ def test_clusters_that_cannot_run_it(ray, monkeypatch):
     with pytest.raises(LaunchError) as raised:
         on_ray(os.getpid, n_nodes=9)()
     check_cell("too many nodes", "ray", raised.value)
-    text = "the platform needs 9 node(s) with 1 CPU each, but only 2 of the Ray cluster's nodes have that: "
-    assert raised.value.message.startswith(text)
     program = _node_actor._PROGRAM.replace("from parawrap.", "from missing_parawrap.")
     monkeypatch.setattr(_node_actor, "_PROGRAM", program)
     _reservation._actor_class.cache_clear()
@@ -193,13 +177,6 @@ def kept_with_rank(scale):
     return kept * scale, current_rank().global_rank
 
 
-def fail_in_rank_0():
-    """Raise in rank 0, while the other rank waits for it."""
-    if current_rank().global_rank == 0:
-        raise ValueError("of rank 0")
-    dist.barrier()
-
-
 def test_ranks_stay_on_two_nodes(ray):
     """They keep a tensor of 64 MiB, answer after a failure, and end with a death, which later calls name."""
     ranks = Platform(device="ray", n_nodes=2, verbose=False).open()
@@ -208,8 +185,8 @@ def test_ranks_stay_on_two_nodes(ray):
     answers = *ranks(kept_with_rank, 2), ranks[1](kept_with_rank, 2)
     assert [rank for _, rank in answers] == [0, 1, 1]
     assert all(torch.equal(value, 2 * tensor) for value, _ in answers)
-    with pytest.raises(ValueError, match="of rank 0"):
-        ranks(fail_in_rank_0)
+    with pytest.raises(scenarios.OddError, match="code 5"):
+        ranks(scenarios.fail_while_others_wait, scenarios.raise_odd_error)
     assert ranks(all_sum) == (2.0, 2.0)
     pids = ranks(os.getpid)
     with pytest.raises(RankDiedError, match="SIGKILL"):
@@ -223,11 +200,11 @@ def test_ranks_stay_on_two_nodes(ray):
 # -- the loss of a node; last, because processes that join a cluster soon after it may hang
 
 
-def test_a_lost_node(ray, ray_cluster, folders):
+def test_a_lost_node(ray, ray_cluster, tmp_path_factory):
     """Its launch raises, or restarts on the nodes that are left and one that joins later; `cancel` ends the wait for it."""
     lost = ray_cluster.add_node()
     options = {"ended": {}, "restarted": {"max_restarts": 1, "ipc_groups": []}, "cancelled": {"max_restarts": 1}}
-    made = {name: folders(name) for name in options}
+    made = {name: tmp_path_factory.mktemp(name) for name in options}
     launches = {name: on_ray(wait_in_first_start, n_nodes=3, **each).submit(made[name]) for name, each in options.items()}
     for folder in made.values():
         wait_for_reports(folder, "begun", 3)
@@ -247,9 +224,9 @@ def test_a_lost_node(ray, ray_cluster, folders):
         assert_no_survivors(folder, 3)
 
 
-def test_a_killed_actor_is_a_lost_node(ray, folders, caplog):
+def test_a_killed_actor_is_a_lost_node(ray, tmp_path_factory, caplog):
     """Its guard ends the ranks, and a new actor starts the next attempt; or the launch raises and logs Ray's reason."""
-    restarted, ended = folders("restarted"), folders("ended")
+    restarted, ended = tmp_path_factory.mktemp("restarted"), tmp_path_factory.mktemp("ended")
     restarting = on_ray(wait_in_first_start, max_restarts=1).submit(restarted)
     ending = on_ray(scenarios.leave_daemon).submit(ended)
     pids = pids_of(ended)

@@ -81,11 +81,6 @@ def kill_guard(folder):
     dist.barrier()
 
 
-def report_and_sleep(folder):
-    scenarios.report(folder, "begun")
-    time.sleep(600)
-
-
 def wait_or_requeue(path):
     """Requeue on preemption, and return the restart once the test has created `path`."""
     rank = current_rank()
@@ -189,7 +184,7 @@ def started(slurm, launch_folder, tmp_path_factory):
         (made.folder("import") / "sitecustomize.py").write_text(program)
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
-    made.add("sigterm", lambda: submit(report_and_sleep, made.folder("sigterm"), grace_s=1.0, **alone))
+    made.add("sigterm", lambda: submit(scenarios.wait_for_ever, made.folder("sigterm"), grace_s=1.0, **alone))
     made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
     made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
     made.add("left", lambda: submit(leave_a_process_behind, made.folder("left")))
@@ -237,18 +232,15 @@ def test_elements_of_an_array_are_apart(started):
 
 
 @pytest.mark.parametrize(
-    ("situation", "fields", "text"),
-    [("no partition", {"partition": "nowhere"}, "partition"), ("too many nodes", {"n_nodes": 9}, "9 node(s)")],
-    ids=["partition", "nodes"],
+    ("situation", "fields"),
+    [("no partition", {"partition": "nowhere"}), ("too many nodes", {"n_nodes": 9})],
 )
-def test_a_refused_job(situation, fields, text, launch_folder):
+def test_a_refused_job(situation, fields, launch_folder):
     """LaunchError has the message of Slurm, also for an array, and no files remain."""
     before = list(launch_folder.iterdir())
     with pytest.raises(LaunchError) as raised:
         submit(scenarios.take, 1, **{"n_nodes": 1} | fields)
     check_cell(situation, "slurm", raised.value)
-    assert raised.value.message.startswith("Slurm refused the job: ")
-    assert text in raised.value.message
     with pytest.raises(LaunchError, match=r"The job is an array of 3;"):
         submit_array(range(3), **fields)
     assert {*launch_folder.iterdir()} <= {*before}
