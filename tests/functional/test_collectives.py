@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers import worlds
+
 SCRIPT = """
 import json
 import sys
@@ -46,10 +43,7 @@ def test_helpers_work_under_torchrun(tmp_path):
     """Two ranks can shard a loader, reduce a metric, gather rows, and shard a module."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    assert worlds.torchrun(tmp_path, script=script) == 0
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert set(one.pop("rows") + other.pop("rows")) == {0, 1, 2, 3, 4}
     assert one == other == {"gathered": [0, 1, 2, 3, 4], "one row": [0], "mean": 0.0, "model": "FSDPLinear"}
