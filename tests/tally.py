@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[1]
 TALLY = ROOT / "tests" / "tally.jsonl"
 LOGS = ROOT / ".tally"
 FAILURE = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
-TARGET = re.compile(r"^make(?:\[\d+\])?: \*\*\* \[(?:\S+: )?(\S+)\] (.+)$", re.MULTILINE)
 COUNT = re.compile(r"(\d+) passed")
 COMPUTING = "while True: sum(range(10**6))"
 
@@ -70,11 +69,10 @@ def run(tier: str, load: int) -> dict[str, Any]:
 
 
 def failures(code: int, text: str) -> list[str]:
-    """Return the tests that failed; without one, the targets of make that failed, or the end of the log."""
+    """Return the tests that failed; without one, the end of the log."""
     if code == 0:
         return []
-    targets = [f"{target} without a failed test: {why}" for target, why in TARGET.findall(text)]
-    return sorted(set(FAILURE.findall(text))) or targets or [f"not finished: {text.rstrip()[-200:]}"]
+    return sorted(set(FAILURE.findall(text))) or [f"not finished: {text.rstrip()[-200:]}"]
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
