@@ -46,7 +46,7 @@ def run(tier: str, load: int) -> dict[str, Any]:
     """Run one tier once, and return its line of the tally."""
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{tier}-{time.time():.0f}.log"
-    commit = _printed("git", "rev-parse", "--short", "HEAD")
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     began = time.monotonic()
     with computing(load), log.open("wb") as output:
         code = subprocess.run(["make", tier], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
@@ -89,10 +89,6 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
         with_failures = sum(bool(each["failed"]) for each in of_tier)
         lines.append(f"| {tier} | {len(of_tier)} | {with_failures} | {max(e['passed'] for e in of_tier)} | {names} |")
     return "\n".join(lines)
-
-
-def _printed(*command: str) -> str:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:

@@ -155,9 +155,6 @@ def the_helpers(x: torch.Tensor) -> None:
 class Sample(Batch):
     """A user-defined batch."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
 
 def batches_keep_their_class(sample: Sample) -> None:
     assert_type(sample.to("cpu"), Sample)
