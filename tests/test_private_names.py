@@ -196,10 +196,6 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
 
 
 WITHOUT = {
-    "parawrap.lanes._thread_modes.function_modes": (
-        private_name("torch.gone", "lanes"),
-        r"lanes need torch\.gone",
-    ),
     "parawrap.replicas._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
     "parawrap.replicas._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
 }
@@ -207,7 +203,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_call_without_a_name(name, monkeypatch):
-    """If lanes cannot see a watcher, or replicas an attribute or a compiled function, a call raises VersionError."""
+    """If replicas cannot see an attribute or a compiled function, a call raises VersionError."""
     missing, message = WITHOUT[name]
     monkeypatch.setattr(name, missing)
     of_replicas.check_modules.cache_clear()

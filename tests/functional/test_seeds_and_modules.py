@@ -150,7 +150,6 @@ def test_unwrap_removes_wrappers(ranks):
     """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
 
     def unwrap():
-
         module, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
         compiled = functional.to(torch.compile(module, backend="eager"))
         around = torch.compile(functional.to(module), backend="eager")
