@@ -41,11 +41,11 @@ def test_ranks_start_equal():
     assert all(one != other for one, other in zip(own_0, own_1, strict=True))
 
 
-def stepped(make, **options):
-    """Return a model and its optimiser after two steps."""
+def stepped():
+    """Return a model and its optimiser, which keeps lists of tensors, after two steps."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimiser = make(model.parameters(), **options)
+    optimiser = torch.optim.LBFGS(model.parameters(), max_iter=4)
 
     def closure():
         optimiser.zero_grad()
@@ -58,34 +58,26 @@ def stepped(make, **options):
     return model, optimiser
 
 
-def devices_of(value, name=""):
-    """Return the device of each tensor in nested values by its address."""
+def devices_of(value):
+    """Return the device of each tensor in nested values."""
     if isinstance(value, torch.Tensor):
-        return {name: value.device.type}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return {place: kind for key, item in items for place, kind in devices_of(item, f"{name}.{key}").items()}
+        return [value.device.type]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [device for item in items for device in devices_of(item)]
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        pytest.param(torch.optim.Adam, {"amsgrad": True}, id="Adam"),
-        pytest.param(torch.optim.LBFGS, {"max_iter": 4}, id="LBFGS"),
-    ],
-)
-def test_state_of_an_optimiser_moves(make, options):
-    """Step counters stay on the CPU. State from load_state_dict moves too, and a move to its own device changes nothing."""
-    (model, optimiser), (plain, theirs) = stepped(make, **options), stepped(make, **options)
+def test_state_of_an_optimiser_moves():
+    """State from load_state_dict moves too, and a move to its own device changes nothing."""
+    (model, optimiser), (plain, theirs) = stepped(), stepped()
     optimiser.load_state_dict(copy.deepcopy(theirs.state_dict()))
     functional.optimiser_to(optimiser, torch.device("cpu"))
     for each, of in ((optimiser, model), (theirs, plain)):
         each.step(lambda of=of: of(torch.ones(4, 3)).pow(2).sum())
     assert torch.equal(model.weight, plain.weight)
-    before = devices_of(list(optimiser.state.values()))
+    count = len(devices_of(optimiser.state))
     functional.optimiser_to(optimiser, "meta")
-    after = devices_of(list(optimiser.state.values()))
-    assert before
-    assert after == {place: "cpu" if place.endswith(".step") else "meta" for place in before}
+    assert devices_of(optimiser.state) == ["meta"] * count
+    assert count > 4
 
 
 def test_step_counters_move_by_group():
