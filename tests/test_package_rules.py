@@ -42,12 +42,9 @@ NEVER_LOADED = [
 ]  # fmt: skip
 
 
-def module_name(file: Path) -> str:
-    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(file): file for file in FILES}
+MODULES = {
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES
+}
 
 
 def subpackage_of(module: str) -> str:

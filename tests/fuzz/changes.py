@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.fuzz.models import Buffers, Built, Holder, Keeper, Mode
 
-Change = Callable[[Built, Random], Any]
 WRITES_DATA = frozenset({"held_data", "data_mul", "data_new", "buffer_data"})
 
 
@@ -105,7 +104,7 @@ def unhook(built: Built, random: Random) -> None:
         built.handles.pop().remove()
 
 
-CHANGES: dict[str, Change] = {
+CHANGES: dict[str, Callable[[Built, Random], Any]] = {
     "data_mul": lambda built, random: _parameter(built, random).data.mul_(1.25),
     "data_new": data_new,
     "buffer_data": lambda built, random: _buffer(built, random).data.mul_(0.5),
