@@ -25,8 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NAMES = ("python3", "python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
 TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
-FOLDERS = ("docs", "tests", "examples", "benchmarks")
-FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "setup.cfg", *FOLDERS)
+NOT_COPIED = (".*", "__pycache__", "_build", "build", "dist", "*.egg-info", "parawrap")  # the cell has it from the wheel
 LAUNCHES = ("tests/launch/messages/test_pickle_values.py", "tests/launch/test_world.py")
 EXAMPLES = ("README.md", "docs", "tests/engine", *LAUNCHES)
 QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
@@ -147,12 +146,7 @@ def run(cell: Cell, wheel: Path, folder: Path) -> Row:
     """Install and test one cell."""
     python = install(cell, wheel, folder)
     files = folder / "files"
-    files.mkdir()
-    for source in map(ROOT.joinpath, FILES):  # without the package: the cell has it from the wheel
-        if source.is_dir():
-            shutil.copytree(source, files / source.name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
-        else:
-            shutil.copy(source, files)
+    shutil.copytree(ROOT, files, ignore=shutil.ignore_patterns(*NOT_COPIED))
     torch, where = _printed(python, "import torch, parawrap; print(torch.__version__, parawrap.__file__)", files).split()
     assert str(folder / "venv") in where, f"the cell would test {where} instead of the wheel"
     began = time.monotonic()

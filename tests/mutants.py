@@ -112,11 +112,7 @@ def mutated(file: Path, number: int) -> tuple[Mutator, str]:
 
 def copy_repository(folder: Path) -> None:
     """Copy the files of the work tree, without compiled code, which Python might take for that of a mutant."""
-    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
 
 def run(folder: Path, arguments: Sequence[str], limit_s: float | None = None) -> str:

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[1]
 TALLY = ROOT / "tests" / "tally.jsonl"
 LOGS = ROOT / ".tally"
 FAILURE = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
-TARGET = re.compile(r"^make(?:\[\d+\])?: \*\*\* \[(?:\S+: )?(\S+)\] (.+)$", re.MULTILINE)
 COUNT = re.compile(r"(\d+) passed")
 COMPUTING = "while True: sum(range(10**6))"
 
@@ -47,7 +46,7 @@ def run(tier: str, load: int) -> dict[str, Any]:
     """Run one tier once, and return its line of the tally."""
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{tier}-{time.time():.0f}.log"
-    commit = _printed("git", "rev-parse", "--short", "HEAD")
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     began = time.monotonic()
     with computing(load), log.open("wb") as output:
         code = subprocess.run(["make", tier], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
@@ -70,11 +69,10 @@ def run(tier: str, load: int) -> dict[str, Any]:
 
 
 def failures(code: int, text: str) -> list[str]:
-    """Return the tests that failed; without one, the targets of make that failed, or the end of the log."""
+    """Return the tests that failed; without one, the end of the log."""
     if code == 0:
         return []
-    targets = [f"{target} without a failed test: {why}" for target, why in TARGET.findall(text)]
-    return sorted(set(FAILURE.findall(text))) or targets or [f"not finished: {text.rstrip()[-200:]}"]
+    return sorted(set(FAILURE.findall(text))) or [f"not finished: {text.rstrip()[-200:]}"]
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
@@ -91,10 +89,6 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
         with_failures = sum(bool(each["failed"]) for each in of_tier)
         lines.append(f"| {tier} | {len(of_tier)} | {with_failures} | {max(e['passed'] for e in of_tier)} | {names} |")
     return "\n".join(lines)
-
-
-def _printed(*command: str) -> str:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:

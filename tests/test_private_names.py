@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import pkgutil
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn import Linear
 
 import parawrap
 from parawrap import VersionError, parallel
-from parawrap._private_name import private_attribute, private_name
+from parawrap._private_name import private_name
 from parawrap.replicas import _private_names as of_replicas
 from tests.helpers.processes import run_script
 
@@ -97,17 +96,6 @@ def test_only_the_lists_hold_them():
         assert set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set(), file
 
 
-def test_contributing_lists_them():
-    """CONTRIBUTING.md has one row for each name and room."""
-    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    section = text.partition("## Private names")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
-    listed = {
-        (name.strip(" `"), each.strip()) for names, room, _ in rows for name in names.split(",") for each in room.split(",")
-    }
-    assert listed == {(name, file.parent.name) for file, names in LISTS.items() for name in names}
-
-
 def test_every_name_exists():
     """A failure names what a new release of torch or Python lacks. The tests of the features test what a name does."""
     for tree in (TREES[file] for file in LISTS):
@@ -177,24 +165,6 @@ print("joined")
     assert run_script(tmp_path, script).split() == ["pool", "thread", "joined"]
 
 
-def test_groups_count_their_operations(tmp_path):
-    """Ranks that stay notice groups that are out of step: torch counts groups, and each group its operations."""
-    script = """
-import torch
-import torch.distributed as dist
-from parawrap.launch._private_names import groups_of_process, number_of_groups, sequence_number_of
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-assert groups_of_process() == [dist.group.WORLD]
-before = sequence_number_of(dist.group.WORLD), number_of_groups()
-dist.all_reduce(torch.ones(1))
-dist.new_group([0])
-after = sequence_number_of(dist.group.WORLD), number_of_groups()
-print(all(second > first for first, second in zip(before, after)))
-dist.destroy_process_group()
-"""
-    assert run_script(tmp_path, script).split() == ["True"]
-
-
 # Without a name
 
 
@@ -226,10 +196,6 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
 
 
 WITHOUT = {
-    "parawrap.lanes._thread_modes.function_modes": (
-        private_name("torch.gone", "lanes"),
-        r"lanes need torch\.gone",
-    ),
     "parawrap.replicas._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
     "parawrap.replicas._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
 }
@@ -237,7 +203,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_call_without_a_name(name, monkeypatch):
-    """If lanes cannot see a watcher, or replicas an attribute or a compiled function, a call raises VersionError."""
+    """If replicas cannot see an attribute or a compiled function, a call raises VersionError."""
     missing, message = WITHOUT[name]
     monkeypatch.setattr(name, missing)
     of_replicas.check_modules.cache_clear()
@@ -252,5 +218,3 @@ def test_missing_name_is_refused():
     """When it is used, also in `isinstance`."""
     with pytest.raises(VersionError, match="lanes need"):
         isinstance(1, private_name("torch.Gone", "lanes"))
-    with pytest.raises(VersionError, match=r"replicas need fractions\.Fraction\._gone"):
-        private_attribute(Fraction(1, 2), "_gone", "replicas")

@@ -8,55 +8,42 @@ import pytest
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.backends import cpu_backend as cpu_module
 from parawrap.backends.cpu_backend import _cgroup_quota, usable_cores
 
 
 @pytest.fixture
-def cores(monkeypatch):
-    """Set the cores of the affinity mask and of the cgroup's quota."""
-
-    def pretend(affinity: int, quota: float | None = None):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
-        monkeypatch.setattr(cpu_module, "_cgroup_quota", lambda *args: quota)
-
-    return pretend
+def cores(monkeypatch, tmp_path):
+    """Set the cores of the affinity mask. The folder of cgroups is `tmp_path`, without a quota."""
+    monkeypatch.setattr(_cgroup_quota, "__defaults__", (tmp_path,))
+    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)), raising=False)
 
 
-@pytest.mark.parametrize(
-    ("affinity", "quota", "usable"),
-    [(4, None, 4), (4, 1.5, 1), (4, 0.5, 1), (2, 16.0, 2)],
-)
-def test_usable_cores(cores, affinity, quota, usable):
-    """They are the minimum of affinity mask and quota, and at least one."""
-    cores(affinity, quota)
-    assert usable_cores() == usable
-
-
-def test_cores_without_an_affinity_mask(monkeypatch):
+def test_cores_without_an_affinity_mask(cores, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    monkeypatch.setattr(cpu_module, "_cgroup_quota", lambda *args: None)
     assert usable_cores() == 3
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("files", "usable"),
     [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "nonsense", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 4),
+        ({"cpu.max": "max 100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "nonsense", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({}, 4),
     ],
 )
-def test_quotas_of_cgroups(tmp_path, files, quota):
-    """Both versions of cgroups are read. Unreadable text, and no file, set no limit."""
+def test_usable_cores(cores, tmp_path, files, usable):
+    """They are the minimum of affinity mask and cgroup's quota, and at least one. Unreadable text sets no limit."""
+    cores(4)
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert _cgroup_quota(tmp_path) == quota
+    assert usable_cores() == usable
 
 
 def test_auto_has_up_to_eight_lanes(cores):

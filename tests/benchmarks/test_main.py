@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import json
 
-import psutil
 import torch
 
 from benchmarks import __main__ as command
 from benchmarks._measure import Arm, Result, Row
 from benchmarks.device import Part, run
+from tests.helpers.processes import is_gone
 
 ROW = Row(
     "calls",
@@ -77,4 +77,4 @@ def test_late_parts_are_ended(tmp_path):
     outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 40)
     assert [each.code for each in outcomes] == [None, 0]
     child = int((tmp_path / "long.log").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(child)

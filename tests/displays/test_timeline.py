@@ -26,14 +26,6 @@ def data_of(page):
     return json.loads(rest.partition("</script>")[0])
 
 
-def test_gaps_are_idle_times():
-    """Overlapping spans count once. The window begins with the first span of all tracks, and ends with the last one."""
-    made = timeline(span(0, 10, 30), span(0, 20, 25), span(0, 40, 50), span(1, 12, 20), span(1, 20, 60))
-    assert made.gaps() == [[(30 * MS, 40 * MS), (50 * MS, 60 * MS)], [(10 * MS, 12 * MS)]]
-    assert made.duration == 50 * MS
-    assert timeline(span(0, 0, 5)).gaps() == [[], [(0, 5 * MS)]]
-
-
 def test_text_names_the_slowest_span():
     """`str` has one line per track and one for the slowest span. An aside has no idle time."""
     made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", without_idle=[2])
@@ -71,6 +63,10 @@ def test_page_has_the_data(tmp_path):
     assert data["tracks"] == [{"label": "lane 0", "gaps": []}, {"label": "lane 1", "gaps": None}]
     assert data["spans"] == [[0, 0, 20000, "forward", 0, {"rows": 4}], [1, 10000, 10000, "forward", 0, {}]]
     assert (data["duration"], data["slowest"], data["kinds"]) == (20000, 0, ["forward"])
+    busy = [span(0, 10, 30), span(0, 20, 25), span(0, 40, 50), span(1, 12, 20), span(1, 20, 60)]
+    write_timeline(tmp_path / "t.html", timeline(*busy))
+    gaps = [track["gaps"] for track in data_of((tmp_path / "t.html").read_text())["tracks"]]
+    assert gaps == [[[20000, 30000], [40000, 50000]], [[0, 2000]]]  # overlapping spans count once
 
 
 def test_names_cannot_end_the_data(tmp_path):

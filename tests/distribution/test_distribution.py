@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import configparser
 import email
 import os
 import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -84,22 +82,6 @@ def test_errors_cite_the_address(wheel, tmp_path):
     file, error = done.stdout.splitlines()
     assert Path(file).is_relative_to(tmp_path)
     assert error == f"no ({DOCUMENTATION}/errors.html#launcherror)"
-
-
-def test_wheel_requires_what_is_listed(wheel):
-    """Metadata, requirements, and extras are those of setup.cfg. pyproject.toml describes no package."""
-    (path,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = email.message_from_bytes(wheel.read(path))
-    project = configparser.ConfigParser()
-    project.read(ROOT / "setup.cfg", encoding="utf-8")
-    assert (metadata["Name"], metadata["License-Expression"]) == (project["metadata"]["name"], "MIT")
-    assert metadata["Requires-Python"] == project["options"]["python_requires"]
-    assert metadata.get_all("Classifier") == project["metadata"]["classifiers"].strip().splitlines()
-    required = metadata.get_all("Requires-Dist")
-    assert [each for each in required if ";" not in each] == project["options"]["install_requires"].split()
-    assert metadata.get_all("Provides-Extra") == [*project["options.extras_require"]]
-    assert len(required) > len(metadata.get_all("Provides-Extra"))
-    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_source_can_be_tested(built):

@@ -46,12 +46,6 @@ def test_means_are_weighted_by_rows(reduced):
     assert reduced([2.0, 4.0], [torch.tensor(1), torch.tensor(3.0)]) == 3.5
 
 
-def test_kinds_of_trees_may_differ(ranks):
-    """Keys may be in any order. A rank of weight 0 may have numbers instead of tensors."""
-    found = ranks(reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {})
-    assert found == ({"a": 1.0, "b": 2.0},) * 2
-
-
 def test_sums_are_weighted_too(reduced):
     """Integers stay integers, and their sums are exact."""
     counts = reduced([torch.tensor([1, 2]), torch.tensor([3, 4])], op="sum")
@@ -87,9 +81,11 @@ def test_tensors_keep_shape_and_dtype(reduced):
     assert reduced([{}, {}]) == {}
 
 
-def test_weight_0_ignores_values(reduced):
-    """Even a NaN, or another type. With another weight, a NaN stays in its place."""
+def test_weight_0_ignores_values(ranks, reduced):
+    """Even a NaN, or another type; keys may be in any order. With another weight, a NaN stays in its place."""
     assert reduced([0.25, NAN], [8, 0]) == 0.25
+    found = ranks(reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {})
+    assert found == ({"a": 1.0, "b": 2.0},) * 2
     one, other, third = reduced([(1.0, NAN, math.inf), (3.0, 1.0, 1.0)])
     assert (one, math.isnan(other), third) == (2.0, True, math.inf)
     assert functional.reduce_metrics(NAN, weight=0, op="sum") == 0.0

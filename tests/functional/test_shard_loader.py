@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import random
 from collections import Counter
@@ -97,39 +98,29 @@ def test_set_epoch_resumes_an_order(options):
 
 
 class Drawn(Sampler):
-    """Eight rows in an order that a function draws."""
+    """Rows, or batches of them, in an order that a function draws."""
 
-    def __init__(self, draw):
-        self.draw = draw
+    def __init__(self, draw, length=8):
+        self.draw, self.length = draw, length
 
     def __iter__(self):
         return iter(self.draw())
 
     def __len__(self):
-        return 8
-
-
-class Buckets(Sampler):
-    """A batch sampler: rows of similar length together, the batches in a random order."""
-
-    def __iter__(self):
-        batches = [[0, 1], [2, 3, 4], [5], [6, 7]]
-        yield from (batches[i] for i in torch.randperm(4).tolist())
-
-    def __len__(self):
-        return 4
+        return self.length
 
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+BUCKETS = [[0, 1], [2, 3, 4], [5], [6, 7]]
 SAMPLERS = {
     "weighted": lambda rank: {"sampler": WeightedRandomSampler([1, 2, 0, 4, 1, 1, 1, 0], 10, generator=generator(rank))},
     "numpy": lambda rank: {"sampler": Drawn(lambda: np.random.permutation(8).tolist())},
     "python": lambda rank: {"sampler": Drawn(lambda: random.sample(range(8), 8))},
     "shuffled": lambda rank: {"shuffle": True, "generator": generator(7 + rank)},
-    "buckets": lambda rank: {"batch_sampler": Buckets()},
+    "buckets": lambda rank: {"batch_sampler": Drawn(lambda: [BUCKETS[i] for i in torch.randperm(4)], length=4)},
 }
 
 
@@ -223,15 +214,6 @@ class Stream(IterableDataset):
         yield from range(3)
 
 
-class Endless(Sampler):
-    def __iter__(self):
-        while True:
-            yield 0
-
-    def __len__(self):
-        return 3
-
-
 REFUSED = {
     "stream": (DataLoader(Stream()), TypeError, r"Stream is a stream.*islice\(rows, current_rank\(\)"),
     "sharded by torch": (
@@ -241,7 +223,7 @@ REFUSED = {
     ),
     "sharded twice": (functional.shard_loader(DataLoader(range(4))), TypeError, "PaddedShare, is already sharded"),
     "no length": (DataLoader(range(4), sampler=iter([1, 2])), TypeError, "has no __len__"),
-    "endless": (DataLoader(range(4), sampler=Endless()), ValueError, "yields more items than its length, 3"),
+    "endless": (DataLoader(range(4), sampler=Drawn(itertools.count)), ValueError, "yields more items than its length, 8"),
     "no loader": ([1, 2], TypeError, "takes a torch.utils.data.DataLoader, not a list"),
 }
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.fuzz.models import Buffers, Built, Holder, Keeper, Mode
 
-Change = Callable[[Built, Random], Any]
 WRITES_DATA = frozenset({"held_data", "data_mul", "data_new", "buffer_data"})
 
 
@@ -33,13 +32,11 @@ def _own(built: Built, kind: str, random: Random) -> tuple[nn.Module, str]:
 
 
 def _parameter(built: Built, random: Random) -> nn.Parameter:
-    module, name = _own(built, "_parameters", random)
-    return module._parameters[name]
+    return getattr(*_own(built, "_parameters", random))
 
 
 def _buffer(built: Built, random: Random) -> torch.Tensor:
-    module, name = _own(built, "_buffers", random)
-    return module._buffers[name]
+    return getattr(*_own(built, "_buffers", random))
 
 
 def _held(built: Built, random: Random) -> torch.Tensor:
@@ -102,18 +99,12 @@ def replace_attribute(built: Built, random: Random) -> None:
         built.model.shift = random.choice([0.25, 0.75])
 
 
-def load(built: Built, *, assign: bool) -> None:
-    state = built.model.state_dict()
-    new = {name: value.detach() * 0.5 if value.is_floating_point() else value for name, value in state.items()}
-    built.model.load_state_dict(new, assign=assign)
-
-
 def unhook(built: Built, random: Random) -> None:
     if built.handles:
         built.handles.pop().remove()
 
 
-CHANGES: dict[str, Change] = {
+CHANGES: dict[str, Callable[[Built, Random], Any]] = {
     "data_mul": lambda built, random: _parameter(built, random).data.mul_(1.25),
     "data_new": data_new,
     "buffer_data": lambda built, random: _buffer(built, random).data.mul_(0.5),
@@ -128,8 +119,6 @@ CHANGES: dict[str, Change] = {
     "replace_part": replace_part,
     "grow": lambda built, random: replace_part(built, random, grows=True),
     "replace_attribute": replace_attribute,
-    "load": lambda built, random: load(built, assign=False),
-    "load_assign": lambda built, random: load(built, assign=True),
     "hook": lambda built, random: built.handles.append(random.choice(built.modules()).register_forward_hook(scaled)),
     "unhook": unhook,
     "train": lambda built, random: built.model.train(),

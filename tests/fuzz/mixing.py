@@ -32,10 +32,7 @@ from tests.fuzz.cases import (
 )
 from tests.fuzz.models import WIDTH, Pair, float64_on
 
-Mix = Callable[[nn.Module, torch.Tensor], Any]
-
-
-MIXES: dict[str, Mix] = {
+MIXES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "softmax": lambda model, x: x.softmax(0),
     "centred": lambda model, x: x - x.mean(0),
     "cumsum": lambda model, x: x.cumsum(0),

@@ -397,18 +397,18 @@ class ByWeakReference(Holder):
 
 
 class Reader(nn.Module):
-    """Reads the state of its parent, which it knows by a weak reference or by a list."""
+    """Reads the state of its parent, which it keeps in a list."""
 
-    def __init__(self, parent: Any) -> None:
+    def __init__(self, parent: nn.Module) -> None:
         super().__init__()
-        self.parent = parent
+        self.parents = [parent]
 
     def forward(self, x):
-        parent = self.parent[0] if isinstance(self.parent, list) else self.parent()
+        (parent,) = self.parents
         return x * parent.factor + parent.h
 
 
-class ChildOfWeakParent(Holder):
+class ChildOfListedParent(Holder):
     most = 1
     scratch = ("h",)
 
@@ -416,10 +416,7 @@ class ChildOfWeakParent(Holder):
         self.factor = nn.Parameter(torch.ones(WIDTH))
         self.h = None
         self.part = parts[0]
-        self.reader = Reader(self.reference())
-
-    def reference(self):
-        return weakref.ref(self)
+        self.reader = Reader(self)
 
     def parts(self):
         return (self.part,)
@@ -427,11 +424,6 @@ class ChildOfWeakParent(Holder):
     def forward(self, x):
         self.h = self.part(x)
         return torch.tanh(self.reader(x))
-
-
-class ChildOfListedParent(ChildOfWeakParent):
-    def reference(self):
-        return [self]
 
 
 class InCheckpoint(Holder):
@@ -499,7 +491,6 @@ HOLDERS: dict[str, type[Holder]] = {
     "in_closure": InClosure,
     "in_partial": InPartial,
     "by_weak_reference": ByWeakReference,
-    "child_of_weak_parent": ChildOfWeakParent,
     "child_of_listed_parent": ChildOfListedParent,
     "in_checkpoint": InCheckpoint,
     "in_reentrant_checkpoint": InReentrantCheckpoint,

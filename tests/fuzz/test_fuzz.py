@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from tests.fuzz.cases import drawn_case, drawn_devices, run
 from tests.fuzz.mixing import drawn_mixing_case, run_mixing
+from tests.helpers.properties import given, st
 
 pytestmark = pytest.mark.long
 
-OFTEN = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-
-def cases(count: int) -> settings:
-    """Settings of hypothesis for that many cases, the same in each run."""
-    return settings(derandomize=True, deadline=None, max_examples=count, suppress_health_check=OFTEN, database=None)
-
-
-@cases(120)
+@settings(derandomize=True, max_examples=120, database=None)
 @given(st.randoms(use_true_random=False))
 def test_row_wise_models(random):
     case = drawn_case(random)
@@ -27,7 +20,7 @@ def test_row_wise_models(random):
     assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
 
 
-@cases(100)
+@settings(derandomize=True, max_examples=100, database=None)
 @given(st.randoms(use_true_random=False))
 def test_models_that_mix_rows(random):
     case = drawn_mixing_case(random, *drawn_devices(random, "cpu"))

@@ -14,45 +14,26 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import parawrap
 from parawrap import (
-    Batch,
     DataParallel,
     Device,
     Launch,
-    LaunchError,
     Parallel,
     ParallelWrapper,
-    ParawrapError,
     Platform,
-    PlatformError,
-    Preview,
-    Rank,
-    RankDiedError,
     RankResults,
-    ShardError,
     TupleParallel,
     Tuplewise,
-    UnsendableError,
     Wrapper,
     cat,
-    compare,
     cpu,
-    cuda_attrs,
     current_rank,
-    data_parallel,
     default_collate,
     functional,
     gather,
     neuron,
     parallel,
-    parallel_apply,
-    recursive_cuda,
-    recursive_to,
-    register_split,
     replicate,
     scatter,
-    scatter_kwargs,
-    tp_collate,
-    transpose,
     tuple_fn,
     wrapper,
 )
@@ -103,7 +84,7 @@ def every_option(model: torch.nn.Module) -> None:
 
 
 def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
-    comparison = compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
+    comparison = parawrap.compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
     assert_type(comparison.ways[-1].quartiles, list[float])
     with cpu.keep_freed_memory() as nothing:
         assert_type(nothing, None)
@@ -125,7 +106,7 @@ def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.
     assert_type(net.in_features, Any)
     with TupleParallel(model, ["cpu"], transfer_output=True, reduction=cat) as tuples:
         assert_type(tuples, TupleParallel[torch.nn.Linear])
-    data_parallel(model, x, ["cpu", "cpu"])
+    parawrap.data_parallel(model, x, ["cpu", "cpu"])
     DataParallel(3)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     TupleParallel(model, ["cpu"], "cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     wrapped = ParallelWrapper(model, device="auto")
@@ -135,10 +116,10 @@ def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.
 def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> None:
     assert_type(scatter(x, ["cpu", 0, torch.device("cpu")]), tuple[torch.Tensor, ...])
     assert_type(scatter({"x": x}, ["cpu"], dim=1), list[dict[str, torch.Tensor]])
-    assert_type(scatter_kwargs((x,), None, ["cpu"]), tuple[tuple[Any, ...], tuple[dict[str, Any], ...]])
+    assert_type(parawrap.scatter_kwargs((x,), None, ["cpu"]), tuple[tuple[Any, ...], tuple[dict[str, Any], ...]])
     replicas = replicate(model, ["cpu", "cpu"], detach=True)
     assert_type(replicas, list[torch.nn.Linear])
-    assert_type(parallel_apply(replicas, [x, (x,)], None, ["cpu", None]), list[Any])
+    assert_type(parawrap.parallel_apply(replicas, [x, (x,)], None, ["cpu", None]), list[Any])
     gather([x, x], -1, dim=1)
     scatter(x, "cpu", 0, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     replicate(len, ["cpu"])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
@@ -146,27 +127,24 @@ def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> Non
 
 
 def the_helpers(x: torch.Tensor) -> None:
-    cat(transpose([(x, x), (x, x)]))
+    cat(parawrap.transpose([(x, x), (x, x)]))
     assert_type(Tuplewise([(0, 1), (2, 3)])[0], Tuplewise)
-    recursive_to({"x": [x]}, "cpu", non_blocking=True)
-    recursive_cuda([x])
+    parawrap.recursive_to({"x": [x]}, "cpu", non_blocking=True)
+    parawrap.recursive_cuda([x])
 
 
-class Sample(Batch):
+class Sample(parawrap.Batch):
     """A user-defined batch."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
 
 
 def batches_keep_their_class(sample: Sample) -> None:
     assert_type(sample.to("cpu"), Sample)
     assert_type(sample.cuda(), Sample)
-    assert_type(cuda_attrs(sample), Sample)
+    assert_type(parawrap.cuda_attrs(sample), Sample)
 
 
 def a_class_is_registered(split: Callable[[str, Sequence[int]], list[str]], join: Callable[[Sequence[str]], str]) -> None:
-    register_split(str, split=split, join=join, rows=len)
+    parawrap.register_split(str, split=split, join=join, rows=len)
 
 
 def every_field_of_a_platform(log: Path) -> None:
@@ -206,7 +184,7 @@ def a_launch_has_the_types_of_its_function() -> None:
     assert_type(results[0], str)
     assert_type(train.submit(1, name="x"), Launch[str])
     assert_type(train.inline(1), RankResults[str])
-    assert_type(train.dry_run(1), Preview)
+    assert_type(train.dry_run(1), parawrap.Preview)
     assert_type(train.platform, Platform)
     assert_type(wrapper(TWO)(lambda: 3)(), RankResults[int])
 
@@ -244,7 +222,7 @@ def tasks_take_ranks_group_and_args() -> None:
 
 def a_rank_has_typed_attributes() -> None:
     rank = current_rank()
-    assert_type(rank, Rank)
+    assert_type(rank, parawrap.Rank)
     assert_type(rank.group, ProcessGroup | None)
     rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -269,12 +247,14 @@ def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, s
     functional.to(model, strategy="fsdp")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
 
-def errors_have_their_bases(died: RankDiedError, unsendable: UnsendableError, shard: ShardError) -> None:
+def errors_have_their_bases(
+    died: parawrap.RankDiedError, unsendable: parawrap.UnsendableError, shard: parawrap.ShardError
+) -> None:
     assert_type(died.signal, Signals | int | None)
     as_type_error: TypeError = unsendable
-    as_value_errors: tuple[ValueError, type[ValueError]] = (shard, PlatformError)
-    as_launch_errors: list[LaunchError] = [died, unsendable]
-    as_root: list[ParawrapError] = [shard, *as_launch_errors]
+    as_value_errors: tuple[ValueError, type[ValueError]] = (shard, parawrap.PlatformError)
+    as_launch_errors: list[parawrap.LaunchError] = [died, unsendable]
+    as_root: list[parawrap.ParawrapError] = [shard, *as_launch_errors]
     assert as_root != [as_type_error, *as_value_errors]
     assert_type(parawrap.__version__, str)
 
@@ -291,7 +271,7 @@ def tuple_functions_return_tuples(xs: tuple[torch.Tensor, ...]) -> None:
     tuple_fn(3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-@tp_collate(2)
+@parawrap.tp_collate(2)
 def collate_pairs(samples: Sequence[tuple[int, int]], scale: int = 1) -> tuple[torch.Tensor, list[int]]:
     return torch.tensor([x * scale for x, _ in samples]), [y for _, y in samples]
 
