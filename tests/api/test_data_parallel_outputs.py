@@ -24,6 +24,7 @@ LISTS = {
     "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "columns": lambda x: (labels(x), ["a"] * len(x)),
+    "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
     "nothing": lambda x: (None, [None, None], [], x),
 }
 
@@ -37,17 +38,6 @@ def test_lists_per_row_are_joined(name):
         x = torch.eye(4)[torch.arange(rows) % 2]
         assert str(net(x)) == str(model(x))
     net.close()
-
-
-def boxes(x):
-    """One box for rows of class 0, two for others."""
-    return [torch.full((1 + label, 4), float(label)) for label in labels(x)]
-
-
-def test_detections_are_joined():
-    """A list with the boxes of each image has one item per image, in order, as plainly."""
-    model = Calls(lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)])
-    assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
 
 
 MIXED = {
