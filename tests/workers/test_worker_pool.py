@@ -64,8 +64,8 @@ def runs(block, function, x):
     return [block(function, x), block.submit(function, x).result(), *block.map([(function, x)])]
 
 
-def numbers(count, rows=2):
-    return [torch.full((rows, 1), float(number)) for number in range(count)]
+def numbers(count):
+    return [torch.full((2, 1), float(number)) for number in range(count)]
 
 
 def stream(block, function, batches, **options):

@@ -16,19 +16,18 @@ THREE = ["cpu"] * 3
 
 
 class Fails(nn.Module):
-    """Raises for shards that hold one of the values in `on`."""
+    """Raises for shards that hold one of the values."""
 
     def __init__(self, values, make=lambda value: ValueError(f"row {value}")):
         super().__init__()
-        self.make = make
-        type(self).on = set(values)
+        self.values, self.make = values, make
         type(self).ran = []  # on the class, because a replica has its own attributes
         self.linear = nn.Linear(1, 1)
 
     def forward(self, x):
         for value in x.flatten().int().tolist():
             self.ran.append(value)
-            if value in self.on:
+            if value in self.values:
                 raise self.make(value)  # the user's line
         return self.linear(x)
 
@@ -80,7 +79,7 @@ SOURCES = {
 def test_errors_of_a_stream(name, options):
     """Notes name the lane and the batch. The traceback has at most one line of parawrap before the user's line."""
     source, notes = SOURCES[name]
-    with torch.no_grad(), parallel(Fails({0} if name == "model" else ()), ["cpu"]) as p:
+    with torch.no_grad(), parallel(Fails({0} if name == "model" else set()), ["cpu"]) as p:
         try:
             error = next(each for each in p.map(source(), **options) if isinstance(each, ValueError))
         except ValueError as raised:
