@@ -73,10 +73,7 @@ def test_calls_during_a_close():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_blocks_close_in_any_order(order):
-    """Also blocks of several threads. Calls go to the last block that is open.
-
-    A model that was compiled in place is compiled again after the last one.
-    """
+    """Also of several threads. Calls go to the last block that is open. After all, a compiled model is compiled again."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     model.compile(backend="eager")
     plain, compiled = model(x), vars(model)["_compiled_call_impl"]
