@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import gc
 import itertools
-import os
+import multiprocessing
 import threading
-import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -254,20 +252,6 @@ def test_nothing_is_left_after_close():
     assert not lane_threads()
 
 
-def in_fork(use):
-    """Return the exit code of a forked child that calls `use`."""
-    child = os.fork()
-    if child == 0:
-        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
-        try:
-            use()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
@@ -292,7 +276,10 @@ def test_a_child_waits_for_no_thread(use):
             waiting = other.submit(call, x)
             assert begun.wait(PATIENCE_S)
             uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
-            assert in_fork(uses.get(use, new_block)) == 0
+            child = multiprocessing.get_context("fork").Process(target=uses.get(use, new_block), daemon=True)
+            child.start()
+            child.join(PATIENCE_S)
+            assert child.exitcode == 0
         assert waiting.result(PATIENCE_S).shape == (6, 2)
 
 
