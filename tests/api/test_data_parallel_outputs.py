@@ -10,7 +10,6 @@ from parawrap import DataParallel, GatherError, parallel
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
-CLASSES = torch.eye(3)[[0, 1, 0, 1]]  # equal labels in both lanes
 
 
 def labels(x):
@@ -68,7 +67,8 @@ def test_items_of_rows_may_differ(kind):
 
 def test_ambiguous_detections():
     """Two lanes with two images and two boxes each may mean either. Both cures of the error work."""
-    model, x = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)]), CLASSES
+    model = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)])
+    x = torch.eye(3)[[0, 1, 0, 1]]
     with pytest.raises(GatherError, match=r'out_dims="items".*Return a tuple'):
         DataParallel(model, TWO)(x)
     with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:

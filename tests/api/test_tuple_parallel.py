@@ -18,7 +18,6 @@ from tests.helpers.calling import Calls, lane_threads
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 Pair = namedtuple("Pair", ["x", "y"])
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
 def pairs(samples):
@@ -59,7 +58,7 @@ def test_outputs_are_transposed():
     assert net((1, 2), [3, 4], k=(1, 2)) == ((4, 12), (-2, -2))
 
 
-@no_accelerator
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_plain_without_accelerator():
     """Parts run one after another, and any number of parts is allowed."""
     net = TupleParallel(nn.Identity())

@@ -174,11 +174,9 @@ def test_root_hooks_see_the_whole_batch():
     assert seen == [(7, threading.get_ident(), True), 7]
 
 
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies_are_plain_models(duplicate):
     """They have their own parameters, no parallel `forward`, and can have their own block."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
