@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -42,17 +42,17 @@ def test_every_lane_has_the_callers_context():
         return x
 
     with parallel(target, THREE, out_dims=0) as p:
-        for mode, value in ((torch.device("meta"), ("meta", "set")), (contextlib.nullcontext(), ("cpu", "set"))):
+        for mode, device in ((torch.device("meta"), "meta"), (torch.autocast("cpu"), "cpu"), (nullcontext(), "cpu")):
             seen.clear()
             with mode:
                 p(x)
-                assert look() == value
+                assert look() == (device, "set")
                 futures = [p.submit(x) for _ in range(3)]
                 list(p.map([x] * 3))
             for future in futures:
                 future.result(PATIENCE_S)
             assert len({thread for thread, _ in seen[:3]}) == 3
-            assert [found for _, found in seen] == [value] * 9
+            assert [found for _, found in seen] == [(device, "set")] * 9
 
 
 def test_callers_with_different_modes():
