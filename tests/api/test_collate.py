@@ -19,6 +19,7 @@ from torch.utils.data import default_collate as torch_default_collate
 
 from parawrap.api.collate import default_collate, tp_collate
 from parawrap.errors import ShardError
+from tests.helpers.same import assert_same
 
 Sample = namedtuple("Sample", ["x", "y"])
 
@@ -48,17 +49,6 @@ class Collator:
         return plain(samples)
 
 
-def lists(value):
-    """Replace tensors in a nested value with lists, for comparison."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: lists(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, *map(lists, value)]
-    return value
-
-
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_parts_are_balanced(rows, ndevices):
     """Part sizes differ by at most one, larger parts first. No part is empty, and rows keep their order."""
@@ -74,7 +64,7 @@ def test_outermost_is_transposed():
     """A tuple or list becomes a tuple of tuples, also with one device. Nested values stay whole in their part."""
     (x1, x2), (y1, y2) = collate_pairs([(0, 5), (1, 6), (2, 7)])
     assert (x1.tolist(), x2.tolist(), y1.tolist(), y2.tolist()) == ([0, 1], [2], [5, 6], [7])
-    assert lists(tp_collate(1)(lambda s: (torch.tensor(s), 7))([1, 2])) == ["tuple", ["tuple", [1, 2]], ["tuple", 7]]
+    assert_same(tp_collate(1)(lambda s: (torch.tensor(s), 7))([1, 2]), ((torch.tensor([1, 2]),), (7,)))
     assert tp_collate(2)(lambda s: [len(s), sum(s)])([1, 2, 3]) == ((2, 1), (3, 3))
     assert tp_collate(2)(lambda s: {"inner": {"s": s}})([1, 2]) == {"inner": ({"s": [1]}, {"s": [2]})}
 
@@ -116,8 +106,8 @@ def test_metadata_and_arguments():
     assert str(inspect.signature(collate_pairs)) == "(samples, scale=1)"
     assert repr(default_collate(2)) == "default_collate(2)"
     assert inspect.isfunction(collate_pairs.__wrapped__)
-    assert lists(collate_pairs(samples=[(1, 0), (2, 0)], scale=3)[0]) == ["tuple", [3], [6]]
-    assert lists(collate_pairs([(1, 0), (2, 0)], 4)[0]) == ["tuple", [4], [8]]
+    assert_same(collate_pairs(samples=[(1, 0), (2, 0)], scale=3)[0], (torch.tensor([3]), torch.tensor([6])))
+    assert_same(collate_pairs([(1, 0), (2, 0)], 4)[0], (torch.tensor([4]), torch.tensor([8])))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'samples'"):
         collate_pairs()
 
@@ -140,7 +130,7 @@ def test_copies_still_cut(collate):
         pickle.loads(pickle.dumps(collate)),
         cloudpickle.loads(cloudpickle.dumps(collate)),
     ):
-        assert lists(duplicate([1, 2, 3])) == ["tuple", [1, 2], [3]]
+        assert_same(duplicate([1, 2, 3]), (torch.tensor([1, 2]), torch.tensor([3])))
 
 
 def test_function_of_main_can_be_sent(monkeypatch):
@@ -151,7 +141,7 @@ def test_function_of_main_can_be_sent(monkeypatch):
     monkeypatch.setattr("__main__.collate", collate, raising=False)
     sent = cloudpickle.dumps(collate)
     monkeypatch.delattr("__main__.collate")
-    assert lists(cloudpickle.loads(sent)([1, 2, 3])) == ["tuple", [1, 2], [3]]
+    assert_same(cloudpickle.loads(sent)([1, 2, 3]), (torch.tensor([1, 2]), torch.tensor([3])))
 
 
 def test_spawned_workers_can_collate():
@@ -182,8 +172,7 @@ layouts = st.recursive(
 def test_default_collate_equals_torchs(layout, rows, ndevices):
     """For every structure, default_collate equals tp_collate around torch's default_collate."""
     samples = [layout(row) for row in range(rows)]
-    expected = tp_collate(ndevices)(torch_default_collate)(samples)
-    assert lists(default_collate(ndevices)(samples)) == lists(expected)
+    assert_same(default_collate(ndevices)(samples), tp_collate(ndevices)(torch_default_collate)(samples))
 
 
 def test_default_collate_cuts_views():

@@ -25,7 +25,6 @@ from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
 def test_is_a_torch_data_parallel():
@@ -41,7 +40,7 @@ def test_is_a_torch_data_parallel():
     assert_close(net(x), nn.functional.linear(x, state["module.weight"], state["module.bias"]))
 
 
-@no_accelerator
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_plain_without_accelerator():
     seen = []
     net = DataParallel(Calls(lambda x, *, k=1: seen.append((len(x), threading.get_ident())) or x * k), [0, 1])

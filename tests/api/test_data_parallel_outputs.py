@@ -10,7 +10,6 @@ from parawrap import DataParallel, GatherError, parallel
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
-CLASSES = torch.eye(3)[[0, 1, 0, 1]]  # equal labels in both lanes
 
 
 def labels(x):
@@ -24,6 +23,7 @@ LISTS = {
     "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "columns": lambda x: (labels(x), ["a"] * len(x)),
+    "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
     "nothing": lambda x: (None, [None, None], [], x),
 }
 
@@ -37,17 +37,6 @@ def test_lists_per_row_are_joined(name):
         x = torch.eye(4)[torch.arange(rows) % 2]
         assert str(net(x)) == str(model(x))
     net.close()
-
-
-def boxes(x):
-    """One box for rows of class 0, two for others."""
-    return [torch.full((1 + label, 4), float(label)) for label in labels(x)]
-
-
-def test_detections_are_joined():
-    """A list with the boxes of each image has one item per image, in order, as plainly."""
-    model = Calls(lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)])
-    assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
 
 
 MIXED = {
@@ -78,7 +67,8 @@ def test_items_of_rows_may_differ(kind):
 
 def test_ambiguous_detections():
     """Two lanes with two images and two boxes each may mean either. Both cures of the error work."""
-    model, x = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)]), CLASSES
+    model = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)])
+    x = torch.eye(3)[[0, 1, 0, 1]]
     with pytest.raises(GatherError, match=r'out_dims="items".*Return a tuple'):
         DataParallel(model, TWO)(x)
     with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:

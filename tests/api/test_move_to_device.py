@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -15,25 +16,11 @@ from parawrap import Batch, cuda_attrs, recursive_cuda, recursive_to
 Edge = namedtuple("Edge", ["start", "to"])
 
 
-class Recorder:
-    """A value that records how it was moved."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple, dict]] = []
-
-    def cuda(self, *args, **kwargs):
-        self.calls.append(("cuda", args, kwargs))
-        return self
-
-    def pin_memory(self):
-        self.calls.append(("pin_memory", (), {}))
-        return self
-
-
-class OnlyTo:
-    def to(self, device, *, non_blocking=False):
-        self.moved = (device, non_blocking)
-        return self
+def movable(*methods):
+    """Return a value with methods that return the value."""
+    value = Mock(spec=methods)
+    value.configure_mock(**{f"{name}.return_value": value for name in methods})
+    return value
 
 
 class Forgetful:
@@ -66,19 +53,22 @@ def test_recursive_to_calls_their_to():
     """A PackedSequence keeps the dtype of its batch sizes, and keyword arguments are passed on."""
     moved = recursive_to([pack_sequence([torch.zeros(2), torch.zeros(1)])], torch.float64)[0]
     assert (type(moved), moved.data.dtype, moved.batch_sizes.dtype) == (PackedSequence, torch.float64, torch.int64)
-    assert recursive_to((OnlyTo(),), "cpu", non_blocking=True)[0].moved == ("cpu", True)
+    only_to = movable("to")
+    assert recursive_to((only_to,), "cpu", non_blocking=True) == (only_to,)
+    assert only_to.mock_calls == [call.to("cpu", non_blocking=True)]
 
 
 def test_recursive_cuda(monkeypatch):
     """A value is moved by `cuda`, else by `to`, else stays. The default is the current device."""
-    recorder, only_to, other = recursive_cuda([Recorder(), OnlyTo(), 3], 1, non_blocking=True)
-    assert recorder.calls == [("cuda", (1,), {"non_blocking": True})]
-    assert (only_to.moved, other) == ((1, True), 3)
+    values = [movable("cuda", "to"), movable("to"), 3]
+    assert recursive_cuda(values, 1, non_blocking=True) == values
+    assert values[0].mock_calls == [call.cuda(1, non_blocking=True)]
+    assert values[1].mock_calls == [call.to(1, non_blocking=True)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert recursive_cuda(Recorder()).calls == [("cuda", (3,), {})]
+    assert recursive_cuda(movable("cuda")).mock_calls == [call.cuda(3)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert recursive_cuda(OnlyTo()).moved == ("cuda", False)
+    assert recursive_cuda(movable("to")).mock_calls == [call.to("cuda")]
 
 
 @pytest.mark.parametrize(("move", "name"), [(recursive_to, "to"), (recursive_cuda, "cuda")], ids=["to", "cuda"])
@@ -89,9 +79,9 @@ def test_move_that_returns_none_raises(move, name):
 
 def test_cuda_attrs_moves_in_place():
     """If one attribute cannot be moved, no attribute changes."""
-    obj = SimpleNamespace(a=Recorder(), b=[Recorder()], c="text")
+    obj = SimpleNamespace(a=movable("cuda"), b=[movable("cuda")], c="text")
     assert cuda_attrs(obj, 0, non_blocking=True) is obj
-    assert obj.a.calls == obj.b[0].calls == [("cuda", (0,), {"non_blocking": True})]
+    assert obj.a.mock_calls == obj.b[0].mock_calls == [call.cuda(0, non_blocking=True)]
     obj = SimpleNamespace(a=[1], b=Forgetful())
     before = obj.a
     with pytest.raises(TypeError):
@@ -106,10 +96,10 @@ def test_batch_moves_its_attributes():
     class Slotted(Batch):
         x: torch.Tensor
 
-    batch = Pair(torch.zeros(1), {"inner": Pair(torch.zeros(1), Recorder())})
+    batch = Pair(torch.zeros(1), {"inner": Pair(torch.zeros(1), 3)})
     assert recursive_to((batch,), torch.float64)[0] is batch
     assert batch.x.dtype is batch.y["inner"].x.dtype is torch.float64
     assert Slotted(torch.zeros(1)).to(torch.float64).x.dtype is torch.float64
-    recorders = Pair([Recorder()], Recorder())
-    assert recorders.cuda(2).pin_memory() is recorders
-    assert recorders.x[0].calls == recorders.y.calls == [("cuda", (2,), {}), ("pin_memory", (), {})]
+    pair = Pair([movable("cuda", "pin_memory")], movable("cuda", "pin_memory"))
+    assert pair.cuda(2).pin_memory() is pair
+    assert pair.x[0].mock_calls == pair.y.mock_calls == [call.cuda(2), call.pin_memory()]

@@ -12,8 +12,6 @@ from torch import nn
 from parawrap import DeviceUnavailableError, ParallelWrapper
 from tests.helpers.calling import Calls
 
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-
 
 def on_cpu():
     return ParallelWrapper(nn.Sequential(OrderedDict(linear=nn.Linear(4, 2))), device="cpu")
@@ -42,7 +40,7 @@ def test_to_takes_the_forms_of_torch():
         assert (net.linear.weight.dtype, str(net.device)) == (dtype, "cpu")
 
 
-@no_accelerator
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_auto_may_be_plain():
     """The model itself gets the whole batch, in the caller's thread, however many cores the CPU has."""
     seen = []

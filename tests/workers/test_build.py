@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import RankDiedError, SessionError, build
+from tests.helpers.calling import Calls
 from tests.helpers.pools import over, processes
 
 
@@ -25,16 +26,11 @@ class Factor(nn.Module):
         return x * self.factor
 
 
-class Noisy(nn.Module):
-    def forward(self, x):
-        return x + torch.rand(x.shape)
-
-
 def test_workers_build_equal_models():
     """Equal rows have equal outputs. Random numbers of calls differ."""
     with processes(build(nn.Linear, 4, 2)) as p:
         assert p(torch.ones(9, 4)).unique().numel() == 2
-    with processes(build(Noisy)) as p:
+    with processes(build(Calls, lambda x: x + torch.rand(x.shape))) as p:
         assert p(torch.zeros(9, 1)).unique().numel() == 9
 
 

@@ -184,24 +184,6 @@ def test_blocks_leave_nothing_behind(monkeypatch):
         eventually(lambda: all(map(int.__le__, held(), before)), f"no more than {before}")
 
 
-def test_closed_block_refuses_calls():
-    """The model runs plainly. `close` may be called again, and the block may be opened again."""
-    model, x = nn.Linear(4, 4), torch.randn(9, 4)
-    p = processes(model)
-    expected, outputs = p(x), p.map([x] * 9, buffersize=2)
-    next(outputs)
-    p.close()
-    p.close()
-    for use in (p, p.submit, lambda x: list(p.map([x])), lambda _: list(outputs)):
-        with pytest.raises(SessionError, match="closed"):
-            use(x)
-    assert_close(model(x), expected)
-    model.weight.mul_(2)
-    with p:
-        assert_close(model(x), x @ model.weight.T + model.bias)
-        assert p.stats().shards == (5, 4)
-
-
 def test_abandoned_block_ends():
     """A block that nothing refers to leaves no process and no thread."""
     p = processes(Where())

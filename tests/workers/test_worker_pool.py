@@ -64,8 +64,8 @@ def runs(block, function, x):
     return [block(function, x), block.submit(function, x).result(), *block.map([(function, x)])]
 
 
-def numbers(count, rows=2):
-    return [torch.full((rows, 1), float(number)) for number in range(count)]
+def numbers(count):
+    return [torch.full((2, 1), float(number)) for number in range(count)]
 
 
 def stream(block, function, batches, **options):
@@ -313,10 +313,11 @@ def test_error_is_in_its_batchs_place(block, chunksize):
         assert part in "\n".join(caught.value.__notes__)
     found = list(stream(block, fail_on_three, numbers(9), return_exceptions=True, chunksize=chunksize))
     assert [number for number, each in enumerate(found) if isinstance(each, LookupError)] == [3]
-    outputs.clear()
-    with pytest.raises(KeyError, match="no more"):
-        outputs.extend(block.map(source(), return_exceptions=True, chunksize=chunksize))
-    assert firsts(outputs) == [0, 2, 4, 6, 8]
+    for return_exceptions in (True, False):
+        outputs.clear()
+        with pytest.raises(KeyError, match="no more"):
+            outputs.extend(block.map(source(), return_exceptions=return_exceptions, chunksize=chunksize))
+        assert firsts(outputs) == [0, 2, 4, 6, 8]
 
 
 def test_trace_has_spans_of_each_lane(block, tmp_path):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import faulthandler
 import gc
 import itertools
-import os
+import multiprocessing
 import threading
-import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -73,13 +71,14 @@ def test_calls_during_a_close():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_blocks_close_in_any_order(order):
-    """Calls go to the last block that is open. A model that was compiled in place is compiled again after the last one."""
+    """Also of several threads. Calls go to the last block that is open. After all, a compiled model is compiled again."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     model.compile(backend="eager")
     plain, compiled = model(x), vars(model)["_compiled_call_impl"]
     blocks = [parallel(model, TWO) for _ in order]
     for block in blocks:
-        block.__enter__()
+        with ThreadPoolExecutor(1) as another:
+            another.submit(block.__enter__).result(PATIENCE_S)
     left, calls = [*blocks], [0, 0, 0]
     for number in order:
         calls[blocks.index(left[-1])] += 1
@@ -89,28 +88,6 @@ def test_blocks_close_in_any_order(order):
         left.remove(blocks[number])
     assert "forward" not in vars(model)
     assert vars(model)["_compiled_call_impl"] is compiled
-
-
-def test_blocks_of_threads_on_one_model():
-    """They may overlap in any order. After both, the model is plain."""
-    model, x = nn.Linear(4, 2), torch.randn(7, 4)
-    plain, entered, left = model(x), threading.Event(), threading.Event()
-
-    def first():
-        with parallel(model, TWO):
-            entered.set()
-            left.wait(PATIENCE_S)
-            assert_close(model(x), plain)
-
-    with ThreadPoolExecutor(1) as executor:
-        with parallel(model, TWO):
-            future = executor.submit(first)
-            entered.wait(PATIENCE_S)
-            assert_close(model(x), plain)
-        left.set()
-        future.result(PATIENCE_S)
-    assert "forward" not in vars(model)
-    assert_close(model(x), plain)
 
 
 _waits, _goes_on = threading.Event(), threading.Event()
@@ -199,23 +176,6 @@ def test_submitted_calls_and_writes():
         assert torch.equal(p.submit(x).result(PATIENCE_S), model(x))
 
 
-def test_blocks_on_one_model_nest():
-    """The inner block's lanes run calls while it is open."""
-    model, x = mlp(), torch.randn(7, 4)
-    plain = model(x)
-    with parallel(model, TWO) as outer:
-        with outer:  # entered twice
-            pass
-        inner = parallel(model, THREE)
-        inner.__enter__()
-        assert_close(model(x), plain)
-        assert (outer.stats().shards, inner.stats().shards) == ((), (3, 2, 2))
-        inner.close()
-        assert_close(model(x), plain)
-        assert outer.stats().shards == (4, 3)
-    assert "forward" not in vars(model)
-
-
 def test_blocks_on_model_and_submodule():
     """Whichever is opened first."""
     model, x = mlp(), torch.randn(7, 4)
@@ -292,20 +252,6 @@ def test_nothing_is_left_after_close():
     assert not lane_threads()
 
 
-def in_fork(use):
-    """Return the exit code of a forked child that calls `use`."""
-    child = os.fork()
-    if child == 0:
-        faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
-        try:
-            use()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
@@ -330,7 +276,10 @@ def test_a_child_waits_for_no_thread(use):
             waiting = other.submit(call, x)
             assert begun.wait(PATIENCE_S)
             uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
-            assert in_fork(uses.get(use, new_block)) == 0
+            child = multiprocessing.get_context("fork").Process(target=uses.get(use, new_block), daemon=True)
+            child.start()
+            child.join(PATIENCE_S)
+            assert child.exitcode == 0
         assert waiting.result(PATIENCE_S).shape == (6, 2)
 
 

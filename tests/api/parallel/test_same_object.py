@@ -174,11 +174,9 @@ def test_root_hooks_see_the_whole_batch():
     assert seen == [(7, threading.get_ident(), True), 7]
 
 
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_copies_are_plain_models(duplicate):
     """They have their own parameters, no parallel `forward`, and can have their own block."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.randn(7, 4)
@@ -203,8 +201,9 @@ def test_a_decorated_function():
     @parallel(model, TWO)
     def evaluate(x, *, depth):
         """Evaluate the model."""
+        result = evaluate(x, depth=depth - 1) if depth else 1 / len(x)
         model(x)
-        return evaluate(x, depth=depth - 1) if depth else 1 / len(x)
+        return result
 
     assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Evaluate the model.")
     assert evaluate(torch.ones(5, 4), depth=3) == 0.2
@@ -224,16 +223,18 @@ def test_functions_that_run_later():
         parallel(Net(), TWO)(items)
 
 
-def test_a_closed_block():
+@torch.no_grad()
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_closed_block(workers):
     """It is refused, and can be entered again. close() may be called at any time and more than once."""
-    model, x = Net(), torch.ones(5, 4)
-    p = parallel(model, TWO)
+    model, x = nn.Linear(4, 3), torch.ones(5, 4)
+    p = parallel(model, TWO, workers=workers)
     p.close()
     for _ in range(2):
+        model.weight.mul_(2)
         with p:
-            model.seen.clear()
-            model(x)
-            assert sorted(model.seen) == [2, 3]
+            assert_close(model(x), x @ model.weight.T + model.bias)
+            assert p.stats().shards == (3, 2)
             p.close()
             p.close()
             assert "forward" not in vars(model)

@@ -141,30 +141,12 @@ def test_closing_drops_batches():
         list(late)
 
 
-@pytest.mark.parametrize("where", ["source", "model"])
-def test_an_error_comes_at_its_position(where):
-    """After the outputs of earlier batches, and the block stays usable. `return_exceptions` yields those of the model."""
-
-    def source():
-        yield from batches(3)
-        if where == "source":
-            raise LookupError
-        yield from batches(5)[3:]
-
-    def target(x):
-        if x[0] == 3:
-            raise LookupError
-        return x
-
-    outputs = []
-    with parallel(target, THREE) as p:
-        with pytest.raises(LookupError):
-            outputs.extend(p.map(source()))
-        assert first_values(outputs) == [0, 1, 2]
-        if where == "model":
-            pairs = list(p.map([*source(), {"y": 1}], return_exceptions=True, with_inputs=True))
-            kinds = [type(output) for _, output in pairs]
-            assert kinds == [torch.Tensor] * 3 + [LookupError, torch.Tensor, TypeError]
+def test_errors_come_with_their_batches():
+    """Of the model, and of a dict that is no call of it."""
+    with parallel(lambda x: 1 / x, TWO) as p:
+        pairs = list(p.map([1, 0, {"y": 1}, 2], return_exceptions=True, with_inputs=True))
+    kinds = [(batch, type(output)) for batch, output in pairs]
+    assert kinds == [(1, float), (0, ZeroDivisionError), ({"y": 1}, TypeError), (2, float)]
 
 
 def test_batches_are_freed():
