@@ -80,11 +80,7 @@ def pythons() -> dict[str, str]:
 
 
 def chosen(names: Sequence[str], *, skip_missing: bool) -> Iterator[str]:
-    """Yield the interpreters that are named by a path, or by a version such as 3.12 or 3.14t.
-
-    Raises:
-        SystemExit: If this machine lacks a version, unless `skip_missing`.
-    """
+    """Yield interpreters by path, or by a version such as 3.14t, which this machine must have unless `skip_missing`."""
     found = pythons()
     for name in names:
         release = name.removesuffix("t")
@@ -143,7 +139,6 @@ def install(cell: Cell, wheel: Path, folder: Path) -> str:
 
 
 def run(cell: Cell, wheel: Path, folder: Path) -> Row:
-    """Install and test one cell."""
     python = install(cell, wheel, folder)
     files = folder / "files"
     shutil.copytree(ROOT, files, ignore=shutil.ignore_patterns(*NOT_COPIED))

@@ -32,7 +32,6 @@ COMPUTING = "while True: sum(range(10**6))"
 
 @contextmanager
 def computing(processes: int) -> Iterator[None]:
-    """Keep this many processes computing."""
     started = [subprocess.Popen([sys.executable, "-c", COMPUTING]) for _ in range(processes)]
     try:
         yield
@@ -43,7 +42,6 @@ def computing(processes: int) -> Iterator[None]:
 
 
 def run(tier: str, load: int) -> dict[str, Any]:
-    """Run one tier once, and return its line of the tally."""
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{tier}-{time.time():.0f}.log"
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
@@ -76,7 +74,6 @@ def failures(code: int, text: str) -> list[str]:
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
-    """Return the runs and failures per tier, as a Markdown table."""
     by_tier: dict[str, list[dict[str, Any]]] = {}
     for each in runs:
         by_tier.setdefault(each["tier"], []).append(each)

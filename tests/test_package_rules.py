@@ -121,7 +121,6 @@ def test_all_names_exist_sorted():
 
 
 def test_public_names_have_an_example():
-    """Functions and classes have their own docstring with a doctest; exceptions have a docstring."""
     for name in parawrap.__all__:
         value = getattr(parawrap, name)
         if inspect.isclass(value) or inspect.isroutine(value):

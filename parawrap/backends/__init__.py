@@ -10,7 +10,6 @@ from parawrap.backends._backend_registry import (
     backend_of,
     best_backend,
     is_torch_device,
-    register_backend,
     torch_kind,
 )
 from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
@@ -37,7 +36,6 @@ __all__ = [
     "neuron_is_device",
     "neuron_runtime_name",
     "record_use",
-    "register_backend",
     "resolve_device",
     "resolve_devices",
     "torch_kind",

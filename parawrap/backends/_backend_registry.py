@@ -11,7 +11,7 @@ import torch
 from parawrap.backends._backend import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "register_backend", "torch_kind"]
+__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "torch_kind"]
 
 _MODULES = {
     "cpu": "parawrap.backends.cpu_backend",
@@ -34,13 +34,6 @@ def torch_kind(name: str) -> str:
     """
     lowered = name.lower()
     return "cuda" if lowered == "gpu" else lowered
-
-
-def register_backend(kind: str, module: str) -> None:
-    """Use ``BACKEND`` of `module` (an import path) for devices of that kind."""
-    with _loading:
-        _MODULES[kind] = module
-        _loaded.pop(kind, None)
 
 
 def backend_of(kind: str) -> Backend:

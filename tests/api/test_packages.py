@@ -1,10 +1,9 @@
-"""`parallel` with graphs of PyTorch Geometric, and metrics of torchmetrics."""
+"""`parallel` with graphs of PyTorch Geometric."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from parawrap import parallel
 from tests.helpers.tiers import require_packages
@@ -30,22 +29,3 @@ def test_graph_batch_is_cut_by_graph():
     batch = Batch.from_data_list([graph(nodes) for nodes in (2, 5, 3, 4, 6, 2, 7, 3, 2, 4)])
     with parallel(convolve, TWO, out_dims=(0, "ragged")) as p:
         torch.testing.assert_close(p(batch), convolve(batch))
-
-
-def test_metrics_count_each_row_once():
-    """In the caller, next to calls and to a stream; the last batch is short."""
-    require_packages("torchmetrics")
-    from torchmetrics.classification import MulticlassAccuracy
-
-    accuracy = MulticlassAccuracy(4, average="micro")
-    model, x, y = nn.Linear(8, 4), torch.randn(68, 8), torch.randint(0, 4, (68,))
-    batches = list(zip(x.split(8), y.split(8), strict=True))
-    expected = (model(x).argmax(1) == y).float().mean()
-    with torch.no_grad(), parallel(model, TWO, out_dims=0) as p:
-        for rows, labels in batches:
-            accuracy.update(model(rows), labels)
-        torch.testing.assert_close(accuracy.compute(), expected)
-        accuracy.reset()
-        for (_, labels), scores in p.map(batches, prepare=lambda batch: batch[:1], with_inputs=True):
-            accuracy.update(scores, labels)
-    torch.testing.assert_close(accuracy.compute(), expected)

@@ -17,8 +17,6 @@ TWO = ["cpu"] * 2
 
 
 class Model(nn.Linear):
-    """A model with attributes of every kind."""
-
     kind = "classifier"
     dim = 7  # a name of DataParallel
 

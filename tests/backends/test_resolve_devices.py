@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import pytest
 import torch
 
 from parawrap.api.data_parallel import _lanes as data_parallel_lanes
-from parawrap.backends import Backend, backend_of, register_backend, resolve_device, resolve_devices
+from parawrap.backends import Backend, backend_of, resolve_device, resolve_devices
 from parawrap.backends import _backend_registry as registry
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ParawrapError
 from parawrap.launch import Device
@@ -35,21 +32,11 @@ class FakeBackend(Backend):
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    """The kind "meta", with a backend that this test registers."""
-    monkeypatch.setattr(registry, "_MODULES", dict(registry._MODULES))
-    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
-    module = types.ModuleType("parawrap_test_backend")
-    module.BACKEND = FakeBackend("meta")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    register_backend("meta", module.__name__)
-    return module.BACKEND
-
-
-@pytest.fixture
-def _three_gpus(monkeypatch):
-    """Three GPUs. No tensor is made on them."""
-    monkeypatch.setattr(registry, "_loaded", registry._loaded | {"cuda": FakeBackend("cuda")})
+def fakes(monkeypatch):
+    """Three devices of the kind "meta", and three GPUs. No tensor is made on a GPU."""
+    found = {kind: FakeBackend(kind) for kind in ("meta", "cuda")}
+    monkeypatch.setattr(registry, "_loaded", registry._loaded | found)
+    return found
 
 
 @cpu_only
@@ -76,9 +63,9 @@ def test_other_values_are_refused(value):
         resolve_devices(value)
 
 
-def test_a_registered_backend(fake):
-    """It resolves lists, and needs no streams. Missing indices, and lists of two kinds, are refused."""
-    assert backend_of("meta") is fake
+def test_a_backend_without_streams(fakes):
+    """It resolves lists. Missing indices, and lists of two kinds, are refused."""
+    fake = fakes["meta"]
     every = tuple(torch.device("meta", index) for index in range(3))
     assert resolve_devices("meta") == every
     assert resolve_devices(["meta:1", every[1]]) == (every[1],) * 2
@@ -92,7 +79,7 @@ def test_a_registered_backend(fake):
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda", "GPU"])
-@pytest.mark.usefixtures("_three_gpus")
+@pytest.mark.usefixtures("fakes")
 def test_gpu_and_cuda_mean_the_same(name):
     """Blocks, DataParallel, and launches accept the same names, in any case, with and without an index."""
     every = tuple(torch.device("cuda", index) for index in range(3))

@@ -22,7 +22,6 @@ ROW = Row(
 
 
 def test_without_a_gpu(monkeypatch, capsys):
-    """The command prints the reason and returns 1. The other suites run."""
     started = []
     monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: started.append(suite) or 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -32,7 +31,6 @@ def test_without_a_gpu(monkeypatch, capsys):
 
 
 def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
-    """The JSON file has hardware, versions, date, command, and rows. The page has the same."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

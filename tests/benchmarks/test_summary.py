@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import summary
-from benchmarks._measure import Result, Row
-from benchmarks.plots import CLAIMS
 
 TITLES = {name: suite.title for name, suite in command.SUITES.items()}
 RESULTS = summary.read(command.RESULTS, TITLES)
@@ -57,25 +54,3 @@ def test_figures_of_pages_are_results(page):
             digits = len(figure.partition(".")[2])
             is_baseline = unit == "times" and figure == "1"
             assert is_baseline or f"{float(figure):.{digits}f}" in {f"{each:.{digits}f}" for each in measured(unit)}, figure
-
-
-def test_missed_goals_come_first():
-    speed_up = Result("speed-up", 2.0, "ratio", 1.9, 2.1)
-    goals = {"engine": speed_up.held_to("at least", 1.5), "neuron": speed_up.held_to("at least", 3)}
-    made = {suite: {**RESULTS["engine"], "rows": [Row(suite, {}, [goal]).as_json()]} for suite, goal in goals.items()}
-    first, _, goals_of_all = summary.page(made, TITLES).partition("## All goals")
-    assert "1 of 2 goals are met. These are missed:" in first
-    assert "| neuron | speed-up | 2.00 | 1.90 | 2.10 | at least 3 | **no** |" in first
-    assert "| engine | speed-up | 2.00 | 1.90 | 2.10 | at least 1.5 | yes |" in goals_of_all
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)
-def test_claims_report_missed_goals(claim):
-    """The sentence changes with the data."""
-    missed, met = (copy.deepcopy(RESULTS[claim.suite]) for _ in range(2))
-    for value, each in ((False, missed), (True, met)):
-        for result in [result for row in each["rows"] for result in row["results"]]:
-            result["met"] = value
-    if "goal" in claim.sentence(met):
-        assert claim.sentence(met).endswith("met.")
-        assert claim.sentence(missed).endswith("missed.")

@@ -42,7 +42,6 @@ class Observation:
     exit_code: int | None = None
 
     def expect_results(self):
-        """Return the results; an error fails the test."""
         assert self.kind is None, (self.kind, self.message, self.notes)
         assert self.exit_code is None, self.output
         return list(self.results)
@@ -135,8 +134,6 @@ class TorchrunLauncher:
 
 
 class InlineLauncher:
-    """Runs the function in this process."""
-
     name, n_nodes = "inline", 1
 
     def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):

@@ -63,13 +63,7 @@ _written = {}
 
 
 def check_cell(situation, launcher, behavior):
-    """Fail if the page shows other behavior of a launcher. While the page is written, remember the behavior.
-
-    Args:
-        situation: A key of `SITUATIONS`.
-        launcher: The name of the launcher.
-        behavior: An exception, or a sentence.
-    """
+    """Fail if the page shows other behavior of a launcher. While the page is written, remember the behavior."""
     text = behavior if isinstance(behavior, str) else behavior_of(type(behavior), str(behavior))
     for pattern, replacement in _MASKS:
         text = re.sub(pattern, replacement, text)
@@ -80,7 +74,6 @@ def check_cell(situation, launcher, behavior):
 
 
 def behavior_of(kind, message):
-    """Return the text of a cell for an exception."""
     return f"`{kind.__name__}`: {(message.splitlines() or [''])[0]}"
 
 
@@ -110,7 +103,6 @@ def _write_page(cells):
 
 
 def main():
-    """Run the tests of launchers, and write the page."""
     import pytest
 
     from tests.contract.table import _written as from_tests  # this file runs as __main__, and tests import another copy

@@ -45,7 +45,6 @@ class Late(nn.Module):
         return x + self.weight
 
     def keep_busy(self, lanes, cycles):
-        """Delay these lanes from now on."""
         self.late.lanes, self.late.cycles = lanes, cycles
 
 
@@ -66,7 +65,6 @@ def poison():
 
 
 def is_all(tensor, value):
-    """Return True if all elements equal this value."""
     return bool((tensor == value).all())
 
 
@@ -229,7 +227,6 @@ def held():
 
 
 def test_memory_is_freed_after_a_block(devices):
-    """After a block, replicas, inputs, and outputs are freed."""
     model = Late().to(HOME)
     before = held()
     with parallel(model, devices) as p:

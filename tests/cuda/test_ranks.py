@@ -54,7 +54,6 @@ def test_parents_that_use_cuda(spawn_method):
 
 
 def test_a_rank_on_every_gpu(several):
-    """Each rank has its own GPU, and all ranks reduce together, on the GPUs and on the host."""
     world = len(several)
     total = [float(sum(range(1, world + 1)))] * 3
     results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))

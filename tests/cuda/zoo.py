@@ -10,13 +10,11 @@ from tests.helpers.device_models import Tied, mlp
 
 
 def conv_net():
-    """A convolution with BatchNorm."""
     layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)]
     return nn.Sequential(*layers).double()
 
 
 def encoder_layer():
-    """A layer of a transformer."""
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
 
 

@@ -37,7 +37,6 @@ MODELS = {
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_training(make, home):
-    """After steps on uneven batches, down to one row, all weights equal those of plain training."""
     model, plain = make().to(home), make()
     plain.load_state_dict(model.state_dict())
     data = rows(200)

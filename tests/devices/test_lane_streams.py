@@ -47,7 +47,6 @@ def streamed(work, device="sim:0"):
 
 
 def in_a_thread(work):
-    """Run `work` in a new thread to its end, and raise what it raises."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 

@@ -225,7 +225,6 @@ def test_map_in_order(home):
 
 @pytest.mark.parametrize("devices", [["sim:0", "sim:7"], 5, ["cuda:0"]], ids=str)
 def test_absent_devices_are_refused(devices):
-    """The message names the devices that this process sees, before the block starts."""
     with pytest.raises(DeviceUnavailableError, match=r"is not available.*(sim:0 to sim:3|devices?=\"auto\")"):
         parallel(mlp(), devices)
     with pytest.raises(DeviceListError, match="mixes the types"):
@@ -233,7 +232,6 @@ def test_absent_devices_are_refused(devices):
 
 
 def test_models_on_wrong_devices():
-    """A model on two devices, or on the meta device, is refused, and the error names the parameters."""
     model = mlp().to("sim:0")
     model[2].to("sim:1")
     with pytest.raises(ReplicaError, match=r"'0\.weight' on sim:0 and '2\.weight' on sim:1"), parallel(model, SIMS):

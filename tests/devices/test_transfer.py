@@ -191,15 +191,12 @@ def test_a_block_closed_during_a_call():
 
 
 class Packed(nn.Linear):
-    """A linear layer on the data of a packed sequence that also uses its index tensors."""
-
     def forward(self, packed):
         orders = packed.sorted_indices + 0, packed.unsorted_indices + 0
         return PackedSequence(super().forward(packed.data), packed.batch_sizes, *orders)
 
 
 def sequences(device):
-    """Return a packed sequence of three unsorted sequences."""
     return pack_sequence([torch.ones(k, 3, device=device) for k in (1, 3, 2)], enforce_sorted=False)
 
 

@@ -36,7 +36,6 @@ from tests.helpers.device_models import SIMS, assert_same_gradients, devices_of,
     ids=str,
 )
 def test_data_parallel_training(device_ids, ids, closing):
-    """The output lies on the first device; outputs and gradients are the plain ones; attributes are torch's."""
     first = torch.device("sim", ids[0])
     model = mlp().to(first)
     plain = copy.deepcopy(model)
@@ -115,7 +114,6 @@ def test_functions_on_four_devices():
 
 
 def test_close_frees_memory(closing):
-    """close() frees the replicas, and the next call makes new ones."""
     model = mlp().to("sim:0").requires_grad_(False)
     wrapped = closing(DataParallel(model))
     before = simdevice.stats().live_bytes

@@ -18,10 +18,7 @@ RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
 def html(value):
-    """Return the texts of a value in HTML by element; the heads of rows count as cells.
-
-    Fails if an element is not closed, or might run a script.
-    """
+    """Return the texts by element, heads of rows as cells. Fail if an element is open or might run a script."""
     texts = {}
     for element in ET.fromstring(value._repr_html_()).iter():
         assert element.tag not in ("script", "style", "link", "img", "b")

@@ -21,7 +21,6 @@ def timeline(*spans, tracks=("lane 0", "lane 1"), without_idle=()):
 
 
 def data_of(page):
-    """Return the data that a page holds."""
     _, _, rest = page.partition('<script id="data" type="application/json">')
     return json.loads(rest.partition("</script>")[0])
 
@@ -40,10 +39,7 @@ def test_text_names_the_slowest_span():
 
 
 def test_trace_has_the_format_of_chrome(tmp_path):
-    """Complete events in microseconds, and a thread name for each track, also for a lane without spans.
-
-    It is read as it was written.
-    """
+    """Complete events in microseconds, and a thread name for each track. It is read as it was written."""
     made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), without_idle=[1])
     write_timeline(tmp_path / "t.json", made)
     assert read_timeline(tmp_path / "t.json") == Timeline("a block", ["lane 0", "lane 1"], list(made.spans), [1])
@@ -110,7 +106,6 @@ def test_foreign_trace_is_read(tmp_path):
     ids=range(3),
 )
 def test_other_files_are_refused(tmp_path, content, match):
-    """ValueError names the file and the expected format."""
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(ValueError, match=match):
         read_timeline(tmp_path / "t.json")
@@ -128,7 +123,6 @@ def test_other_files_are_refused(tmp_path, content, match):
     ],
 )
 def test_unwritable_paths_are_refused(tmp_path, name, match):
-    """The message has the path, the fault, and what to do. Nothing is created."""
     (tmp_path / "folder.html").mkdir()
     found = refusal_of_path(f"{tmp_path}/{name}" if isinstance(name, str) else name)
     assert re.search(match, found), found

@@ -39,7 +39,6 @@ def place_of(window, index):
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_page_fits_its_width(window, path, width, scheme):
-    """The page fits into its width, in both color schemes, and has the figures of the timeline."""
     opened = window(path, width, color_scheme=scheme)
     opened.page.mouse.move(*place_of(opened, 4))  # the tip stays inside the page
     assert opened.run(FITS)
@@ -54,7 +53,6 @@ def test_page_fits_its_width(window, path, width, scheme):
 
 
 def test_hover_shows_rows_and_times(window, path):
-    """The tip over a span has its name, track, duration, and details. It disappears outside the span."""
     opened = window(path)
     opened.page.mouse.move(*place_of(opened, 4))
     assert opened.text("tip").splitlines() == [

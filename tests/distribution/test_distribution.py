@@ -46,7 +46,6 @@ def wheel(built):
 
 
 def metadata_of(source):
-    """The metadata of a source distribution."""
     with tarfile.open(source) as opened:
         (member,) = [each for each in opened.getmembers() if re.fullmatch(r"[^/]+/PKG-INFO", each.name)]
         return email.message_from_bytes(opened.extractfile(member).read())

@@ -11,8 +11,6 @@ from tests.helpers.ranks import on
 
 
 class Parameters(nn.Module):
-    """Holds the given tensors as parameters, with gradients."""
-
     def __init__(self, *tensors, gradients=()):
         super().__init__()
         for i, tensor in enumerate(tensors):

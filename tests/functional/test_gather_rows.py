@@ -231,7 +231,6 @@ def test_missing_rows_are_refused(ranks, lone_ranks):
     ids=range(9),
 )
 def test_other_values_are_refused(tree, error, message):
-    """The error names the place and the value."""
     with pytest.raises(error, match=message):
         functional.gather_rows(tree, functional.shard_loader(DataLoader(range(3), 2)))
 

@@ -59,7 +59,6 @@ class Stream(IterableDataset):
 
 
 def test_other_arguments_are_refused():
-    """A dataset without a length, and a rank out of range, also with one rank."""
     for world_size in (1, 2):
         with pytest.raises(TypeError, match=r"Stream has no length.*current_rank\(\)"):
             functional.get_dataset_sampler(Stream(), 0, ranks(world_size))

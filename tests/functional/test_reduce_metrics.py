@@ -138,7 +138,6 @@ def test_ranks_must_agree(ranks, lone_ranks, reduced):
     ids=range(8),
 )
 def test_other_values_are_refused(values, options, error, message):
-    """The error names the place and the value, before any communication."""
     with pytest.raises(error, match=message):
         functional.reduce_metrics(values, **options)
 

@@ -59,7 +59,6 @@ def stepped():
 
 
 def devices_of(value):
-    """Return the device of each tensor in nested values."""
     if isinstance(value, torch.Tensor):
         return [value.device.type]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

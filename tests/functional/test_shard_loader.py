@@ -27,7 +27,6 @@ from tests.helpers.ranks import on
 
 
 def rows_of(loader, epochs=1):
-    """Return the rows of each epoch."""
     return [[int(row) for batch in loader for row in torch.as_tensor(batch).flatten()] for _ in range(epochs)]
 
 

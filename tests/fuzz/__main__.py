@@ -77,7 +77,6 @@ def fuzz(cases: int, seed: int, devices: str) -> int:
 
 
 def main() -> int:
-    """Read the options, and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--devices", choices=("cpu", "sim"), default="cpu")

@@ -78,7 +78,6 @@ class Refused(Exception):
 
 
 def drawn_devices(random: Random, kind: str) -> tuple[tuple[str, ...], str]:
-    """Draw the devices of the lanes, and the device of the model."""
     lanes = random.randint(2, 4)
     if kind == "cpu":
         return ("cpu",) * lanes, "cpu"
@@ -160,7 +159,6 @@ def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[s
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of nested values, in order."""
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in leaves_of(part)]
     if isinstance(value, (list, tuple)):
@@ -185,11 +183,7 @@ def backward(output: Any) -> None:
 
 
 def compare(actual: Any, expected: Any, place: str) -> None:
-    """Compare types, structures, and values.
-
-    Raises:
-        Wrong: If they differ.
-    """
+    """Raise Wrong if types, structures, or values differ."""
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         _compare_tensors(actual, expected, place)  # a lane's view of a parameter is a plain tensor
     elif type(actual) is not type(expected):
@@ -237,12 +231,7 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, B
 
 
 def agree(actual: BaseException | None, expected: BaseException | None, place: str) -> bool:
-    """Compare the errors of two calls; return True if there is none.
-
-    Raises:
-        Refused: If parawrap raised a ParawrapError.
-        Wrong: If one call raised and the other did not, or they raised errors of different classes.
-    """
+    """Return True if neither raised. Raise Refused for an error of parawrap, and Wrong for errors of other classes."""
     if isinstance(actual, ParawrapError):
         msg = f"{type(actual).__name__}: {actual}"
         raise Refused(msg) from actual
@@ -253,7 +242,6 @@ def agree(actual: BaseException | None, expected: BaseException | None, place: s
 
 
 def require_one_end(ends: Sequence[str], place: str) -> None:
-    """Raise Wrong if equal calls ended in several ways."""
     if len(set(ends)) > 1:
         msg = f"equal calls in {place} ended in several ways: {ends}"
         raise Wrong(msg)
@@ -275,7 +263,6 @@ class Run:
         self.p = parallel(self.mine.model, list(case.devices), in_dims=in_dims)
 
     def run(self) -> None:
-        """Run all events, and look at the model after the block."""
         with self.p:
             try:
                 for name, number in self.case.events:
@@ -439,7 +426,6 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def run(case: Case) -> Outcome:
-    """Run a case, and return how it ended."""
     return outcome_of(lambda: Run(case).run())
 
 

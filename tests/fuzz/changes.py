@@ -15,7 +15,6 @@ WRITES_DATA = frozenset({"held_data", "data_mul", "data_new", "buffer_data"})
 
 
 def scaled(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return a scaled output, as a hook."""
     return output * 1.125 if isinstance(output, torch.Tensor) else None
 
 

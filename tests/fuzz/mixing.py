@@ -87,11 +87,7 @@ def drawn_mixing_case(random: Random, devices: tuple[str, ...], home: str) -> Mi
 
 
 def joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join outputs of shards of those sizes by the documented rules. The sizes are not all equal.
-
-    Raises:
-        Refused: If the rules refuse them.
-    """
+    """Join outputs of shards of those sizes, which are not all equal, by the documented rules; or raise Refused."""
     first = column[0]
     if isinstance(first, Pair):
         return Pair(*(joined(each, sizes) for each in zip(*column, strict=True)))
@@ -112,7 +108,6 @@ def joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def run_mixing(case: MixingCase) -> Outcome:
-    """Run a case, and return how it ended."""
     return outcome_of(lambda: _run(case))
 
 
@@ -141,7 +136,6 @@ def _run(case: MixingCase) -> None:
 
 
 def _compare(model: Mixing, oracle: Mixing, x: torch.Tensor, sizes: Sequence[int], output: Any) -> None:
-    """Compare an output with that of its shards, and then gradients."""
     try:
         expected = _joined_shards(oracle, x, sizes)
     except Refused as error:

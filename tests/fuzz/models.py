@@ -183,8 +183,6 @@ class Buffers(nn.Module):
 
 
 class Mode(nn.Module):
-    """Another number in train mode."""
-
     def forward(self, x):
         return torch.tanh(x * 2) if self.training else torch.tanh(x)
 
@@ -500,7 +498,6 @@ HOLDERS: dict[str, type[Holder]] = {
 
 
 def drawn_block(random: Random, depth: int) -> Spec:
-    """Draw the spec of one block."""
     if depth == 0 or random.random() < 0.3:
         return (random.choice(LEAF_NAMES),)
     name = random.choice(list(HOLDERS))
@@ -509,7 +506,6 @@ def drawn_block(random: Random, depth: int) -> Spec:
 
 
 def drawn_body(random: Random) -> Spec:
-    """Draw the spec of a sequence of blocks."""
     return ("in_sequential", *(drawn_block(random, 2) for _ in range(random.randint(1, 3))))
 
 
@@ -560,7 +556,6 @@ OUTPUT_TREES: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def drawn_output(random: Random, depth: int = 2) -> Spec:
-    """Draw the spec of an output."""
     if depth == 0 or random.random() < 0.4:
         return (random.choice(("rows", "rows", "half", "vector", *LEAF_OUTPUTS)),)
     return (random.choice(list(OUTPUT_TREES)), *(drawn_output(random, depth - 1) for _ in range(random.randint(1, 3))))

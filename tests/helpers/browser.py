@@ -29,7 +29,6 @@ class Window:
         return self.page.evaluate(script)
 
     def press(self, *keys):
-        """Press keys, one after the other."""
         for key in keys:
             self.page.keyboard.press(key)
 
@@ -40,7 +39,6 @@ class Window:
 
 @pytest.fixture(scope="session")
 def chromium():
-    """A running browser."""
     has_driver = importlib.util.find_spec("playwright") is not None
     require("browser", None if CHROMIUM and has_driver else "it needs Debian's chromium and the package playwright")
     from playwright.sync_api import sync_playwright

@@ -8,8 +8,6 @@ from torch import nn
 
 
 class Calls(nn.Module):
-    """A module that calls a function in its forward."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -19,5 +17,4 @@ class Calls(nn.Module):
 
 
 def lane_threads():
-    """Return the running threads of lanes."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]

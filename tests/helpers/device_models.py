@@ -25,7 +25,6 @@ def rows(count: int = 10, width: int = 5, dtype: torch.dtype = torch.float64) ->
 
 
 def dropout(home: str) -> nn.Module:
-    """Return two linear layers around dropout."""
     return nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double().to(home)
 
 
@@ -90,7 +89,6 @@ class Average(nn.Module):
 
 
 def devices_of(values: Iterable[Tensor]) -> list[str]:
-    """Return the device names of tensors."""
     return [str(value.device) for value in values]
 
 

@@ -78,7 +78,6 @@ class Machine:
 
     @property
     def is_up(self) -> bool:
-        """True while the first process runs."""
         return self._outside.poll() is None
 
     def link(self, *command: str) -> None:

@@ -93,13 +93,11 @@ class Double:
 
 
 def mlp() -> nn.Module:
-    """Return a model with two linear layers for rows of size 6."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
 
 
 def rows(count: int) -> Tensor:
-    """Return a batch for `mlp`."""
     return torch.linspace(-1.0, 1.0, count * 6).reshape(count, 6)
 
 

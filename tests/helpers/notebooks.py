@@ -8,12 +8,7 @@ from nbclient import NotebookClient
 
 
 def run_notebook(cells, folder):
-    """Return the executed cells. A cell that raises fails the test.
-
-    Args:
-        cells: The source of each cell.
-        folder: The kernel runs in this folder.
-    """
+    """Run cells of this source in that folder, and return them. A cell that raises fails the test."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     path = folder / "notebook.ipynb"
     nbformat.write(notebook, path)

@@ -51,8 +51,6 @@ def _take(box, name, module, args, output):
 
 
 class ZeroGrad(nn.Module):
-    """Calls zero_grad in forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = linear().double()
@@ -112,8 +110,6 @@ CASES = [
 
 
 class Caller:
-    """Calls a model that it holds."""
-
     def __init__(self, model) -> None:
         self.model = model
 

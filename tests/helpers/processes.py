@@ -97,7 +97,6 @@ def failure_of(function, *args, platform=None):
 
 
 def notes_of(error):
-    """Return the notes of an exception as one text."""
     return "\n".join(getattr(error, "__notes__", []))
 
 
@@ -233,12 +232,7 @@ def running_script(folder, text, *args):
 
 @contextmanager
 def running_scripts(root, cases):
-    """Start several scripts at the same time, as `running_script` does; yield each script with its own folder, by key.
-
-    Args:
-        root: The parent of the new folders.
-        cases: Maps each key to a function that takes the folder and returns the script's text and arguments.
-    """
+    """Start scripts at the same time; yield each with its folder. A case makes the text and arguments for a folder."""
     with ExitStack() as stack:
         started = {}
         for number, (key, case) in enumerate(cases.items()):

@@ -15,12 +15,10 @@ def on(ranks, function, *args, **kwargs):
 
 
 def my_rank():
-    """Return the global rank of this process."""
     return current_rank().global_rank
 
 
 def all_sum(value=1.0):
-    """Sum a number over all ranks."""
     total = torch.tensor(value)
     dist.all_reduce(total)
     return total.item()

@@ -39,7 +39,6 @@ class Script:
         return self.returncode
 
     def wait(self, timeout=None):
-        """Wait for the end of the script and return its exit code."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
@@ -47,7 +46,6 @@ class Script:
         return self.returncode
 
     def communicate(self, timeout=None):
-        """Wait for the end of the script and return the output of each stream."""
         until = None if timeout is None else time.monotonic() + timeout
         written = dict.fromkeys(self._streams, b"")
         reading = set(written)
@@ -66,37 +64,23 @@ class Script:
         return out, err
 
     def kill(self):
-        """Kill the script if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self):
-        """Close the pipes of the script."""
         for file in (self._status, *self._streams):
             os.close(file)
 
 
 class Scripts:
-    """A server process that forks scripts. It starts with the first script. Not thread-safe.
-
-    Attributes:
-        pid: The process id of the server; None before the first script.
-    """
+    """A server process, with its `pid`, that forks scripts. It starts with the first script. Not thread-safe."""
 
     def __init__(self):
         self._line = self.pid = None
 
     def start(self, path, args, cwd, *, streams=0, environ=os.environ):
-        """Run a script.
-
-        Args:
-            path: The path of the script.
-            args: The arguments of the script.
-            cwd: The working directory.
-            streams: How many pipes `communicate` reads: 2 for stdout and stderr, 1 for both together, 0 for none.
-            environ: The environment of the script.
-        """
+        """Run a script. `communicate` reads that many pipes: 2 for stdout and stderr, 1 for both together, 0 for none."""
         if self._line is None:
             self._line, server_end = socket.socketpair()
             with server_end:

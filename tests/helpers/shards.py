@@ -18,8 +18,6 @@ OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="lis
 
 @dataclasses.dataclass
 class Output:
-    """An output of a model."""
-
     logits: Any = None
     loss: Any = None
 
@@ -45,7 +43,6 @@ def planned(used, *args, lanes=2, **kwargs):
 
 
 def cut(used, *args, lanes=2, **kwargs):
-    """Return the shards of a call."""
     plan, flat = planned(used, *args, lanes=lanes, **kwargs)
     return plan.scatter(flat, [CPU] * len(plan.sizes))
 

@@ -195,7 +195,6 @@ class SlurmCluster:
         return os.environ | self.environment
 
     def _write(self) -> None:
-        """Write the key, the configuration, and the directories."""
         folder = self.folder
         folder.chmod(0o755)
         for name in ("controller", "spool"):
@@ -212,7 +211,6 @@ class SlurmCluster:
         (folder / "gres.conf").write_text("\n".join(lines) + "\n")
 
     def _start(self, name: str, script: str) -> None:
-        """Start a machine, connect its network, and let it run its daemon."""
         log = self.folder / f"{name}.log"
         machine = Machine(name, self.folder / "hosts", log, f'cd "{self.folder}"\n{script}', self.environment)
         self._machines[name] = machine

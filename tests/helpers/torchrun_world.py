@@ -23,12 +23,7 @@ _POLL_S = 0.02
 
 
 class TorchrunWorld:
-    """Processes started by torchrun. Not thread-safe; `stop` ends the world.
-
-    Args:
-        folder: An existing folder for calls and endings.
-        count: Number of ranks.
-    """
+    """Processes of torchrun, with a folder for calls and endings. Not thread-safe; `stop` ends the world."""
 
     def __init__(self, folder, count):
         self._folder, self._count, self._calls = Path(folder), count, 0
@@ -51,11 +46,9 @@ class TorchrunWorld:
         return all((self._folder / f"pid-{rank}").exists() for rank in range(self._count))
 
     def log(self):
-        """Return the output of torchrun and its ranks so far."""
         return self._log.read_text()
 
     def begin(self, call):
-        """Have every rank call this function, which takes no arguments."""
         self._calls += 1
         _write(self._folder / f"call-{self._calls}", cloudpickle.dumps(call))
 

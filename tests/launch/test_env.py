@@ -249,7 +249,6 @@ def test_env_outside_a_world_raises(monkeypatch):
 
 
 def main(folder, *names):
-    """Run scenarios in a rank and write their failures."""
     names, rank = names or SCENARIOS, find_world().global_rank
     failures = dict.fromkeys(names, "an earlier scenario failed")
     try:

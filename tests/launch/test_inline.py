@@ -22,7 +22,6 @@ def alone(**fields):
 
 
 def inline(function, *args, **fields):
-    """Run the function as the only rank and return its result."""
     (value,) = wrapper(alone(**fields))(function).inline(*args)
     return value
 

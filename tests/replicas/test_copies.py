@@ -80,8 +80,6 @@ def test_each_lane_has_its_own_object():
 
 
 class Graphed(nn.Module):
-    """A parameter and a buffer of the root, for torch.fx."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(4))

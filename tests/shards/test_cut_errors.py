@@ -130,8 +130,6 @@ def test_objects_pass_if_nothing_is_cut(make):
 
 
 class Holder:
-    """An object of an unknown class that holds a value."""
-
     def __init__(self, value):
         self.value = value
 

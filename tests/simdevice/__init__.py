@@ -82,12 +82,10 @@ class Stats:
 
     @property
     def live(self) -> int:
-        """The number of live allocations on all devices."""
         return sum(self.live_by_device)
 
     @property
     def live_bytes(self) -> int:
-        """The bytes in live allocations on all devices."""
         return sum(self.live_bytes_by_device)
 
 
@@ -125,7 +123,6 @@ def install(count: int = 4, name: str = _NAME) -> ModuleType:
 
 
 def stats() -> Stats:
-    """Return the counters as they stand."""
     extension = _extension()
     memory = extension.read_memory()
     return Stats(
@@ -150,7 +147,6 @@ def _installed() -> ModuleType | None:
 
 
 def _name() -> str:
-    """Return the name that the device type has in this process."""
     return torch._C._get_privateuse1_backend_name()
 
 
@@ -230,7 +226,6 @@ def _library() -> Path:
 
 
 def _load_extension() -> ModuleType:
-    """Return the extension, and compile it if it does not exist."""
     library = _library()
     if not library.is_file():
         import fcntl  # Windows has none

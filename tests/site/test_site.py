@@ -25,7 +25,6 @@ NARROW, WIDE = 390, 1280
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The folder of a built site."""
     require("browser", None if importlib.util.find_spec("sphinx") else "it needs the packages of the extra docs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "--fresh-env"]
@@ -47,8 +46,6 @@ def address(site):
 
 
 class Page(HTMLParser):
-    """The links and the ids of a page."""
-
     def __init__(self, path):
         super().__init__()
         self.links, self.ids = [], set()
@@ -98,7 +95,6 @@ def test_pages_fit_and_have_no_error(chromium, site, address):
 
 
 def test_search_finds(chromium, address):
-    """The search of the site works without another server."""
     window = chromium.new_page(viewport={"width": WIDE, "height": 800})
     window.goto(f"{address}search.html?q=GatherError")
     window.wait_for_selector("#search-results li a")
@@ -108,7 +104,6 @@ def test_search_finds(chromium, address):
 
 
 def test_reference_has_every_name(site):
-    """Each name of `parawrap.__all__`, and of its public modules, has an entry in the reference."""
     entries = set().union(*(page.ids for name, page in pages_of(site).items() if name.startswith("reference")))
     shown = {entry.rpartition(".")[2] for entry in entries}
     modules = {"cpu", "functional", "neuron", "__version__"}
@@ -118,7 +113,6 @@ def test_reference_has_every_name(site):
 
 
 def test_error_page_has_every_exception(site):
-    """Each exception has a section with causes and cures."""
     anchors = pages_of(site)["errors.html"].ids
     names = [name for name, value in vars(errors).items() if isinstance(value, type) and name != "ParawrapError"]
     names = [name for name in names if issubclass(getattr(errors, name), errors.ParawrapError)]

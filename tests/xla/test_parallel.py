@@ -26,7 +26,6 @@ def beside(model):
 
 
 def assert_near(actual, expected):
-    """Assert that two tensors are equal up to rounding, on any devices."""
     torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
 
 

@@ -51,7 +51,6 @@ def test_many_threads_call_one_model():
 
 
 def test_calls_during_a_close():
-    """Calls of other threads have the plain output while a block ends."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     plain, stop = model(x), threading.Event()
 

@@ -323,8 +323,6 @@ def test_a_run_that_is_killed_at_random(tmp_path):
 
 @dataclass(eq=False)
 class Sample:
-    """A dataclass of a user."""
-
     value: object = None
 
 

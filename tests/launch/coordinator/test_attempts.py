@@ -36,7 +36,6 @@ class SimulatedRank:
         self._watcher.on_word(self.number, word, body, file)
 
     def ends(self, code=0, lost_with=""):
-        """End the rank's process."""
         if self._node.alive.get(self.number) is self:
             del self._node.alive[self.number]
             self._watcher.on_end(self.number, code, lost_with)
@@ -88,7 +87,6 @@ class SimulatedNode:
             self._loop.call_soon(deliver)
 
     def lose(self):
-        """Lose the node with all its ranks."""
         self.is_lost = True
         for rank in list(self.alive.values()):
             rank.ends(None, "its node")
@@ -152,7 +150,6 @@ class Stage:
         return self.run.run()
 
     def outcome(self):
-        """Return the results or the error of the launch."""
         return results_or_error("play", self.platform, self.ending())
 
 

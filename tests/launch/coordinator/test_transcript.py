@@ -17,7 +17,6 @@ PREFIX = "[rank 3] "
 
 
 def written(*chunks, folder=None):
-    """Return a transcript of these chunks of standard output, after all are printed."""
     printer = Printer()
     transcript = Transcript(3, printer=printer, prefix=PREFIX, folder=folder)
     for data in chunks:

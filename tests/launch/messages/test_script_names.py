@@ -86,7 +86,6 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The results or errors of each call of the script."""
     return json.loads(run_script(tmp_path_factory.mktemp("script"), SCRIPT))
 
 
@@ -113,7 +112,6 @@ def test_unused_name_loads_nothing(outcomes):
 
 @pytest.fixture
 def main(monkeypatch):
-    """An empty script."""
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     return sys.modules["__main__"]
 

@@ -21,7 +21,6 @@ PREEMPTIONS = 2
 
 
 def submit(function, *args, count=2, **fields):
-    """Launch ranks with a `grace_s` that is long enough for a busy machine."""
     return wrapper(ranks(count, **{"grace_s": 60} | fields))(function).submit(*args)
 
 

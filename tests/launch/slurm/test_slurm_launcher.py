@@ -123,12 +123,10 @@ def numbered(number):
 
 
 def submit(function, *args, **fields):
-    """Launch one rank on each of two nodes."""
     return wrapper(Platform(**{"device": "slurm", "n_nodes": 2, "verbose": False} | fields))(function).submit(*args)
 
 
 def submit_array(arguments, max_parallel=None, **fields):
-    """Submit one array with a launch of one rank per argument."""
     platform = Platform(device="slurm", verbose=False, ipc_groups=None, **fields)
     return launcher.launch_all([Job(platform, wait_or_requeue, (each,)) for each in arguments], max_parallel)
 
