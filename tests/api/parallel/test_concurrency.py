@@ -74,10 +74,11 @@ def test_blocks_close_in_any_order(order):
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     model.compile(backend="eager")
     plain, compiled = model(x), vars(model)["_compiled_call_impl"]
-    blocks = [parallel(model, TWO) for _ in order]
-    for block in blocks:
+    blocks = []
+    for _ in order:
+        blocks.append(parallel(model, TWO))
         with ThreadPoolExecutor(1) as another:
-            another.submit(block.__enter__).result(PATIENCE_S)
+            another.submit(blocks[-1].__enter__).result(PATIENCE_S)
     left, calls = [*blocks], [0, 0, 0]
     for number in order:
         calls[blocks.index(left[-1])] += 1

@@ -62,9 +62,11 @@ def test_what_map_refuses(source, options, says):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_stream_ends_with_its_block(workers):
     with parallel(torch.tanh, TWO, workers=workers) as p:
-        stream = p.map(batches(3), chunksize=2)
-    with pytest.raises(SessionError, match="read the outputs of map before it ends"):
-        next(stream)
+        stream, begun = p.map(batches(3), chunksize=2), p.map(batches(9), buffersize=2)
+        next(begun)
+    for unread, message in ((stream, "read the outputs of map before it ends"), (begun, "closed")):
+        with pytest.raises(SessionError, match=message):
+            list(unread)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
