@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from parawrap.api.tuplewise import Tuplewise
     from parawrap.api.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, OneRank, Platform, Preview, Rank, RankResults, Ranks, current_rank
-    from parawrap.shards import register_split
+    from parawrap.engine.rules.registry import register_split
     from parawrap.workers import build
 
 __all__ = [
@@ -136,7 +136,7 @@ _NAMES_IN = {
         "Ranks",
         "current_rank",
     ),
-    "parawrap.shards": ("register_split",),
+    "parawrap.engine.rules.registry": ("register_split",),
     "parawrap.workers": ("build",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}

@@ -11,7 +11,9 @@ from typing_extensions import TypeIs
 from parawrap.backends import Devices
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
-from parawrap.shards import InDim, JoinRules, OutDims, Parameters, as_tree, entries_of
+from parawrap.engine.cut import InDim, Parameters
+from parawrap.engine.join import JoinRules, OutDims, PadValue
+from parawrap.tree import as_tree, entries_of
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -22,6 +24,7 @@ __all__ = [
     "check_dim",
     "check_in_dims",
     "check_methods",
+    "check_target",
     "check_unit",
     "check_workers",
     "is_platform",
@@ -45,7 +48,7 @@ def make_join_rules(
     out_dims: OutDims,
     reduce: Any,
     join: Literal["cat", "list", "pad"],
-    pad_value: float,
+    pad_value: PadValue,
     *,
     compiles: bool,
 ) -> JoinRules:
@@ -55,13 +58,32 @@ def make_join_rules(
     return JoinRules(dim, out_dims, reduce, join, pad_value)
 
 
+def check_target(target: Any, methods: Sequence[str]) -> None:
+    """Refuse a target that cannot be called."""
+    if not callable(target):
+        what = "Give parallel a module or another callable"
+        if not isinstance(methods, str) and any(callable(getattr(target, str(name), None)) for name in methods):
+            what = f"Pass its method instead: {_write_bound(target, methods)}"
+        msg = f"target={target!r} is not callable. {what}"
+        raise ShardError(msg)
+
+
+def _write_bound(target: Any, methods: Sequence[str]) -> str:
+    """Return the blocks on the methods of an object that is not a module, as code."""
+    name = type(target).__name__.lower()
+    return " and ".join(f"parallel({name}.{method}, ...)" for method in methods)
+
+
 def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
     if isinstance(methods, str) or not methods:
         msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
         raise ShardError(msg)
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
-            msg = f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out"
+            msg = (
+                f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out, or pass "
+                f"the method itself: {_write_bound(target, methods)}"
+            )
             raise ShardError(msg)
         return methods
     for name in methods:

@@ -19,7 +19,8 @@ from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
 from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
-from parawrap.shards import Cutter, JoinRules, Parameters, balanced_sizes, equal_sizes
+from parawrap.engine.cut import Cutter, Parameters, balanced_sizes, equal_sizes
+from parawrap.engine.join import JoinRules
 from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]

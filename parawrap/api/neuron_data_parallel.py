@@ -24,7 +24,8 @@ from parawrap.neuroncores import (
     resolve_cores,
     runtime,
 )
-from parawrap.shards import Cutter, JoinRules, Parameters
+from parawrap.engine.cut import Cutter, Parameters
+from parawrap.engine.join import JoinRules
 
 __all__ = ["DataParallel"]
 

@@ -21,6 +21,7 @@ from parawrap.api._check_arguments import (
     check_dim,
     check_in_dims,
     check_methods,
+    check_target,
     check_unit,
     check_workers,
     is_platform,
@@ -31,7 +32,8 @@ from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.cut import Cutter, InDim, Sizes, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.join import OutDims, PadValue, Reduce
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -92,7 +94,9 @@ class Parallel(Streams, Generic[TargetT]):
             default, numbers are refused.
         join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
             lanes as a list.
-        pad_value: The padding value of ``join="pad"``.
+        pad_value: What ``join="pad"`` fills with: a number for every output, or a tuple, dict, or dataclass of numbers that
+            matches a nested output, such as ``{"logits": 0.0, "mask": False, "labels": -100}``. By default, one output of
+            floating-point numbers is filled with 0, and other outputs are refused.
         unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
         workers: "thread" runs each lane in a thread. "process" runs each lane in a separate process, without a shared
             interpreter lock, for inference only.
@@ -130,14 +134,12 @@ class Parallel(Streams, Generic[TargetT]):
         output_device: DeviceLike | None = None,
         reduce: Reduce | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | None = None,
         join: Literal["cat", "list", "pad"] = "cat",
-        pad_value: float = 0,
+        pad_value: PadValue = None,
         unit: int = 1,
         workers: Literal["thread", "process"] = "thread",
         retries: int = 1,
     ) -> None:
-        if not callable(target):
-            msg = f"target={target!r} is not callable. Give parallel a module or another callable"
-            raise ShardError(msg)
+        check_target(target, methods)
         self.target = target
         self._cores: tuple[NeuronCore, ...] = ()
         self._devices: tuple[torch.device, ...] = ()

@@ -14,7 +14,8 @@ from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
 from parawrap.engine import ReplicaSet
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.lanes import LanePool
-from parawrap.shards import Cutter, JoinRules, join
+from parawrap.engine.cut import Cutter
+from parawrap.engine.join import JoinRules, join
 from parawrap.tree import flatten
 
 __all__ = [

@@ -26,7 +26,7 @@ from parawrap.api._containers import (
 )
 from parawrap.api.move_to_device import recursive_to
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards import have_one_scale
+from parawrap.engine.join import have_one_scale
 from parawrap.tree import tensors_in
 
 __all__ = ["cat", "transpose"]

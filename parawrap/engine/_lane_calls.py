@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends import record_use
 from parawrap.replicas import LaneReplica
-from parawrap.shards import Cutter, FlatCall, Piece, Shard, ShardPlan
+from parawrap.engine.cut import Cutter, FlatCall, Piece, Shard, ShardPlan
 from parawrap.tree import flatten_call
 
 __all__ = ["Entry", "LaneCall", "Prepare", "Record", "WholeCall", "as_call", "timed"]

@@ -22,7 +22,8 @@ from parawrap.engine._thread_pool import ThreadPool
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
-from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
+from parawrap.engine.cut import Cutter, FlatCall, ShardPlan
+from parawrap.engine.join import JoinRules, Originals, join, with_originals
 from parawrap.tree import WholeLeaf, flatten
 
 __all__ = ["ChunkCall", "Ready", "Session", "make_failed_future"]
@@ -133,12 +134,16 @@ class Session:
         if self._is_whole_here(plan, flat):
             return self._run_plainly(entry, args, kwargs)
         sources = self._sources(flat)
-        calls = self._scatter(entry, plan, flat, self.pool.refresh(), sources)
+        copies_rows = torch.is_grad_enabled()
+        columns = plan.columns(flat, copies_rows)
+        calls = self._scatter(entry, plan, flat, columns, self.pool.refresh(), sources)
         versions = plan.written(flat) if len(calls) > 1 and None in plan.dims else []
         modes = Modes.capture(self.pool.backend.type)
         outputs = self.apply(calls, flat.leaves, modes, sources or (), plan.describe)
         if versions and versions != plan.written(flat):
             raise ShardError(_WRITTEN)
+        if copies_rows:
+            plan.write_back(flat, columns)
         if not flat.on_cpu:
             plan.update(flat, [call.shard for call in calls if call.shard is not None])
         with modes.without_autocast() if modes.autocast else nullcontext():
@@ -278,14 +283,15 @@ class Session:
         entry: Entry,
         plan: ShardPlan,
         flat: FlatCall,
+        columns: Sequence[Sequence[Any]],
         copies: Sequence[LaneReplica],
         sources: Collection[torch.device] | None,
     ) -> list[LaneCall]:
         """Return one call per shard."""
         if flat.on_cpu and self._stays_on_cpu:
-            calls = list(map(LaneCall, repeat(entry), cycle(copies), zip(*plan.columns(flat), strict=True)))
+            calls = list(map(LaneCall, repeat(entry), cycle(copies), zip(*columns, strict=True)))
         else:
-            calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(cycle(copies), plan.cut(flat), strict=False)]
+            calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(cycle(copies), plan.cut(flat, columns), strict=False)]
             for call in calls if sources is None else ():
                 call.place(_CPU)
         if self.recorder.traces:

@@ -9,7 +9,7 @@ import torch
 
 from parawrap.errors import ShapeError, ShardError
 from parawrap.neuroncores._signature import Signature, TensorSpec
-from parawrap.shards import Parameters
+from parawrap.engine.cut import Parameters
 from parawrap.tree import flatten_call, unflatten
 
 __all__ = ["Fitting"]

@@ -13,7 +13,8 @@ from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, TaskOutcome, Turns
 from parawrap.neuroncores._check_call import Fitting
 from parawrap.neuroncores._placed_model import Batching, PlacedModel
 from parawrap.replicas import Freshness, LaneReplica
-from parawrap.shards import Cutter, FlatCall, JoinRules, Shard, ShardPlan, join
+from parawrap.engine.cut import Cutter, FlatCall, Shard, ShardPlan
+from parawrap.engine.join import JoinRules, join
 
 __all__ = ["LANES_PER_CORE", "open_session"]
 

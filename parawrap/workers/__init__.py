@@ -13,7 +13,8 @@ import torch
 
 from parawrap.engine import Session
 from parawrap.launch import Platform
-from parawrap.shards import Cutter, JoinRules
+from parawrap.engine.cut import Cutter
+from parawrap.engine.join import JoinRules
 from parawrap.workers._build import Build, build
 from parawrap.workers._local_worker import LocalWorkers
 from parawrap.workers._ray_workers import RayWorkers, devices_of

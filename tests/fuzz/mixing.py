@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from parawrap import GatherError, parallel
-from parawrap.shards import uneven_sizes
+from parawrap.engine.cut import uneven_sizes
 from tests.fuzz.cases import (
     TIMES,
     Outcome,

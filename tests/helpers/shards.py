@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards import Cutter, JoinRules, Parameters, join
+from parawrap.engine.cut import Cutter, Parameters
+from parawrap.engine.join import JoinRules, join
 
 CPU = torch.device("cpu")
 OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parawrap.shards import Cutter, uneven_sizes
+from parawrap.engine.cut import Cutter, uneven_sizes
 from tests.fuzz.models import SlottedBox
 from tests.helpers.shards import cut, cutter, uncut
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._split_rules import Splitter, refuse_split, spans
-
-__all__ = ["graph_rules"]
+from parawrap.engine.rules.splitter import Splitter, refuse_split, spans
 
 
 def graph_rules(cls: type) -> Splitter | None:

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._split_rules import Splitter, refuse_split, refuse_to_join, same
-
-__all__ = ["tensordict_rules"]
+from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, same
 
 
 def tensordict_rules(cls: type) -> Splitter | None:

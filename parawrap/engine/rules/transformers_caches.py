@@ -1,6 +1,6 @@
 """Cut and join the caches of transformers: a cache holds layers, a layer holds tensors, and some caches hold caches.
 
-The package is not imported: its classes are recognised by the names of their bases.
+The package is not imported: its classes are recognized by the names of their bases.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._split_rules import Splitter, refuse_split, refuse_to_join, same, spans
-
-__all__ = ["cache_rules"]
+from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, same, spans
 
 _CACHES = "transformers.cache_utils"
 # The tensors of a cache that have rows, by attribute, and the dim that the rows lie on.
@@ -133,7 +131,7 @@ def _row_dim(owner: object, name: str, value: object) -> int | None:
     """Return the dim that the rows of an attribute lie on; None if it is the same for all rows."""
     if not isinstance(value, torch.Tensor):
         return None if isinstance(value, _PLAIN) else refuse_split(owner, f"its {name} is of type {type(value).__name__}")
-    if value.ndim == 0 or value.shape == (0,):  # a position, or a layer that is initialised and has no rows yet
+    if value.ndim == 0 or value.shape == (0,):  # a position, or a layer that is initialized and has no rows yet
         return None
     return _ROW_DIMS[name] if name in _ROW_DIMS else refuse_split(owner, f"the rows of its {name} may lie on any dim")
 

@@ -10,8 +10,6 @@ import torch
 
 from parawrap.errors import GatherError, ShardError
 
-__all__ = ["Splitter", "refuse_split", "refuse_to_join", "same", "spans"]
-
 
 class Splitter(NamedTuple):
     """The rules of one type.

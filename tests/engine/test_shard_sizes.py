@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from parawrap.shards import Cutter, balanced_sizes, equal_sizes, sizes_in_units, uneven_sizes
+from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes, sizes_in_units, uneven_sizes
 from tests.helpers.properties import given, st
 from tests.helpers.shards import planned
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parawrap.errors import ShardError
-from parawrap.shards import Cutter
+from parawrap.engine.cut import Cutter
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
 from tests.helpers.shards import cut, cutter, planned, uncut

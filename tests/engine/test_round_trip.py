@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from parawrap.shards import Cutter, JoinRules, balanced_sizes, equal_sizes, join, uneven_sizes
+from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.join import JoinRules, join
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU

@@ -1,4 +1,4 @@
-"""Values that have their own rules for being cut and joined."""
+"""The rules of a value that is cut and joined as a whole: registered by the user, built in, or those of plain sequences."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from torch.nn.utils import rnn
 
 from parawrap._public import public
 from parawrap.backends import record_use
-from parawrap.shards._geometric_graphs import graph_rules
-from parawrap.shards._split_rules import Splitter, spans
-from parawrap.shards._tensordicts import tensordict_rules
-from parawrap.shards._transformers_caches import cache_rules
+from parawrap.engine.rules.geometric_graphs import graph_rules
+from parawrap.engine.rules.packed_sequences import PACKED_RULES
+from parawrap.engine.rules.splitter import Splitter, spans
+from parawrap.engine.rules.tensordicts import tensordict_rules
+from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.tree import WholeLeaf, keep_whole, keep_whole_if, tensors_in
-
-__all__ = ["place_leaf", "register_split", "registration_of", "splitter_of"]
-
 
 _splitters: dict[type, Splitter] = {}
 
@@ -107,33 +105,7 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
     return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
 
 
-def _split_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> list[rnn.PackedSequence]:
-    """Cut along the rows. A batch that was sorted by its caller gives parts that are sorted in the same way."""
-    rows, lengths = rnn.pad_packed_sequence(value, batch_first=True)
-    return [
-        rnn.pack_padded_sequence(
-            part[:, : int(length.max())], length, batch_first=True, enforce_sorted=value.sorted_indices is None
-        )
-        for part, length in zip(rows.split_with_sizes(list(sizes)), lengths.split_with_sizes(list(sizes)), strict=True)
-    ]
-
-
-def _join_packed(parts: Sequence[rnn.PackedSequence]) -> rnn.PackedSequence:
-    """Concatenate the rows in order. Parts that were sorted by the caller make a whole without sorting indices."""
-    rows: list[torch.Tensor] = []
-    is_sorted = all(part.sorted_indices is None for part in parts)
-    for part in parts:
-        padded, lengths = rnn.pad_packed_sequence(part, batch_first=True)
-        rows += [row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)]
-    is_sorted = is_sorted and all(len(one) >= len(other) for one, other in itertools.pairwise(rows))
-    return rnn.pack_sequence(rows, enforce_sorted=is_sorted)
-
-
-def _count_packed_rows(value: rnn.PackedSequence) -> int:
-    return int(value.batch_sizes[0])
-
-
 _SEQUENCE = Splitter(_split_sequence, _join_sequence, len, _sequence_to)
-keep_whole(rnn.PackedSequence)  # cut along its time steps, as the namedtuple that it is, it would fall apart silently
-_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _count_packed_rows)
+keep_whole(rnn.PackedSequence)
+_splitters[rnn.PackedSequence] = PACKED_RULES
 keep_whole_if(_has_builtin_rules)

@@ -1,0 +1,380 @@
+"""Nested values: flatten containers to leaves, rebuild them, and give each leaf an address.
+
+optree does the work. It supports list, tuple, namedtuple, dict, OrderedDict, defaultdict, and deque. This module registers
+dataclasses and subclasses of Mapping, list, and tuple when it first meets each class, and rebuilds values as that class. It
+has no code for devices, rows, or modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import threading
+import types
+import warnings
+from collections import UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar, Protocol
+
+import optree
+import torch
+from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
+from optree import PyTreeSpec as TreeSpec
+
+_NAMESPACE = "parawrap"
+_TENSOR = frozenset({torch.Tensor})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_SEALED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_ITEMS_OF_ROWS = "_encodings"  # in a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
+
+# Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few and long-lived.
+_known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
+_nodes: set[type] = set()
+_learning = threading.Lock()
+_claims: list[Callable[[type], bool]] = []
+_calls_of_tensors: dict[int, TreeSpec] = {}
+
+
+class WholeLeaf:
+    """A leaf that stands for a whole container: a class with its own rules, or a sequence with one item per row."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_known_leaves.add(WholeLeaf)
+
+
+def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
+
+    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`. The
+    outermost nodes that `is_leaf` accepts are leaves.
+    """
+    leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
+    if _known_leaves.issuperset(map(type, leaves)):
+        return leaves, spec
+    strangers = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)} - _known_leaves
+    return flatten(value, is_leaf) if strangers and _learn(strangers) else (leaves, spec)
+
+
+def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
+    """Return the value with that structure and those leaves."""
+    return spec.unflatten(leaves)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Flatten ``(args, kwargs)``, with a fast path for the most common call: a few positional tensors."""
+    if not kwargs and _TENSOR.issuperset(map(type, args)):
+        spec = _calls_of_tensors.get(len(args))
+        if spec is None:
+            spec = _calls_of_tensors[len(args)] = flatten((args, kwargs))[1]
+        return list(args), spec
+    return flatten((args, kwargs))
+
+
+def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
+    """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
+    leaves, spec = flatten(value, chosen)
+    return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
+
+
+def named_children(value: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key, index, or name of a field; of a leaf, nothing."""
+    spec = flatten(value, lambda node: node is not value)[1]
+    if spec.is_leaf() or value is None:
+        return {}
+    children, _, entries, _ = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
+    return dict(zip(entries, children, strict=True))
+
+
+def with_children(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container like `value` with these parts, which have the keys and the order of `named_children`."""
+    _, metadata, _, rebuild = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
+    return rebuild(metadata, tuple(parts.values()))
+
+
+def keep_whole(cls: type) -> None:
+    """Treat every instance of `cls` as one leaf, wrapped in :class:`WholeLeaf`, even if `cls` is a container."""
+    with _learning:
+        if cls in _nodes:
+            optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
+        _register(cls, _as_whole, PyTreeEntry)
+
+
+def keep_whole_if(claim: Callable[[type], bool]) -> None:
+    """Apply `keep_whole` to each class that is met from now on, if ``claim(cls)`` is True."""
+    _claims.append(claim)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield every tensor that `value` holds in attributes, slots, and containers, at any depth, each once.
+
+    Functions, classes, and Python modules are not searched.
+    """
+    seen: dict[int, object] = {}
+    waiting: list[Any] = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _SEALED):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, torch.Tensor):
+            yield each
+            continue
+        if isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple, deque, AbstractSet)):
+            waiting += each
+        elif isinstance(each, types.MethodType):
+            waiting.append(each.__self__)
+        names = {*getattr(each, "__dict__", ()), *itertools.chain.from_iterable(map(_list_slots, type(each).__mro__))}
+        waiting += [getattr(each, name) for name in names if isinstance(name, str) and hasattr(each, name)]
+
+
+def _list_slots(cls: type) -> list[str]:
+    """Return the names of the slots of a class; those of private names as Python stores them."""
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    is_private = [name.startswith("__") and not name.endswith("__") for name in names]
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [prefix + name if private else name for name, private in zip(names, is_private, strict=True)]
+
+
+# Options that may be trees like a value: `in_dims`, `out_dims`, `reduce`
+
+class Fields(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+UNDECLARED: Any = object()
+"""The entry of a place that an option does not name."""
+
+
+def as_tree(option: Any) -> Any:
+    """Return an option that may be a tree, with dicts of their fields in the places of dataclasses."""
+    if dataclasses.is_dataclass(option) and not isinstance(option, type) and not isinstance(option, Mapping):
+        names = [field.name for field in dataclasses.fields(option) if hasattr(option, field.name)]
+        return {name: as_tree(getattr(option, name)) for name in names}
+    if isinstance(option, Mapping):
+        return {key: as_tree(each) for key, each in option.items()}
+    return tuple(map(as_tree, option)) if isinstance(option, (list, tuple)) else option
+
+
+def entries_of(option: Any) -> list[Any]:
+    """Return the entries of an option that may be a tree."""
+    if not isinstance(option, (list, tuple, Mapping)):
+        return [option]
+    below = option.values() if isinstance(option, Mapping) else option
+    return [leaf for each in below for leaf in entries_of(each)]
+
+
+# Addresses
+
+
+def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
+    """Return the address of each leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
+
+    `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped in such a tuple.
+    """
+    found: list[str] = []
+    wrapped = len(roots) > 1
+    for accessor in spec.accessors():
+        entries: list[Any] = [*accessor]
+        root = roots[entries.pop(0).entry if wrapped else 0]
+        found.append(root + "".join(map(_write_step, entries)))
+    return found
+
+
+def address(root: str, path: Iterable[Any]) -> str:
+    """Return the address of a path of keys, indices, and attributes, such as ``args[0]["mask"]``."""
+    return root + "".join(f".{entry}" if isinstance(entry, _Attribute) else f"[{_quote(entry)}]" for entry in path)
+
+
+def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
+    """Return the first address at which trees differ, and a description of each tree's node; None if they are equal."""
+    trees = list(specs)
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return None
+    shapes = list(map(_describe, trees))
+    same_node = len(set(shapes)) == 1 and not any(tree.is_leaf() for tree in trees)
+    if same_node:
+        for entry, children in zip(first.entries(), zip(*(tree.children() for tree in trees), strict=True), strict=True):
+            deeper = mismatch(children, f"{root}[{_quote(entry)}]")
+            if deeper is not None:
+                return deeper
+        shapes = list(map(str, trees))  # the attributes, the order of keys, or two classes of one name
+    return root, shapes
+
+
+def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
+    """Yield every list, plain tuple, and deque in a structure: its path, its node, and the index of its first leaf."""
+
+    def walk(node: TreeSpec, path: tuple[Any, ...], start: int) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
+        if node.type in (list, tuple, deque):
+            yield path, node, start
+        begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
+        for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
+            yield from walk(child, (*path, entry), begin)
+
+    return walk(spec, (), 0)
+
+
+def _quote(entry: object) -> str:
+    return f'"{entry}"' if isinstance(entry, str) else repr(entry)
+
+
+def _write_step(entry: PyTreeEntry) -> str:
+    if isinstance(entry, GetAttrEntry) or isinstance(entry.entry, _Attribute):
+        return f".{entry.entry}"
+    if isinstance(entry, (MappingEntry, SequenceEntry)):
+        return f"[{_quote(entry.entry)}]"
+    return ""
+
+
+def _describe(tree: TreeSpec) -> str:
+    if tree.is_leaf():
+        return "a leaf"
+    kind = tree.type
+    name = kind.__name__ if kind is not None else "nothing"
+    if kind is not None and issubclass(kind, Mapping):
+        return f"a {name} with keys {list(tree.entries())}"
+    return f"a {name} of {tree.num_children}"
+
+
+# Classes of containers
+
+
+def _learn(strangers: Iterable[type]) -> bool:
+    """Examine types that are met for the first time. Return True if one of them is a container."""
+    learnt = False
+    with _learning:
+        for cls in strangers:
+            if cls in _known_leaves or cls in _nodes:
+                learnt = learnt or cls in _nodes  # another thread was quicker
+                continue
+            entry = PyTreeEntry if any(claim(cls) for claim in _claims) else _entry_of(cls)
+            if entry is None:
+                _known_leaves.add(cls)
+            else:
+                _register(cls, _as_whole if entry is PyTreeEntry else _take_apart, entry)
+                learnt = True
+    return learnt
+
+
+def _entry_of(cls: type) -> type[PyTreeEntry] | None:
+    """Return how the address of a part of such a container is written; None for a leaf."""
+    if issubclass(cls, (torch.nn.Module, enum.Enum)):
+        return None
+    if issubclass(cls, Mapping):
+        return MappingEntry
+    if dataclasses.is_dataclass(cls):
+        return GetAttrEntry
+    if issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "n_fields")):  # not torch.return_types
+        return SequenceEntry
+    return None
+
+
+def _register(cls: type, down: Callable[[Any], Any], entry: type[PyTreeEntry]) -> None:
+    with warnings.catch_warnings():
+        # optree warns that a registered namedtuple loses its default handling, which is intended here.
+        warnings.simplefilter("ignore", UserWarning)
+        optree.register_pytree_node(cls, down, _rebuild, path_entry_type=entry, namespace=_NAMESPACE)
+    _nodes.add(cls)
+
+
+class _Attribute(str):
+    """The name of an attribute, as an entry next to the items of a container."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Blank:
+    """A container without its parts: its class, the keys of its items, and its attributes.
+
+    The parts of a container are its items, and the attributes that `names` lists. Attributes of plain values stay in
+    `plain`, with their types. Two blanks are equal if all of this is equal, so that outputs with different attributes are
+    not joined.
+    """
+
+    cls: Any
+    keys: tuple[Any, ...]
+    names: tuple[_Attribute, ...]
+    plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
+    factory: Any = dataclasses.field(compare=False)
+
+
+def _as_whole(value: Any) -> tuple[Any, ...]:
+    """Return the container as its only part."""
+    return (WholeLeaf(value),), None
+
+
+def _take_apart(value: Any) -> tuple[Any, ...]:
+    """Return the parts of a container, its blank, and the keys of the parts."""
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    if isinstance(value, Mapping):
+        keys = tuple(value)
+        items = [value[key] for key in keys]
+        if not isinstance(value, dict | UserDict):
+            attributes = {}  # its class alone can fill it, and its attributes may hold the items
+    elif dataclasses.is_dataclass(value):
+        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        items = [getattr(value, key) for key in keys]
+    else:
+        keys = tuple(range(len(value)))
+        items = list(value)
+    skip = {*keys, "data"} if isinstance(value, UserDict) else {*keys}  # a ModelOutput has its items as attributes too
+    others = {name: each for name, each in attributes.items() if name not in skip}
+    if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
+        others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
+    plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in _PLAIN)
+    names = tuple(_Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
+    blank = _Blank(type(value), keys, names, plain, getattr(value, "default_factory", None))
+    return (*items, *(others[name] for name in names)), blank, (*keys, *names)
+
+
+def _rebuild(blank: _Blank | None, parts: Iterable[Any]) -> Any:
+    """Return a container with these parts. Only a mapping that is neither a dict nor a UserDict runs its ``__init__``."""
+    found = list(parts)
+    if blank is None:
+        return _unwrap(found[0])
+    kind: type = blank.cls
+    items = dict(zip(blank.keys, found, strict=False))
+    is_mapping, is_dataclass = issubclass(kind, Mapping), dataclasses.is_dataclass(kind)
+    if is_mapping and not issubclass(kind, dict | UserDict):
+        return blank.cls(items)  # only the class can fill its instances
+    is_tuple = issubclass(kind, tuple) and not is_dataclass
+    built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
+    attributes = {name: each for name, _, each in blank.plain}
+    if isinstance(built, defaultdict):
+        built.default_factory = blank.factory
+    if isinstance(built, UserDict):
+        attributes["data"] = {}
+    _set_attributes(built, attributes)
+    if is_mapping:
+        for key, item in items.items():  # __setitem__ keeps the attributes of a ModelOutput equal to its items
+            built[key] = item
+    elif is_dataclass:
+        _set_attributes(built, items)
+    elif not is_tuple:
+        built.extend(items.values())
+    _set_attributes(built, dict(zip(blank.names, map(_unwrap, found[len(items) :]), strict=True)))
+    return built
+
+
+def _unwrap(part: Any) -> Any:
+    return part.value if isinstance(part, WholeLeaf) else part
+
+
+def _set_attributes(built: Any, attributes: Mapping[str, Any]) -> None:
+    """Set attributes, also of a frozen dataclass."""
+    for name, value in attributes.items():
+        object.__setattr__(built, str(name), value)
