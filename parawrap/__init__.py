@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from parawrap.api.tuples import cat, transpose
     from parawrap.api.tuplewise import Tuplewise
     from parawrap.api.wrapper import Wrapper, wrapper
-    from parawrap.launch import Device, Launch, OneRank, Platform, Preview, Rank, RankResults, Ranks, current_rank
     from parawrap.engine.rules.registry import register_split
+    from parawrap.launch import Device, Launch, OneRank, Platform, Preview, Rank, RankResults, Ranks, current_rank
     from parawrap.workers import build
 
 __all__ = [

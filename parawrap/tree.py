@@ -16,12 +16,13 @@ import warnings
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import optree
 import torch
 from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
-from optree import PyTreeSpec as TreeSpec
+
+TreeSpec: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "parawrap"
 _TENSOR = frozenset({torch.Tensor})
@@ -49,7 +50,7 @@ class WholeLeaf:
 _known_leaves.add(WholeLeaf)
 
 
-def flatten(value: object, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
     None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`. The
@@ -146,6 +147,7 @@ def _list_slots(cls: type) -> list[str]:
 
 
 # Options that may be trees like a value: `in_dims`, `out_dims`, `reduce`
+
 
 class Fields(Protocol):
     """A dataclass."""
@@ -341,8 +343,11 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     return (*items, *(others[name] for name in names)), blank, (*keys, *names)
 
 
-def _rebuild(blank: _Blank | None, parts: Iterable[Any]) -> Any:
-    """Return a container with these parts. Only a mapping that is neither a dict nor a UserDict runs its ``__init__``."""
+def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
+    """Return the container of a blank, or the only part if there is none.
+
+    Only a mapping that is neither a dict nor a UserDict runs its ``__init__``.
+    """
     found = list(parts)
     if blank is None:
         return _unwrap(found[0])

@@ -10,9 +10,9 @@ from typing_extensions import TypeIs
 
 from parawrap.backends import Devices
 from parawrap.engine import original_method
+from parawrap.engine.declarations import InDim, Parameters
+from parawrap.engine.join_rules import JoinRules, OutDims, PadValue
 from parawrap.errors import ShardError
-from parawrap.engine.cut import InDim, Parameters
-from parawrap.engine.join import JoinRules, OutDims, PadValue
 from parawrap.tree import as_tree, entries_of
 
 if TYPE_CHECKING:

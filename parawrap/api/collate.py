@@ -16,8 +16,8 @@ import wrapt
 from parawrap._public import public
 from parawrap.api._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
 from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
-from parawrap.errors import ShardError
 from parawrap.engine.cut import balanced_sizes
+from parawrap.errors import ShardError
 
 __all__ = ["default_collate", "tp_collate"]
 

@@ -16,11 +16,12 @@ from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
 from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, no_original, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import Entry, LaneCall, Session
+from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes
+from parawrap.engine.declarations import Parameters
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import DeviceListError
 from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
-from parawrap.engine.cut import Cutter, Parameters, balanced_sizes, equal_sizes
-from parawrap.engine.join import JoinRules
 from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]

@@ -13,6 +13,9 @@ import torch
 from parawrap.api._losses_as_vector import vector
 from parawrap.backends import warn_caller
 from parawrap.engine import Entry, Session
+from parawrap.engine.cut import Cutter
+from parawrap.engine.declarations import Parameters
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import ShardError
 from parawrap.neuroncores import (
     LANES_PER_CORE,
@@ -24,8 +27,6 @@ from parawrap.neuroncores import (
     resolve_cores,
     runtime,
 )
-from parawrap.engine.cut import Cutter, Parameters
-from parawrap.engine.join import JoinRules
 
 __all__ = ["DataParallel"]
 

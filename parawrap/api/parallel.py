@@ -31,9 +31,10 @@ from parawrap.api._check_arguments import (
 from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
+from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.declarations import InDim
+from parawrap.engine.join_rules import OutDims, PadValue, Reduce
 from parawrap.errors import SessionError, ShardError
-from parawrap.engine.cut import Cutter, InDim, Sizes, balanced_sizes, equal_sizes, uneven_sizes
-from parawrap.engine.join import OutDims, PadValue, Reduce
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform

@@ -12,10 +12,11 @@ from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
 from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
 from parawrap.engine import ReplicaSet
+from parawrap.engine.cut import Cutter
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.lanes import LanePool
-from parawrap.engine.cut import Cutter
-from parawrap.engine.join import JoinRules, join
 from parawrap.tree import flatten
 
 __all__ = [

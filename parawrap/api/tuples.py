@@ -25,8 +25,8 @@ from parawrap.api._containers import (
     transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
+from parawrap.engine.concatenate import have_one_scale
 from parawrap.errors import GatherError, ShardError
-from parawrap.engine.join import have_one_scale
 from parawrap.tree import tensors_in
 
 __all__ = ["cat", "transpose"]

@@ -11,8 +11,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends import record_use
+from parawrap.engine.cut import Cutter, Piece, Shard, ShardPlan
+from parawrap.engine.extents import FlatCall
 from parawrap.replicas import LaneReplica
-from parawrap.engine.cut import Cutter, FlatCall, Piece, Shard, ShardPlan
 from parawrap.tree import flatten_call
 
 __all__ = ["Entry", "LaneCall", "Prepare", "Record", "WholeCall", "as_call", "timed"]

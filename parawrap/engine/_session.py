@@ -19,11 +19,13 @@ from parawrap.engine._call_recorder import Recorder, Trace
 from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeCall, as_call, timed
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._thread_pool import ThreadPool
+from parawrap.engine.cut import Cutter, ShardPlan
+from parawrap.engine.extents import FlatCall
+from parawrap.engine.join import Originals, join, with_originals
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
-from parawrap.engine.cut import Cutter, FlatCall, ShardPlan
-from parawrap.engine.join import JoinRules, Originals, join, with_originals
 from parawrap.tree import WholeLeaf, flatten
 
 __all__ = ["ChunkCall", "Ready", "Session", "make_failed_future"]
@@ -291,7 +293,10 @@ class Session:
         if flat.on_cpu and self._stays_on_cpu:
             calls = list(map(LaneCall, repeat(entry), cycle(copies), zip(*columns, strict=True)))
         else:
-            calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(cycle(copies), plan.cut(flat, columns), strict=False)]
+            calls = [
+                LaneCall(entry, copy, piece=piece)
+                for copy, piece in zip(cycle(copies), plan.cut(flat, columns), strict=False)
+            ]
             for call in calls if sources is None else ():
                 call.place(_CPU)
         if self.recorder.traces:

@@ -9,27 +9,34 @@ refused otherwise: equal values alone prove nothing, since two lanes that both c
 from __future__ import annotations
 
 import math
-import numbers
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 
+from parawrap.engine.concatenate import (
+    are_of_one_form,
+    concatenate_arrays,
+    have_one_scale,
+    is_number,
+    list_values,
+    other_sizes,
+    pad,
+    reduce_numbers,
+    shapes_of,
+    why_no_cat,
+    write_into_one,
+)
+from parawrap.engine.join_rules import CURE, JOIN_LIST, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
 from parawrap.errors import GatherError
 from parawrap.tree import (
     UNDECLARED,
-    Fields,
     TreeSpec,
     WholeLeaf,
     addresses,
-    as_tree,
-    entries_of,
     flatten,
     mismatch,
     tensors_in,
@@ -39,202 +46,10 @@ from parawrap.tree import (
 Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 """Returns one function per shard: from a value of that lane to the caller's value that it is a copy of, or None."""
 
-Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
-OutDims = Any
-"""A dim, None, "items", or "ragged" for every output, or a tree of these like the output."""
-
-PadValue = float | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields | None
-"""A number for every output, a tree of numbers like the output, or None."""
-
 _TENSOR = frozenset({torch.Tensor})
-_SEQUENCES = (list, tuple, deque)
-_REDUCTIONS = ("mean", "sum", "stack")
-_WORDS = ("items", "ragged")
-_MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
 _dtype_of = attrgetter("dtype")
-_JOIN_LIST = 'join="list" returns the outputs of the lanes as they are'
-_CURE = (
-    "Declare it with out_dims: the dim that holds the rows (out_dims=0), None for one value that is the same in every "
-    f'lane, "items" for a list with one item per row, "ragged" for rows in order whatever their number. {_JOIN_LIST}'
-)
-_SAME = "out_dims=None for a value that is the same in every lane"
 _BY_VALUE = (range, slice, torch.Size, torch.device)
 """Values that lanes make anew, and that say nothing about rows unless they differ."""
-
-
-# The options of the user
-
-
-class Declared(NamedTuple):
-    """The declarations of one place in the output: of its rows, of the reduction of its numbers, and of its padding.
-
-    `names_reduce` is True if `reduce` names this place, and not the numbers of the whole output. `is_whole` is True for an
-    output that is not a container.
-    """
-
-    out_dim: Any
-    reduce: Any
-    pad_value: Any = UNDECLARED
-    names_reduce: bool = False
-    is_whole: bool = False
-
-    @property
-    def is_of_sequence(self) -> bool:
-        """True if it declares the items of a list or tuple one by one."""
-        return isinstance(self.out_dim, (list, tuple))
-
-    @property
-    def is_tree(self) -> bool:
-        """True if it declares the parts of a container."""
-        return _is_tree(self.out_dim)
-
-    def below(self, spec: TreeSpec) -> list[Declared]:
-        """Return the declarations of each leaf below a node."""
-        if spec.is_leaf():
-            return [self]
-        if isinstance(self.out_dim, Mapping) and spec.type in _SEQUENCES:
-            _refuse(f"out_dims declares a dict here, and the lanes returned a {spec.type.__name__}")
-        children = self._each(spec.entries())
-        return [leaf for each, child in zip(children, spec.children(), strict=True) for leaf in each.below(child)]
-
-    def items(self, count: int) -> list[Declared]:
-        """Return the declarations of the items of a list or tuple."""
-        return self._each(range(count))
-
-    def _each(self, entries: Sequence[Any]) -> list[Declared]:
-        out_dims = _children("out_dims", self.out_dim, UNDECLARED, entries)
-        reductions = _children("reduce", self.reduce, None, entries)
-        pad_values = _children("pad_value", self.pad_value, UNDECLARED, entries)
-        names_reduce = _is_tree(self.reduce)
-        return [Declared(*each, names_reduce) for each in zip(out_dims, reductions, pad_values, strict=True)]
-
-
-@dataclass(frozen=True)
-class JoinRules:
-    """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather.
-
-    `pad_value` is None if the user gave none.
-    """
-
-    dim: int = 0
-    out_dims: OutDims = UNDECLARED
-    reduce: Any = None
-    join: Literal["cat", "list", "pad"] = "cat"
-    pad_value: Any = None
-    as_torch: bool = False
-
-    @cached_property
-    def needs_proof(self) -> bool:
-        """True if the sizes of shards must show which outputs follow the rows, and therefore differ."""
-        return _leaves_open(self.out_dims) and self.join != "list" and not self.as_torch
-
-    @cached_property
-    def keep_single(self) -> bool:
-        """True if the output of a call that was not cut is returned as it is."""
-        return self.join != "list" and all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
-
-    @cached_property
-    def joins_rows(self) -> bool:
-        """True if every tensor with its shard's row count on `dim` is concatenated."""
-        is_on_dim = self.out_dims is UNDECLARED or self.out_dims == self.dim
-        return self.join == "cat" and is_on_dim and not self.as_torch
-
-    @cached_property
-    def declared(self) -> Declared:
-        """The declarations of the whole output."""
-        return Declared(self.out_dims, self.reduce, UNDECLARED if self.pad_value is None else self.pad_value, is_whole=True)
-
-    @cached_property
-    def _row_dims(self) -> dict[TreeSpec, tuple[int, ...] | None]:
-        return {}
-
-    def row_dims(self, spec: TreeSpec) -> tuple[int, ...] | None:
-        """Return the dim of each tensor of an output of that structure, if every tensor in it is concatenated."""
-        if spec not in self._row_dims:
-            if len(self._row_dims) >= _MOST_STRUCTURES:
-                self._row_dims.clear()
-            self._row_dims[spec] = self._find_row_dims(spec)
-        return self._row_dims[spec]
-
-    def _find_row_dims(self, spec: TreeSpec) -> tuple[int, ...] | None:
-        if self.join != "cat" or self.as_torch:
-            return None
-        try:
-            leaves = self.declared.below(spec)
-        except Refusal:
-            return None  # the slow way raises it, with its place
-        if any(each.is_tree or (each.names_reduce and each.reduce is not None) for each in leaves):
-            return None
-        dims = [self.dim if each.out_dim is UNDECLARED else each.out_dim for each in leaves]
-        return tuple(dims) if all(isinstance(dim, int) for dim in dims) else None
-
-    def __post_init__(self) -> None:
-        for name in ("out_dims", "reduce", "pad_value"):
-            object.__setattr__(self, name, as_tree(getattr(self, name)))
-        for each in entries_of(self.reduce):
-            if each is not None and each not in _REDUCTIONS and not callable(each):
-                msg = (
-                    f"reduce={each!r} is not supported. Use 'mean', 'sum', 'stack', a function of a vector, or a tuple, "
-                    "dict, or dataclass of these like the output"
-                )
-                raise GatherError(msg)
-        if self.join not in ("cat", "list", "pad"):
-            msg = f"join={self.join!r} is not supported. Use 'cat', 'pad', or 'list'"
-            raise GatherError(msg)
-        for each in entries_of(self.out_dims):
-            if isinstance(each, bool) or not (
-                each is UNDECLARED or each is None or isinstance(each, int) or each in _WORDS
-            ):
-                other = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
-                msg = (
-                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple, dict, or dataclass of these '
-                    f"like the output{other}"
-                )
-                raise GatherError(msg)
-        for each in entries_of(self.pad_value):
-            if each is not None and not isinstance(each, numbers.Number):
-                msg = f"pad_value={each!r} is not supported. Use a number, or a tuple, dict, or dataclass of numbers like the output"
-                raise GatherError(msg)
-
-
-class Refusal(Exception):  # noqa: N818
-    """Why a place cannot be joined, with the way to it from the inside out. Becomes a GatherError."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.steps: list[str] = []
-
-
-def _refuse(why: str) -> NoReturn:
-    raise Refusal(why)
-
-
-def _is_tree(option: Any) -> bool:
-    return isinstance(option, (list, tuple, Mapping))
-
-
-def _leaves_open(out_dims: Any) -> bool:
-    """True if a tree of out_dims leaves some place open."""
-    if isinstance(out_dims, Mapping):
-        return True  # an output may have keys that it does not name
-    if isinstance(out_dims, (list, tuple)):
-        return any(map(_leaves_open, out_dims))
-    return out_dims is UNDECLARED
-
-
-def _children(name: str, option: Any, missing: Any, entries: Sequence[Any]) -> list[Any]:
-    """Return the entry of an option for each child of a node. `missing` stands for keys that the option leaves out."""
-    if isinstance(option, Mapping):
-        unknown = [key for key in option if key not in entries]
-        if unknown:
-            _refuse(f"{name} declares the key {unknown[0]!r}, and the output has {list(entries)} here")
-        return [option.get(entry, missing) for entry in entries]
-    if isinstance(option, (list, tuple)) and len(option) != len(entries):
-        _refuse(f"{name} declares {len(option)} items, and the output has {len(entries)} here")
-    return list(option) if isinstance(option, (list, tuple)) else [option] * len(entries)
-
-
-# The join
 
 
 def join(
@@ -364,21 +179,21 @@ class _Join:
 
     def _join_leaves(self, column: Sequence[Any], declared: Declared) -> Any:
         first = column[0]
-        if declared.is_tree and (not declared.is_of_sequence or type(first) not in _SEQUENCES):
+        if declared.is_tree and (not declared.is_of_sequence or type(first) not in SEQUENCES):
             kind = type(declared.out_dim).__name__
-            _refuse(f"out_dims declares a {kind} here, and the lanes returned a {type(first).__name__}")
+            refuse(f"out_dims declares a {kind} here, and the lanes returned a {type(first).__name__}")
         if all(isinstance(value, torch.Tensor) for value in column):
             return self._join_tensors(column, declared)
-        if any(type(value) is not type(first) for value in column) and not all(map(_is_number, column)):
+        if any(type(value) is not type(first) for value in column) and not all(map(is_number, column)):
             kinds = " and ".join(sorted({type(value).__name__ for value in column}))
-            _refuse(f"the lanes returned values of type {kinds}. {_CURE}")
+            refuse(f"the lanes returned values of type {kinds}. {CURE}")
         if first is None:
             return None
-        if type(first) in _SEQUENCES:
+        if type(first) in SEQUENCES:
             return self._join_sequences(column, declared)
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
-        if _is_number(first):
+        if is_number(first):
             return self._join_numbers(column, declared)
         if _is_array(first):
             return self._join_arrays(column, declared)
@@ -391,7 +206,7 @@ class _Join:
         if declared.names_reduce and declared.reduce is not None and first.ndim and not self.rules.as_torch:
             return self._reduce_tensors(column, declared)
         if first.is_nested and first.layout is torch.strided:
-            _refuse(f"a nested tensor has no dim to join on. {_JOIN_LIST}")
+            refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         dim = self._row_dim(column, declared) if first.ndim else None
         if dim is not None and not self._takes_any_rows(declared):
             return self._concatenate(column, dim, declared)
@@ -409,36 +224,36 @@ class _Join:
     def _concatenate(self, parts: Sequence[torch.Tensor], dim: int, declared: Declared) -> torch.Tensor:
         """Return tensors next to each other along `dim`, on the output device."""
         if len(parts) > 1 and not have_one_scale(parts):
-            _refuse("the lanes returned tensors quantized with different scales, or per channel. Return tensor.dequantize()")
+            refuse("the lanes returned tensors quantized with different scales, or per channel. Return tensor.dequantize()")
         if len(set(map(_dtype_of, parts))) > 1:  # torch.cat would promote them
-            _refuse(f"the lanes returned tensors of {' and '.join(sorted({str(part.dtype) for part in parts}))}. {_CURE}")
-        if self.rules.join == "pad" and len({_other_sizes(part.shape, dim) for part in parts}) > 1:
+            refuse(f"the lanes returned tensors of {' and '.join(sorted({str(part.dtype) for part in parts}))}. {CURE}")
+        if self.rules.join == "pad" and len({other_sizes(part.shape, dim) for part in parts}) > 1:
             if len({part.ndim for part in parts}) > 1:
-                _refuse(_why_no_cat(parts, dim))
-            parts = _pad(parts, dim, self._choose_padding(parts, declared.pad_value))
+                refuse(why_no_cat(parts, dim))
+            parts = pad(parts, dim, self._choose_padding(parts, declared.pad_value))
         device = self.device
-        if device is not None and _are_of_one_form(parts, dim, device):
-            return _write_into_one(parts, dim, device)
+        if device is not None and are_of_one_form(parts, dim, device):
+            return write_into_one(parts, dim, device)
         try:
             parts = [_on(part, device) for part in parts]
             return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
         except (IndexError, RuntimeError) as error:
-            raise Refusal(_why_no_cat(parts, dim)) from error
+            raise Refusal(why_no_cat(parts, dim)) from error
 
     def _choose_padding(self, parts: Sequence[torch.Tensor], value: Any) -> Any:
         """Return the value to pad with. Without one from the user, only one tensor of floating-point numbers is padded."""
         dtype = parts[0].dtype
         is_float = dtype.is_floating_point or dtype.is_complex
-        if _is_tree(value):
-            _refuse(f"pad_value declares a {type(value).__name__} here, and the lanes returned a Tensor")
+        if is_tree(value):
+            refuse(f"pad_value declares a {type(value).__name__} here, and the lanes returned a Tensor")
         if value is not UNDECLARED and value is not None:
             if not is_float and value != int(value.real):
-                _refuse(f"pad_value={value!r} is not a value of {dtype}. Give this output a whole number")
+                refuse(f"pad_value={value!r} is not a value of {dtype}. Give this output a whole number")
             return value
         self.padded += 1
         if self.padded > 1 or not is_float:
             why = "more than one output must be padded" if self.padded > 1 else f"it holds {dtype}"
-            _refuse(
+            refuse(
                 f"{why}, and no padding is right for every output. Give pad_value: one number for all, or a dict or tuple like "
                 'the output, such as pad_value={"logits": 0.0, "mask": False, "labels": -100}'
             )
@@ -447,11 +262,11 @@ class _Join:
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
         if declared.names_reduce and declared.reduce is not None and not self.rules.as_torch:
             if declared.reduce != "sum":
-                _refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
+                refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
             return self._reduce_tensors(column, declared)
         dim = self._row_dim(column, declared)
         if dim is not None:
-            return _concatenate_arrays(column, dim)
+            return concatenate_arrays(column, dim)
         original = self._original(column)
         return self._take_declared_equal(column, declared) if original is None else original
 
@@ -459,8 +274,8 @@ class _Join:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
         _refuse_reduced_and_equal(declared)
         if self.lanes > 1 and len({part.shape for part in column}) > 1:
-            _refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
-        return _reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
+            refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
+        return reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _row_dim(self, column: Sequence[Any], declared: Declared) -> int | None:
         """Return the dim to concatenate tensors or arrays on; None if they do not follow the rows."""
@@ -478,7 +293,7 @@ class _Join:
             follows = sizes is not None and (sizes == self.rows or not any(sizes))  # joining no rows adds nothing
             return dim if follows else None
         if sizes != self.rows:
-            _refuse(f"{self._what_lanes_did(column)}, without the rows on dim {dim}. {_CURE}")
+            refuse(f"{self._what_lanes_did(column)}, without the rows on dim {dim}. {CURE}")
         return dim
 
     def _takes_any_rows(self, declared: Declared) -> bool:
@@ -488,10 +303,10 @@ class _Join:
     def _take_declared_equal(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the one value that `out_dims` declares to be equal in all lanes."""
         if declared.out_dim is not None:
-            _refuse(
+            refuse(
                 f"{self._what_lanes_did(column)}, without the rows on dim {self.rules.dim}. Equal values do not make it "
                 'one value: two lanes that count 3 are 6. If it sums over rows, name it in reduce: reduce="sum", or '
-                f'reduce={{"key": "sum"}} for one of several outputs. {_CURE}'
+                f'reduce={{"key": "sum"}} for one of several outputs. {CURE}'
             )
         return self._take_equal(column)
 
@@ -506,9 +321,9 @@ class _Join:
         is_one = all(value is first for value in column) and not is_digit
         if declared.out_dim is None or is_one or isinstance(first, _BY_VALUE) or self.lanes == 1:
             return self._take_equal(column)
-        cure = _CURE if isinstance(first, (str, bytes)) else f"{_CURE}. {registration_of(type(first))} says how to join them"
-        _refuse(
-            f"{self._lanes_had()} returned {_list_values(column)}. Equal values do not make it one value, unless it is one "
+        cure = CURE if isinstance(first, (str, bytes)) else f"{CURE}. {registration_of(type(first))} says how to join them"
+        refuse(
+            f"{self._lanes_had()} returned {list_values(column)}. Equal values do not make it one value, unless it is one "
             f'object, such as a constant: two lanes that return "1 positive" may mean "2 positive". {cure}'
         )
 
@@ -516,11 +331,11 @@ class _Join:
         """Return the value that all lanes returned, compared by value."""
         first = column[0]
         if not all(_equal_values(value, first) for value in column[1:]):
-            shown = f"shapes {_shapes_of(column)}" if hasattr(first, "shape") else f"values {_list_values(column)}"
-            cure = _CURE
-            if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not _is_number(first):
-                cure = f"{registration_of(type(first))} says how to join them. {_JOIN_LIST}"
-            _refuse(f"{self._lanes_had()} returned different values, of {shown}. {cure}")
+            shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {list_values(column)}"
+            cure = CURE
+            if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not is_number(first):
+                cure = f"{registration_of(type(first))} says how to join them. {JOIN_LIST}"
+            refuse(f"{self._lanes_had()} returned different values, of {shown}. {cure}")
         return _on(first, self.device)
 
     # Lists
@@ -530,14 +345,18 @@ class _Join:
         if self._are_items(column, declared):
             return kind([_move(item, self.device) for value in column for item in value])
         lengths = list(map(len, column))
-        is_one = all(value is column[0] for value in column)
-        if not is_one and declared.out_dim is not None and self.lanes > 1 and any(map(_holds_texts, column)):
-            _refuse(
-                f"{self._lanes_had()} returned {_list_values(lengths)} items, without a tensor. Equal values do not make them one "
-                f"{kind.__name__}, unless it is one object, such as a constant. {_CURE}"
+        is_declared = declared.is_of_sequence or declared.out_dim is None or self.lanes == 1
+        if not is_declared and any(map(_holds_texts, column)):
+            if all(value is column[0] for value in column) and (
+                kind is not tuple or lengths[0] != 1
+            ):  # ("a",) * 1 is ("a",)
+                return column[0]
+            refuse(
+                f"{self._lanes_had()} returned {list_values(lengths)} items, without a tensor. Equal values do not make them one "
+                f"{kind.__name__}, unless it is one object, such as a constant. {CURE}"
             )
         if len(set(lengths)) > 1:
-            _refuse(f"{self._lanes_had()} returned {_list_values(lengths)} items. {_CURE}")
+            refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
         joined = []
         for index, (parts, below) in enumerate(zip(zip(*column, strict=True), declared.items(lengths[0]), strict=True)):
             try:
@@ -564,7 +383,7 @@ class _Join:
                 self._check_proof()
             return lengths == self.rows
         if lengths != self.rows and any(lengths):
-            _refuse(f"{self._lanes_had()} returned {_list_values(lengths)} items. {_CURE}")
+            refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
         return True
 
     def _are_items_as_torch(self, column: Sequence[Any]) -> bool:
@@ -591,7 +410,7 @@ class _Join:
         if follows and not columns_follow:
             return True
         what = type(column[0]).__name__
-        returned = f"returned a {what} of {_list_values(list(map(len, column)))} items without tensors"
+        returned = f"returned a {what} of {list_values(list(map(len, column)))} items without tensors"
         if columns_follow:
             why = f"had {self._list_rows()} rows, and both the {what} and each list in it follow. Return a tensor"
         elif self.rows is None:
@@ -661,11 +480,11 @@ class _Join:
         found = [rules.rows(value) for value in values]
         if any(found) and found != self.rows and declared.out_dim != "ragged" and not self.rules.as_torch:
             name = type(values[0]).__name__
-            _refuse(f"the lanes had {self._list_rows()} rows and returned a {name} of {_list_values(found)}. {_CURE}")
+            refuse(f"the lanes had {self._list_rows()} rows and returned a {name} of {list_values(found)}. {CURE}")
         try:
             return rules.join(moved)
         except GatherError as error:
-            msg = f"{error}. {_JOIN_LIST}"
+            msg = f"{error}. {JOIN_LIST}"
             raise Refusal(msg) from error
 
     def _take_equal_registered(self, values: Sequence[Any]) -> Any:
@@ -673,7 +492,7 @@ class _Join:
         first, *others = ([*tensors_in(value)] for value in values)
         for other in others:
             if len(other) != len(first) or not all(map(_equal_values, other, first)):
-                _refuse(f"{self._lanes_had()} returned values of type {type(values[0]).__name__} that differ. {_CURE}")
+                refuse(f"{self._lanes_had()} returned values of type {type(values[0]).__name__} that differ. {CURE}")
         return values[0]
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
@@ -683,23 +502,23 @@ class _Join:
         if self.rules.as_torch and not all(isinstance(part, torch.Tensor) for part in column):
             if self.lanes == 1:
                 return column[0]
-            _refuse(
-                f"each lane returned one {type(column[0]).__name__} ({_list_values(column)}), and equal numbers do not make "
+            refuse(
+                f"each lane returned one {type(column[0]).__name__} ({list_values(column)}), and equal numbers do not make "
                 "it one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one "
                 'value per shard, or use parallel(model, devices, reduce="sum"), or out_dims=None for a value that is the same'
                 " in every lane"
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
-            _refuse(f"the shapes {_shapes_of(column)} have no dim in common. {_CURE}")
+            refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")
         if isinstance(declared.reduce, (list, tuple, Mapping)):
             kind = type(declared.reduce).__name__
-            _refuse(f"reduce declares a {kind} here, and the lanes returned a {type(column[0]).__name__}")
+            refuse(f"reduce declares a {kind} here, and the lanes returned a {type(column[0]).__name__}")
         if self._may_be_squeezed(column, declared):
-            _refuse(
+            refuse(
                 "each lane had one row and returned a 0-d tensor, which is either a number or that row without its dim. "
-                f"Keep the dim in the model (squeeze(1) instead of squeeze()). {_CURE}"
+                f"Keep the dim in the model (squeeze(1) instead of squeeze()). {CURE}"
             )
-        return _reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
+        return reduce_numbers([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _may_be_squeezed(self, column: Sequence[Any], declared: Declared) -> bool:
         """True if 0-d tensors may be the one row of each shard, squeezed."""
@@ -709,7 +528,7 @@ class _Join:
     def _check_proof(self) -> None:
         """Refuse an undeclared output of shards of equal sizes, where each new size would be compiled."""
         if self.rows is not None and len(set(self.rows)) == 1 < self.lanes:
-            _refuse(f"all lanes had {self.rows[0]} rows, which does not show whether this output follows the rows. {_CURE}")
+            refuse(f"all lanes had {self.rows[0]} rows, which does not show whether this output follows the rows. {CURE}")
 
     def _original(self, parts: Sequence[Any]) -> Any:
         """Return the one value that all lanes returned, or returned their copies of: a parameter, or an uncut argument.
@@ -728,19 +547,19 @@ class _Join:
         return same if all(part is same or find(part) is same for part, find in finds) else None
 
     def _what_lanes_did(self, column: Sequence[Any]) -> str:
-        return f"{self._lanes_had()} returned shapes {_shapes_of(column)}"
+        return f"{self._lanes_had()} returned shapes {shapes_of(column)}"
 
     def _lanes_had(self) -> str:
         return "the lanes" if self.rows is None else f"the lanes had {self._list_rows()} rows and"
 
     def _list_rows(self) -> str:
-        return _list_values(self.rows or [])
+        return list_values(self.rows or [])
 
 
 def _refuse_reduced_and_equal(declared: Declared) -> None:
     """Refuse to reduce a value that is also declared to be the same in every lane."""
     if declared.out_dim is None and declared.reduce is not None:
-        _refuse(
+        refuse(
             f"out_dims=None says that every lane returned the same value, and reduce={declared.reduce!r} puts different "
             "values together. Keep one of them: a dict or a tuple in reduce leaves values out, and out_dims=0 leaves "
             "numbers to reduce"
@@ -764,13 +583,13 @@ def _are_alike(items: Sequence[tuple[Sequence[Any], Any]]) -> bool:
 
 
 def _is_sequence(node: Any) -> bool:
-    return type(node) in _SEQUENCES
+    return type(node) in SEQUENCES
 
 
 def _holds_texts(value: Any) -> bool:
-    """True for a sequence of texts, or of other values of which lanes may have any number: without tensors and numbers."""
+    """True for a sequence of texts or other values, of which lanes may have any number: without arrays and numbers."""
     leaves = flatten(value)[0]
-    if any(isinstance(leaf, (torch.Tensor, WholeLeaf)) or _is_number(leaf) for leaf in leaves):
+    if any(isinstance(leaf, WholeLeaf) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves):
         return False
     return any(leaf is not None for leaf in leaves)
 
@@ -801,7 +620,7 @@ def _refuse_structures(specs: Sequence[TreeSpec]) -> NoReturn:
     place, shapes = found
     # Shapes that read alike differ in the order of keys, a default factory, or two classes of one name.
     lane = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), 1)
-    refusal = Refusal(f"lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}. {_JOIN_LIST}")
+    refusal = Refusal(f"lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}. {JOIN_LIST}")
     refusal.steps.append(place)
     raise refusal
 
@@ -837,133 +656,3 @@ def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     is_inexact = one.is_floating_point() or one.is_complex()
     return is_inexact and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-# Numbers
-
-
-def _is_number(value: Any) -> bool:
-    """True for Python numbers, 0-d tensors, and the scalars of other libraries."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 0
-    return isinstance(value, numbers.Number) or getattr(value, "shape", None) == ()
-
-
-def _reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
-    """One value from the numbers of the lanes. The mean weighs each shard by its rows, as a mean over rows does."""
-    first = parts[0]
-    kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
-    if reduce is None:
-        _refuse(
-            f"each lane returned one {kind} ({_list_values(parts)}), and no reduction is right for every number. Use "
-            'reduce="mean" for a mean over rows, "sum" for sums and counts, "stack" for one value per lane, or a function '
-            f"of the vector; {_SAME}"
-        )
-    if reduce == "sum":
-        if kind in ("bool", "torch.bool"):
-            _refuse(f"each lane returned one {kind}, which has no sum. Use a function as reduce, such as torch.any, or {_SAME}")
-        return sum(parts[1:], start=first)
-    if reduce == "mean":
-        if not _has_mean(first):
-            _refuse(
-                f'each lane returned one {kind} ({_list_values(parts)}), which has no mean over lanes. Use reduce="sum" for '
-                f'a count, reduce="stack" for one value per lane, or a function of the vector; {_SAME}'
-            )
-        return _average(parts, sizes)
-    vector = torch.stack(list(parts)) if isinstance(first, torch.Tensor) else torch.tensor(parts)
-    return vector if reduce == "stack" else reduce(vector)
-
-
-def _has_mean(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point() or value.is_complex()
-    return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)
-
-
-def _average(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    rows = sum(sizes)
-    mean = parts[0] * (sizes[0] / rows)
-    for part, size in zip(parts[1:], sizes[1:], strict=True):
-        mean = torch.add(mean, part, alpha=size / rows) if isinstance(part, torch.Tensor) else mean + part * (size / rows)
-    return mean
-
-
-def _list_values(values: Sequence[Any]) -> str:
-    shown = ", ".join(repr(value)[:60] for value in values[:4])
-    return shown + (", ..." if len(values) > 4 else "")
-
-
-# Tensors and arrays
-
-
-def have_one_scale(parts: Sequence[torch.Tensor]) -> bool:
-    """True if parts are not quantized, or with one scale for all: torch.cat takes the scale of the first part."""
-    if not parts[0].is_quantized:
-        return True
-    per_tensor = all(part.is_quantized and part.qscheme() == torch.per_tensor_affine for part in parts)
-    return per_tensor and len({(part.q_scale(), part.q_zero_point()) for part in parts}) == 1
-
-
-def _concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:
-    """Return numpy arrays next to each other along `dim`."""
-    if len({_other_sizes(part.shape, dim) for part in parts}) > 1:
-        _refuse(_why_no_cat(parts, dim))
-    return sys.modules["numpy"].concatenate(parts, axis=dim)
-
-
-def _shapes_of(parts: Sequence[Any]) -> str:
-    """Return the shapes for an error."""
-    return ", ".join(str(tuple(part.shape)) for part in parts)
-
-
-def _other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    sizes = list(shape)
-    if -len(sizes) <= dim < len(sizes):
-        del sizes[dim]
-    return tuple(sizes)
-
-
-def _why_no_cat(parts: Sequence[Any], dim: int) -> str:
-    if len({len(part.shape) for part in parts}) > 1 or not -len(parts[0].shape) <= dim < len(parts[0].shape):
-        return f"the shapes {_shapes_of(parts)} have no dim {dim} in common. {_CURE}"
-    if len({_other_sizes(part.shape, dim) for part in parts}) == 1:
-        return f"torch.cat refused outputs of shape {_shapes_of(parts)}. {_CURE}"
-    return f'the shapes {_shapes_of(parts)} differ beyond dim {dim}. join="pad" pads them to the longest. {_CURE}'
-
-
-def _pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tensor]:
-    """Pad every dim except `dim` at its end, to the longest part."""
-    dim %= parts[0].ndim
-    longest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-    padded = []
-    for part in parts:
-        missing = [0 if each == dim else longest[each] - part.shape[each] for each in range(part.ndim)]
-        ends = [pad for size in reversed(missing) for pad in (0, size)]
-        padded.append(torch.nn.functional.pad(part, ends, value=value) if any(missing) else part)
-    return padded
-
-
-def _are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> bool:
-    """True if parts from elsewhere can be written into one tensor: their rows alone differ, and no graph records it."""
-    first = parts[0]
-    if len(parts) == 1 or all(part.device == device for part in parts):
-        return False
-    return all(
-        type(part) is torch.Tensor
-        and not (part.requires_grad and torch.is_grad_enabled())
-        and part.is_contiguous()
-        and part.dtype == first.dtype
-        and _other_sizes(part.shape, dim) == _other_sizes(first.shape, dim)
-        for part in parts
-    )
-
-
-def _write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
-    """Copy each part once, straight to its place in one tensor on the device."""
-    sizes = [part.shape[dim] for part in parts]
-    shape = list(parts[0].shape)
-    shape[dim] = sum(sizes)
-    joined = torch.empty(shape, dtype=parts[0].dtype, device=device)
-    for place, part in zip(joined.split(sizes, dim), parts, strict=True):
-        place.copy_(part, non_blocking=device.type != "cpu")
-    return joined

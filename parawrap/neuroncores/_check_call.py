@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.declarations import Parameters
 from parawrap.errors import ShapeError, ShardError
 from parawrap.neuroncores._signature import Signature, TensorSpec
-from parawrap.engine.cut import Parameters
 from parawrap.tree import flatten_call, unflatten
 
 __all__ = ["Fitting"]

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from parawrap.engine import Entry, LaneCall, Record, Session, WholeCall, timed
+from parawrap.engine.cut import Cutter, Shard, ShardPlan
+from parawrap.engine.extents import FlatCall
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
 from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, TaskOutcome, TurnsOf
 from parawrap.neuroncores._check_call import Fitting
 from parawrap.neuroncores._placed_model import Batching, PlacedModel
 from parawrap.replicas import Freshness, LaneReplica
-from parawrap.engine.cut import Cutter, FlatCall, Shard, ShardPlan
-from parawrap.engine.join import JoinRules, join
 
 __all__ = ["LANES_PER_CORE", "open_session"]
 

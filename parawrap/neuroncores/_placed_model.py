@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parawrap.engine.cut import balanced_sizes, sizes_in_units
 from parawrap.errors import ReplicaError, SessionError, ShapeError, ShardError
 from parawrap.neuroncores._choose_runtime import runtime
 from parawrap.neuroncores._compiled_parts import modules_around
 from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
 from parawrap.neuroncores._signature import Signature
-from parawrap.engine.cut import balanced_sizes, sizes_in_units
 
 __all__ = ["Batching", "PlacedModel", "place"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from parawrap.engine import Session
-from parawrap.launch import Platform
 from parawrap.engine.cut import Cutter
-from parawrap.engine.join import JoinRules
+from parawrap.engine.join_rules import JoinRules
+from parawrap.launch import Platform
 from parawrap.workers._build import Build, build
 from parawrap.workers._local_worker import LocalWorkers
 from parawrap.workers._ray_workers import RayWorkers, devices_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from parawrap.errors import ShardError
 from parawrap.engine.cut import Cutter
+from parawrap.errors import ShardError
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
 from tests.helpers.shards import cut, cutter, planned, uncut

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from parawrap import parallel
-from parawrap.errors import GatherError, ShardError
 from parawrap.engine.rules.geometric_graphs import graph_rules
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
+from parawrap.errors import GatherError, ShardError
 from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.utils import rnn
 
-from parawrap.errors import ShardError
 from parawrap.engine.cut import Cutter
 from parawrap.engine.rules.registry import register_split
+from parawrap.errors import ShardError
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 

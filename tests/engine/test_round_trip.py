@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes, uneven_sizes
-from parawrap.engine.join import JoinRules, join
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from parawrap.engine.cut import Cutter
+from parawrap.engine.declarations import Parameters
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError
-from parawrap.engine.cut import Cutter, Parameters
-from parawrap.engine.join import JoinRules, join
 
 CPU = torch.device("cpu")
 OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')

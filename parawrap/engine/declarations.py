@@ -1,0 +1,176 @@
+"""`in_dims`: where the rows of each argument lie, by the names of the target's parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from parawrap.engine.extents import NUMBERS, has_items
+from parawrap.errors import ShardError
+from parawrap.tree import (
+    UNDECLARED,
+    Fields,
+    WholeLeaf,
+    address,
+    as_tree,
+    flatten,
+    named_children,
+    replace_nodes,
+    with_children,
+)
+
+InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields
+"""Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
+dict, tuple, or dataclass of these declares the parts of an argument."""
+
+
+class Parameters:
+    """The names under which a target takes its arguments. Immutable."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self._positional: list[str] = []
+        self._rest: str | None = None
+        self._keywords: set[str] | None = set()  # None: any keyword will do
+        self._named: set[str] = set()
+        self._all_keywords: str | None = None  # the name of **kwargs
+        self._read(target)
+
+    def _read(self, target: Callable[..., Any]) -> None:
+        schema = getattr(target, "schema", None)  # a TorchScript method
+        if schema is not None:
+            self._positional = [argument.name for argument in schema.arguments if argument.name != "self"]
+            self._keywords = self._named = set(self._positional)
+            return
+        try:
+            parameters = inspect.signature(target).parameters.values()
+        except (TypeError, ValueError):  # a builtin without a signature
+            self._keywords = None
+            return
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        self._named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        self._all_keywords = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        self._keywords = self._named if self._all_keywords is None else None
+
+    def takes(self, name: str) -> bool:
+        """True if the target has a parameter of that name, or takes any keyword."""
+        return name != self._all_keywords and (self._keywords is None or name in self._keywords)
+
+    def names(self, name: str) -> bool:
+        """True if the signature has a parameter of that name."""
+        return name in self._named
+
+    def at(self, position: int) -> str | None:
+        """Return the name of the positional argument at that place; None if the signature is not known."""
+        return self._positional[position] if position < len(self._positional) else self._rest
+
+    def __str__(self) -> str:
+        return ", ".join(self._positional + ([f"*{self._rest}"] if self._rest else [])) or "none"
+
+
+class Declarations:
+    """The entries of `in_dims` for the arguments of one method.
+
+    `option` is how errors name the option: faces with torch's rules do not have it.
+    """
+
+    def __init__(self, dim: int, in_dims: Mapping[str, InDim], parameters: Parameters | None, option: str) -> None:
+        self.dim = dim
+        self.in_dims: dict[str, Any] = {name: as_tree(entry) for name, entry in in_dims.items()}
+        self.parameters = parameters
+        self.option = option
+
+    def mark_items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with each sequence that is cut by item turned into one leaf."""
+        names = [self.name_at((0, index)) or "" for index in range(len(args))]
+        by_item = tuple(_by_item(self.in_dims.get(name), value, [name]) for name, value in zip(names, args, strict=True))
+        return by_item, {name: _by_item(self.in_dims.get(name), value, [name]) for name, value in kwargs.items()}
+
+    def dim_at(self, path: Sequence[Any]) -> int | None:
+        """Return the dim that the rows of a leaf lie on. The items of a sequence are on dim 0."""
+        declared = self.find(path)
+        return self.dim if declared is UNDECLARED else 0 if declared == "items" else declared
+
+    def find(self, path: Sequence[Any]) -> Any:
+        """Return the entry of `in_dims` for a path into (args, kwargs); UNDECLARED if there is none."""
+        entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED) if self.in_dims else UNDECLARED
+        for key in path[2:]:
+            if not isinstance(entry, (Mapping, tuple)):
+                break
+            has_key = key in entry if isinstance(entry, Mapping) else isinstance(key, int) and key < len(entry)
+            entry = entry[key] if has_key else UNDECLARED
+        return UNDECLARED if isinstance(entry, (Mapping, tuple)) else entry
+
+    def name_at(self, path: Sequence[Any]) -> str | None:
+        """Return the parameter that a path into (args, kwargs) belongs to; None if the signature is not known."""
+        if path[0] == 1:
+            return str(path[1])
+        return self.parameters.at(path[1]) if self.parameters is not None else None
+
+    def write_cure(self, entries: Mapping[tuple[Any, ...], str | None]) -> str:
+        """Return the `in_dims` with these entries for the values at these paths, next to the entries of the user.
+
+        The entry is that of the whole argument where the keys of a path are not names.
+        """
+        cure: dict[str, Any] = dict(self.in_dims)
+        for path, entry in entries.items():
+            has_names = all(isinstance(key, str) for key in path[2:])
+            keys = [self.name_at(path) or "its name", *map(str, path[2:] if has_names else ())]
+            place = cure
+            for key in keys[:-1]:
+                below = place.get(key)
+                place[key] = dict(below) if isinstance(below, Mapping) else {}
+                place = place[key]
+            place[keys[-1]] = entry
+        return f"{self.option}={_write(cure)}"
+
+
+def _write(option: Any) -> str:
+    """Return an option as Python code."""
+    if isinstance(option, Mapping):
+        return f"{{{', '.join(f'{_write(key)}: {_write(each)}' for key, each in option.items())}}}"
+    if isinstance(option, tuple):
+        return f"({', '.join(map(_write, option))}{',' if len(option) == 1 else ''})"
+    return f'"{option}"' if isinstance(option, str) else repr(option)
+
+
+def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
+    """Return a value with the sequences that its entry in `in_dims` cuts by item turned into leaves."""
+    if in_dim is None:
+        return value
+    if isinstance(in_dim, (Mapping, tuple)):
+        return _by_item_below(in_dim, value, place)
+    if in_dim == "items":
+        return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
+    if isinstance(value, (list, tuple)) and not _holds_tensor(value):
+        return WholeLeaf(value)  # named by the user: also a tuple of numbers
+    return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
+
+
+def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
+    """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
+    parts = named_children(value)
+    named = in_dims if isinstance(in_dims, Mapping) else dict(enumerate(in_dims))
+    if isinstance(in_dims, tuple) and len(in_dims) != len(parts):
+        msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(parts)} there"
+        raise ShardError(msg)
+    unknown = [key for key in named if key not in parts]
+    if unknown:
+        has = f"a {type(value).__name__} with {list(parts)}" if parts else f"a {type(value).__name__}"
+        msg = f"{address('in_dims', [*place, unknown[0]])} is declared, and {place[0]!r} is {has} there"
+        raise ShardError(msg)
+    return with_children(value, {key: _by_item(named.get(key), part, [*place, key]) for key, part in parts.items()})
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+
+
+def _may_be_one_item_per_row(node: Any) -> bool:
+    """True for a list without tensors, and for a tuple without tensors that holds more than numbers."""
+    if type(node) is list:
+        return bool(node) and not _holds_tensor(node)
+    return type(node) is tuple and not _holds_tensor(node) and not all(isinstance(item, NUMBERS) for item in node)

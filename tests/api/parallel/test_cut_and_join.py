@@ -1,0 +1,422 @@
+"""What the rules for cutting and joining refuse, with cures that work, and what lanes may write into their rows."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+from parawrap import GatherError, ShardError, TupleParallel, parallel, register_split
+
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
+TWO = ["cpu"] * 2
+
+
+def refused(error, target, *args, options=None, **kwargs):
+    """Return the message of the error of a cut call."""
+    with parallel(target, TWO, **(options or {})) as p, pytest.raises(error) as caught:
+        p(*args, **kwargs)
+    return str(caught.value)
+
+
+def cures_of(message):
+    """Return the values of `in_dims` that an error names."""
+    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
+    return [ast.literal_eval(each) for each in found]
+
+
+# Rows that lanes write into
+
+
+class Adds(nn.Module):
+    """Writes into its input, as a first layer with ``inplace=True`` does."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+        self.write = write
+
+    def forward(self, x, other=None):
+        return self.write(self, x) * (1 if other is None else other)
+
+
+def write_under_no_grad(model, x):
+    with torch.no_grad():
+        x.clamp_(min=0)
+    return x * model.bias
+
+
+WRITES = {
+    "a parameter": lambda model, x: x.add_(model.bias),
+    "ReLU": lambda model, x: torch.relu_(x) * model.bias,
+    "a view": lambda model, x: x[:, 0].mul_(2) * model.bias[0],
+    "without a graph": write_under_no_grad,
+    "nothing": lambda model, x: x * model.bias,
+}
+INPUTS = {
+    "constant": lambda: torch.arange(-10.0, 11).view(7, 3),
+    "with a graph": lambda: torch.arange(-10.0, 11).view(7, 3).requires_grad_() * 2,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("source", INPUTS)
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_writes_into_rows(write, source, as_keyword):
+    """Output, gradients, and the changed argument are those of the plain call."""
+    found = []
+    for lanes in (1, 2, 3):
+        model, x = Adds(WRITES[write]), INPUTS[source]()
+        with parallel(model, ["cpu"] * lanes):
+            y = model(x=x) if as_keyword else model(x)
+        gradients = torch.autograd.grad(y.square().sum() + (x * 3).sum(), model.bias)
+        found.append((y, x, x.requires_grad, gradients))
+    for other in found[1:]:
+        assert_close(other, found[0])
+
+
+def test_writes_reach_what_made_the_rows():
+    """A graph that leads to the argument goes through the lanes' writes."""
+    gradients = []
+    for lanes in (1, 2):
+        model, start = Adds(WRITES["a parameter"]), torch.arange(-10.0, 11).view(7, 3).requires_grad_()
+        x = start * 2
+        with parallel(model, ["cpu"] * lanes):
+            y = model(x)
+        gradients.append(torch.autograd.grad((y * x).sum(), [start, model.bias]))
+    assert_close(gradients[1], gradients[0])
+
+
+def test_writes_into_a_leaf_are_refused_by_torch():
+    x = torch.zeros(7, 3, requires_grad=True)
+    model = Adds(WRITES["a parameter"])
+    with parallel(model, TWO), pytest.raises(RuntimeError, match="leaf Variable"):
+        model(x)
+
+
+def test_one_argument_twice_is_written_once():
+    x, plain = torch.ones(7, 3), torch.ones(7, 3)
+
+    def target(a, b):
+        a.add_(1)
+        return a + b
+
+    with parallel(target, TWO) as p:
+        assert_close(p(x, x), target(plain, plain))
+    assert_close(x, plain)
+    with torch.no_grad(), parallel(target, TWO) as p:
+        assert_close(p(x, x), target(plain, plain))
+    assert_close(x, plain)
+
+
+# Attributes of tensors
+
+
+class Boxes(torch.Tensor):
+    """A tensor with attributes, as torchvision's."""
+
+
+def boxes(*shape):
+    value = torch.ones(shape).as_subclass(Boxes)
+    value.canvas = (8, 8)
+    return value
+
+
+def area(found):
+    return found.as_subclass(torch.Tensor).sum(1) * getattr(found, "canvas", [1])[0]
+
+
+def test_attributes_of_tensors_are_refused():
+    """Also of a plain tensor, and after a call of the same shape without. Size-1 tensors go whole, and keep them."""
+    noted = torch.ones(5, 4)
+    with parallel(area, TWO) as p:
+        p(torch.ones(5, 4))
+        noted.canvas = (8, 8)
+        for value, says in ((boxes(5, 4), r"register_split\(Boxes"), (noted, "register_split")):
+            for call in (lambda value=value: p(value), lambda value=value: p(found=value)):
+                with pytest.raises(ShardError, match=rf"attributes of its own \(canvas\).*{says}.*in_dims") as caught:
+                    call()
+        assert cures_of(str(caught.value)) == [{"found": None}]
+    with parallel(lambda x, found: x + found.canvas[0], TWO) as p:
+        assert p(torch.zeros(5), boxes(1)).tolist() == [8.0] * 5
+    with parallel(lambda x, found: x + found.canvas[0], TWO, in_dims={"found": None}) as p:
+        assert p(torch.zeros(5), boxes(5)).tolist() == [8.0] * 5
+
+
+def test_a_registered_tensor_keeps_attributes():
+    class Kept(torch.Tensor):
+        """A class of its own, since rules stay registered."""
+
+    def with_canvas(part, canvas):
+        part = part.as_subclass(Kept)
+        part.canvas = canvas
+        return part
+
+    def split(value, sizes):
+        return [with_canvas(part, value.canvas) for part in value.as_subclass(torch.Tensor).split(list(sizes))]
+
+    register_split(Kept, split=split, join=lambda parts: with_canvas(torch.cat(list(parts)), parts[0].canvas))
+    value = with_canvas(torch.ones(5, 4), (8, 8))
+    with parallel(area, TWO) as p:
+        assert_close(p(value), area(value))
+        assert len(p.stats().shards) == 2
+    with parallel(lambda found: found, TWO) as p:
+        assert p(value).canvas == (8, 8)
+
+
+# Mappings of tensors
+
+
+class Encoding(UserDict):
+    """Like BatchEncoding of transformers."""
+
+    def __init__(self, data, encodings=None):
+        super().__init__(data)
+        self._encodings = encodings
+        self._n_sequences = None
+
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.mark.parametrize("encodings", [None, [object() for _ in range(5)]], ids=["slow", "fast"])
+def test_a_batch_encoding_is_cut(encodings):
+    """Its class is kept, and the list with one item per row follows the rows."""
+    seen = []
+
+    def target(batch, scale):
+        seen.append((type(batch), batch._encodings and len(batch._encodings), len(batch.ids)))
+        return {"y": batch["ids"].sum(1) * scale, "batch": batch}
+
+    batch = Encoding({"ids": torch.arange(10).view(5, 2), "mask": torch.ones(5, 2)}, encodings)
+    with parallel(target, TWO) as p:
+        found = p(batch, 2)
+        assert p.stats().shards == (3, 2)
+    assert sorted(size for _, _, size in seen) == [2, 3]
+    assert {kind for kind, _, _ in seen} == {Encoding}
+    assert all(count in (None, size) for _, count, size in seen)
+    assert_close(found["y"], target(batch, 2)["y"])
+    assert_close(found["batch"].ids, batch.ids)
+    assert found["batch"]._encodings == encodings
+
+
+# Cures
+
+
+def test_a_dict_of_parameters_needs_one_try():
+    """The error of MAML's call names every parameter, and its first cure works."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    params = dict(model.named_parameters())
+
+    def target(params, x):
+        return functional_call(model, params, (x,))
+
+    for rows in (7, 12):
+        x = torch.randn(rows, 3)
+        message = refused(ShardError, target, params, x)
+        assert all(f'args[0]["{name}"]' in message for name in params)
+        for cure in cures_of(message)[:1]:
+            assert cure == {"params": None}
+            with parallel(target, TWO, in_dims=cure) as p:
+                assert_close(p(params, x), target(params, x))
+                assert len(p.stats().shards) == 2
+
+
+def test_a_weight_as_long_as_the_batch():
+    """Then the error names two cures, and the first is right for parameters."""
+    model = nn.Linear(3, 4)
+    params, x = dict(model.named_parameters()) | {"scale": torch.ones(2)}, torch.randn(4 + 5, 3)
+
+    def target(params, x):
+        return functional_call(model, {name: params[name] for name in ("weight", "bias")}, (x,)) * params["scale"].sum()
+
+    x = torch.randn(4, 3)
+    message = refused(ShardError, target, params, x, options={"out_dims": 0})
+    assert cures_of(message)[0] == {"params": None}
+    with parallel(target, TWO, in_dims={"params": None}, out_dims=0) as p:
+        assert_close(p(params, x), target(params, x))
+
+
+def test_all_keys_are_named_at_once():
+    def target(batch, labels):
+        return batch["x"] * labels[:, None] + batch["table"].sum() + batch["other"].sum()
+
+    batch = {"x": torch.randn(7, 2), "also": torch.ones(7), "table": torch.ones(4), "other": torch.ones(5)}
+    message = refused(ShardError, target, batch, labels=torch.ones(7))
+    cure = {"batch": {"table": None, "other": None}}
+    assert cure in cures_of(message)
+    with parallel(target, TWO, in_dims=cure) as p:
+        assert_close(p(batch, labels=torch.ones(7)), target(batch, torch.ones(7)))
+    message = refused(ShardError, target, batch, options={"in_dims": {"labels": None}}, labels=torch.ones(1))
+    assert {"labels": None} | cure in cures_of(message)
+
+
+def test_all_lists_are_named_at_once():
+    def target(x, names, flags):
+        return x * len(names) + len(flags)
+
+    x, names, flags = torch.zeros(7), list("abcdefg"), [object()] * 7
+    message = refused(ShardError, target, x, names, flags)
+    assert cures_of(message) == [{"names": "items", "flags": "items"}, {"names": None, "flags": None}] or "flags" in message
+    for cure in cures_of(message)[-1:]:
+        with parallel(target, TWO, in_dims=cure) as p:
+            assert_close(p(x, names, flags), target(x, names, flags))
+
+
+def test_masks_per_head():
+    """Attention masks with one row per head need another shape, or whole batches."""
+    attention, x = nn.MultiheadAttention(8, 4, batch_first=True).eval(), torch.randn(7, 5, 8)
+    mask = torch.rand(28, 5, 5) > 0.5
+    mask[:, :, 0] = False
+
+    def target(x, mask):
+        return attention(x, x, x, attn_mask=mask.flatten(0, 1) if mask.ndim == 4 else mask, need_weights=False)[0]
+
+    with torch.no_grad():
+        plain = target(x, mask)
+        message = refused(ShardError, target, x, mask)
+        assert "args[1] has 4 rows for each row" in message
+        assert "(7, 4, ...), and flatten it" in message
+        with parallel(target, TWO) as p:
+            assert_close(p(x, mask.unflatten(0, (7, 4))), plain)
+            assert len(p.stats().shards) == 2
+            assert_close(next(p.map([(x, mask)])), plain)
+
+
+def test_offsets_into_another_argument():
+    bag = nn.EmbeddingBag(10, 3)
+    indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 3, 4])
+    with torch.no_grad():
+        plain = bag(indices, offsets)
+        with parallel(bag, TWO) as p:
+            with pytest.raises(ShardError, match="offsets into another argument.*`map` of the block, or TupleParallel"):
+                bag(indices, offsets)
+            assert_close(next(p.map([(indices, offsets)])), plain)
+        assert_close(TupleParallel(bag, TWO)((indices, indices), (offsets, offsets))[1], plain)
+
+
+class Agent:
+    def __init__(self):
+        self.net = nn.Linear(3, 2)
+
+    def run(self, x):
+        return self.net(x)
+
+
+def test_methods_of_an_object():
+    """An object without a call has methods that can be targets."""
+    agent, x = Agent(), torch.randn(7, 3)
+    with pytest.raises(ShardError, match=r"parallel\(agent\.run, \.\.\.\)"):
+        parallel(agent, TWO, methods=("run",))
+    with parallel(agent.run, TWO) as p:
+        assert_close(p(x), agent.run(x))
+
+
+# Joining
+
+
+def positive(x):
+    return int((x[:, 0] > 0).sum())
+
+
+BUILT = {
+    "text": lambda x: f"{positive(x)} positive",
+    "digit": lambda x: str(positive(x)),
+    "bytes": lambda x: f"{positive(x)} positive".encode(),
+    "dict": lambda x: {"y": x, "summary": f"{positive(x)} positive"},
+    "tuple": lambda x: (x, f"{positive(x)} positive"),
+    "list": lambda x: ["dog"] * positive(x),
+    "tuple of texts": lambda x: ("dog",) * positive(x),
+    "list in a dict": lambda x: {"y": x, "found": ["dog"] * positive(x)},
+    "dicts": lambda x: [{"label": "dog"}] * positive(x),
+    "set": lambda x: {f"{positive(x)} positive"},
+}
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_texts_that_are_equal_by_chance(kind):
+    """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive". `out_dims` declares equality."""
+    x = torch.tensor([[1.0], [0], [0], [0], [0], [1], [0], [0]])
+    message = refused(GatherError, BUILT[kind], x)
+    assert "out_dims" in message
+    assert "None for one value" in message
+    out_dims = (
+        {"y": 0, "summary": None}
+        if kind == "dict"
+        else {"found": None}
+        if "in a dict" in kind
+        else (0, None)
+        if kind == "tuple"
+        else None
+    )
+    with parallel(BUILT[kind], TWO, out_dims=out_dims) as p:
+        found = p(x)
+        assert found is not None
+
+
+NAMES = ("a cat", "a dog")
+
+
+def test_constants_are_returned_once():
+    with parallel(lambda x: {"y": x, "mode": "a constant", "names": NAMES, "dtype": x.dtype, "letter": "a"}, TWO) as p:
+        found = p(torch.zeros(5))
+    assert (found["mode"], found["names"], found["letter"]) == ("a constant", NAMES, "a")
+    assert found["names"] is NAMES
+
+
+def ragged(x):
+    return {
+        "logits": x[:, : len(x)],
+        "mask": x[:, : len(x)] > 0,
+        "labels": x[:, : len(x)].long(),
+        "pooled": x.sum(1),
+    }
+
+
+def test_pad_values_are_a_tree():
+    x = torch.ones(5, 4)
+    values = {"logits": -1.0, "mask": False, "labels": -100}
+    with parallel(ragged, TWO, join="pad", pad_value=values) as p:
+        found = p(x)
+    assert found["logits"].tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
+    assert found["mask"].tolist() == [[True] * 3] * 3 + [[True, True, False]] * 2
+    assert found["labels"].tolist() == [[1, 1, 1]] * 3 + [[1, 1, -100]] * 2
+    assert found["mask"].dtype is torch.bool
+    for options in ({}, {"pad_value": {"labels": -100}}):
+        message = refused(GatherError, ragged, x, options={"join": "pad", **options})
+        assert "pad_value" in message
+    assert "holds torch.int64" in refused(GatherError, lambda x: x[:, : len(x)].long(), x, options={"join": "pad"})
+    message = refused(GatherError, lambda x: x[:, : len(x)].long(), x, options={"join": "pad", "pad_value": 0.5})
+    assert "pad_value=0.5 is not a value of torch.int64" in message
+    with parallel(lambda x: (x[:, : len(x)], x), TWO, join="pad") as p:  # one output of floats: 0
+        assert p(x)[0].tolist() == [[1, 1, 1]] * 3 + [[1, 1, 0]] * 2
+    with parallel(ragged, TWO, join="pad", pad_value=7) as p:
+        assert p(x)["labels"][4].tolist() == [1, 1, 7]
+    with pytest.raises(GatherError, match="pad_value='x' is not supported"):
+        parallel(ragged, TWO, join="pad", pad_value="x")
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce": "mean"}], ids=str)
+def test_an_equal_int_names_out_dims_none(options):
+    message = refused(GatherError, lambda x: (x, 3), torch.zeros(5), options=options)
+    assert "out_dims=None" in message
+    with parallel(lambda x: (x, 3), TWO, out_dims=(0, None)) as p:
+        assert p(torch.zeros(5))[1] == 3
+
+
+def test_structures_of_rows():
+    """The short way for structures of tensors keeps types, dims, and keys."""
+    with parallel(lambda x: {"a": x, "b": [x + 1, (x.T,)]}, TWO, out_dims={"b": (0, (1,))}) as p:
+        for _ in range(2):
+            found = p(torch.arange(10.0).view(5, 2))
+            assert found["a"].shape == (5, 2)
+            assert found["b"][1][0].shape == (2, 5)
