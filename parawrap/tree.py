@@ -53,8 +53,8 @@ _known_leaves.add(WholeLeaf)
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
-    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`. The
-    outermost nodes that `is_leaf` accepts are leaves.
+    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`.
+    The outermost nodes that `is_leaf` accepts are leaves.
     """
     leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
     if _known_leaves.issuperset(map(type, leaves)):
@@ -370,7 +370,7 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     elif is_dataclass:
         _set_attributes(built, items)
     elif not is_tuple:
-        built.extend(items.values())
+        list.extend(built, items.values())
     _set_attributes(built, dict(zip(blank.names, map(_unwrap, found[len(items) :]), strict=True)))
     return built
 

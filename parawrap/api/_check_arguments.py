@@ -81,8 +81,8 @@ def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
             msg = (
-                f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out, or pass "
-                f"the method itself: {_write_bound(target, methods)}"
+                f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out, or "
+                f"pass the method itself: {_write_bound(target, methods)}"
             )
             raise ShardError(msg)
         return methods

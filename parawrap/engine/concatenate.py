@@ -35,6 +35,7 @@ def shapes_of(parts: Sequence[Any]) -> str:
 
 
 def other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the sizes on all dims but one."""
     sizes = list(shape)
     if -len(sizes) <= dim < len(sizes):
         del sizes[dim]
@@ -42,6 +43,7 @@ def other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def why_no_cat(parts: Sequence[Any], dim: int) -> str:
+    """Return why parts cannot be put next to each other, for an error."""
     if len({len(part.shape) for part in parts}) > 1 or not -len(parts[0].shape) <= dim < len(parts[0].shape):
         return f"the shapes {shapes_of(parts)} have no dim {dim} in common. {CURE}"
     if len({other_sizes(part.shape, dim) for part in parts}) == 1:
@@ -139,5 +141,6 @@ def _average(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def list_values(values: Sequence[Any]) -> str:
+    """Return the first values, for an error."""
     shown = ", ".join(repr(value)[:60] for value in values[:4])
     return shown + (", ..." if len(values) > 4 else "")

@@ -31,15 +31,19 @@ class _Unclear(NamedTuple):
 
 
 def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequence[int | None]) -> NoReturn:
-    """Refuse leaves with different row counts. The batch has the count of most arguments, or else of most leaves."""
+    """Refuse leaves with different row counts. The batch has the count of most arguments; of one, of most leaves."""
     where, paths = addresses(flat.spec, CALL_ROOTS), flat.spec.paths()
     found = {index: extent for index, extent in enumerate(flat.extents) if extent >= 0 and extent != 1}
     counts: dict[tuple[Any, ...], set[int]] = {}  # by argument
     for index, extent in found.items():
         counts.setdefault(paths[index][:2], set()).add(extent)
     are_even = {next(iter(each)) for each in counts.values() if len(each) == 1}
-    usual = Counter(found.values())
-    rows = max(usual, key=lambda count: (sum(count in each for each in counts.values()), count in are_even, usual[count]))
+    leaves = Counter(found.values() if len(counts) == 1 else ())
+
+    def rank(count: int) -> tuple[int, bool, int]:
+        return sum(count in each for each in counts.values()), count in are_even, leaves[count]
+
+    rows = max(found.values(), key=rank)
     others = [index for index, extent in found.items() if extent != rows]
     example = next(index for index, extent in found.items() if extent == rows)
     parts = {paths[index] if rows in counts[paths[index][:2]] else paths[index][:2]: None for index in others}
@@ -82,8 +86,9 @@ def refuse_attributes(declarations: Declarations, flat: FlatCall, cut: Sequence[
             found[index] = names
     if not found:
         return
+    kinds = {index: type(flat.leaves[index]).__name__ for index in found}
     says = [
-        f"{where[index]} is a {type(flat.leaves[index]).__name__} with attributes of its own ({', '.join(names[:_MOST_NAMED])})"
+        f"{where[index]} is a {kinds[index]} with attributes of its own ({', '.join(names[:_MOST_NAMED])})"
         for index, names in found.items()
     ]
     classes = {type(flat.leaves[index]) for index in found} - {torch.Tensor}
@@ -127,8 +132,8 @@ def refuse_broken_units(flat: FlatCall, rows: int, unit: int) -> NoReturn:
 def refuse_unclear(declarations: Declarations, flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: bool) -> None:
     """Refuse values that may or may not be cut, or that parawrap cannot cut, until `in_dims` declares them.
 
-    With `is_strict`, refuse every object: a deque or a generator of random numbers would advance or start again in each lane.
-    Lanes of a call that `is_cut` would take turns with an iterator.
+    With `is_strict`, refuse every object: a deque or a generator of random numbers would advance or start again in each
+    lane. Lanes of a call that `is_cut` would take turns with an iterator.
     """
     found = [*_find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict)]
     if is_strict:
@@ -153,8 +158,8 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
         if extent == NESTED:
             yield _Unclear(path, f"{place} is a nested tensor, which torch cannot split. Pad it to cut it")
         elif extent <= ARRAY and is_strict:
-            says = f"{place} is an array with {ARRAY - extent} rows, and the batch has {rows}. Pass torch.from_numpy(...) of it"
-            yield _Unclear(path, says, may_be_items=True)
+            says = f"{place} is an array with {ARRAY - extent} rows, and the batch has {rows}"
+            yield _Unclear(path, f"{says}. Pass torch.from_numpy(...) of it", may_be_items=True)
         elif extent == OBJECT and next(tensors_in(leaf), None) is not None:
             says = f"{place} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
             yield _Unclear(path, f"{says}{registration_of(type(leaf))} to cut it")

@@ -29,7 +29,7 @@ from parawrap.engine.concatenate import (
     why_no_cat,
     write_into_one,
 )
-from parawrap.engine.join_rules import CURE, JOIN_LIST, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
+from parawrap.engine.join_rules import CURE, JOIN_LIST, SAME, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
 from parawrap.errors import GatherError
 from parawrap.tree import (
@@ -95,7 +95,7 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
     flat = [flatten(output) for output in outputs]
     spec = flat[0][1]
     dims = rules.row_dims(spec)
-    if not dims or any([other != spec for _, other in flat[1:]]):
+    if not dims or any(other != spec for _, other in flat[1:]):
         return None
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
     joined = []
@@ -254,8 +254,8 @@ class _Join:
         if self.padded > 1 or not is_float:
             why = "more than one output must be padded" if self.padded > 1 else f"it holds {dtype}"
             refuse(
-                f"{why}, and no padding is right for every output. Give pad_value: one number for all, or a dict or tuple like "
-                'the output, such as pad_value={"logits": 0.0, "mask": False, "labels": -100}'
+                f"{why}, and no padding is right for every output. Give pad_value: one number for all, or a dict or tuple "
+                'like the output, such as pad_value={"logits": 0.0, "mask": False, "labels": -100}'
             )
         return 0
 
@@ -313,19 +313,21 @@ class _Join:
     def _take_one(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the value that all lanes returned: one object, such as a constant, or declared to be equal.
 
-        Two lanes that both return the text "1 positive" do not mean "1 positive". CPython has one object for each text of one
-        character, so a digit may be a count.
+        Two lanes that both return the text "1 positive" do not mean "1 positive". CPython has one object for each text of
+        one character, and ``("a",) * 1`` is ``("a",)``, so a digit or a tuple of one item may be made by lanes.
         """
         first = column[0]
-        is_digit = isinstance(first, (str, bytes)) and len(first) == 1 and first.isdigit()
-        is_one = all(value is first for value in column) and not is_digit
-        if declared.out_dim is None or is_one or isinstance(first, _BY_VALUE) or self.lanes == 1:
-            return self._take_equal(column)
-        cure = CURE if isinstance(first, (str, bytes)) else f"{CURE}. {registration_of(type(first))} says how to join them"
-        refuse(
-            f"{self._lanes_had()} returned {list_values(column)}. Equal values do not make it one value, unless it is one "
-            f'object, such as a constant: two lanes that return "1 positive" may mean "2 positive". {cure}'
-        )
+        may_be_made = isinstance(first, (str, bytes)) and len(first) == 1 and first.isdigit()
+        may_be_made = may_be_made or (isinstance(first, tuple) and len(first) == 1)
+        is_one = all(value is first for value in column) and not may_be_made
+        if declared.out_dim is not None and not is_one and not isinstance(first, _BY_VALUE) and self.lanes > 1:
+            is_plain = isinstance(first, (str, bytes)) or _is_sequence(first)
+            rules = "" if is_plain else f". {registration_of(type(first))} says how to join them"
+            refuse(
+                f"{self._lanes_had()} returned {list_values(column)}. Equal values do not make it one value, unless it is "
+                f'one object, such as a constant: two lanes that return "1 positive" mean "2 positive". {CURE}{rules}'
+            )
+        return self._take_equal(column)
 
     def _take_equal(self, column: Sequence[Any]) -> Any:
         """Return the value that all lanes returned, compared by value."""
@@ -345,18 +347,11 @@ class _Join:
         if self._are_items(column, declared):
             return kind([_move(item, self.device) for value in column for item in value])
         lengths = list(map(len, column))
-        is_declared = declared.is_of_sequence or declared.out_dim is None or self.lanes == 1
-        if not is_declared and any(map(_holds_texts, column)):
-            if all(value is column[0] for value in column) and (
-                kind is not tuple or lengths[0] != 1
-            ):  # ("a",) * 1 is ("a",)
-                return column[0]
-            refuse(
-                f"{self._lanes_had()} returned {list_values(lengths)} items, without a tensor. Equal values do not make them one "
-                f"{kind.__name__}, unless it is one object, such as a constant. {CURE}"
-            )
         if len(set(lengths)) > 1:
             refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
+        is_open = declared.out_dim is not None and not declared.is_of_sequence and not self.rules.as_torch
+        if is_open and self.lanes > 1 and any(map(_holds_texts, column)):
+            return self._take_one(column, declared)
         joined = []
         for index, (parts, below) in enumerate(zip(zip(*column, strict=True), declared.items(lengths[0]), strict=True)):
             try:
@@ -505,8 +500,7 @@ class _Join:
             refuse(
                 f"each lane returned one {type(column[0]).__name__} ({list_values(column)}), and equal numbers do not make "
                 "it one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one "
-                'value per shard, or use parallel(model, devices, reduce="sum"), or out_dims=None for a value that is the same'
-                " in every lane"
+                f'value per shard, or use parallel(model, devices, reduce="sum"), or {SAME}'
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
             refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")
@@ -588,8 +582,10 @@ def _is_sequence(node: Any) -> bool:
 
 def _holds_texts(value: Any) -> bool:
     """True for a sequence of texts or other values, of which lanes may have any number: without arrays and numbers."""
-    leaves = flatten(value)[0]
-    if any(isinstance(leaf, WholeLeaf) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves):
+    leaves = [leaf for item in value for leaf in flatten(item, _is_sequence)[0]]
+    if any(
+        _is_sequence(leaf) or isinstance(leaf, WholeLeaf) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves
+    ):
         return False
     return any(leaf is not None for leaf in leaves)
 

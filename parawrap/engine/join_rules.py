@@ -161,7 +161,8 @@ class JoinRules:
                 raise GatherError(msg)
         for each in entries_of(self.pad_value):
             if each is not None and not isinstance(each, numbers.Number):
-                msg = f"pad_value={each!r} is not supported. Use a number, or a tuple, dict, or dataclass of numbers like the output"
+                like = "a tuple, dict, or dataclass of numbers like the output"
+                msg = f"pad_value={each!r} is not supported. Use a number, or {like}"
                 raise GatherError(msg)
 
 
@@ -174,10 +175,12 @@ class Refusal(Exception):  # noqa: N818
 
 
 def refuse(why: str) -> NoReturn:
+    """Raise a refusal."""
     raise Refusal(why)
 
 
 def is_tree(option: Any) -> bool:
+    """True if an option declares the parts of a container."""
     return isinstance(option, (list, tuple, Mapping))
 
 

@@ -38,15 +38,21 @@ def test_all_ways_to_pass_tensors_agree(rows, dim, lanes, has_scalar):
     assert Cutter(dim).rows(tuple(tensors)) == rows
 
 
-def test_rows_are_views():
-    """Each lane may write into its rows, also a value with a graph."""
+def test_rows_are_views_or_copies():
+    """A lane may write into views without gradients, and into copies with them."""
     x = torch.arange(6.0)
-    first, second = cut(Cutter(), x)
+    with torch.no_grad():
+        first, second = cut(Cutter(), x)
+        second.args[0][0] = 9
     assert first.args[0].data_ptr() == x.data_ptr()
-    second.args[0][0] = 9
     assert x[3] == 9
-    for shard in (first, second):
-        shard.args[0].add_(torch.nn.Parameter(torch.ones(())))
+    plan, flat = planned(Cutter(), x)
+    ((one, other),) = plan.columns(flat, copy=True)
+    one.add_(torch.nn.Parameter(torch.ones(())))
+    assert x[0] == 0
+    plan.write_back(flat, [(one, other)])
+    assert x.tolist() == [1, 2, 3, 9, 4, 5]
+    assert x.requires_grad
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
     assert "args[1] of shape (4, 4) and layout torch.sparse_coo cannot be split" in message
     assert "in_dims has None" in message

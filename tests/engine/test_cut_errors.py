@@ -20,7 +20,7 @@ ROWS = torch.zeros(3, 2)
 
 UNEQUAL = {
     "keyword": ((ROWS,), {"mask": ROWS[:2]}, ['kwargs["mask"] has 2 on dim 0', "args[0] has 3", 'in_dims={"mask": None}']),
-    "nested": ((ROWS, {"k": torch.zeros(4)}), {}, ['args[1]["k"] has 4', "args[0] has 3", 'in_dims={"y": {"k": None}}']),
+    "nested": ((ROWS, {"k": torch.zeros(4)}), {}, ['args[1]["k"] has 4', "args[0] has 3", 'in_dims={"y": None}']),
     "rest": ((ROWS, None, None, torch.zeros(4)), {}, ["args[3] has 4", 'in_dims={"rest": None}']),
     "list": ((ROWS, [torch.zeros(4)] * 3), {}, ["args[1][0] has 4", 'in_dims={"y": None}', 'tensor per row, give "items"']),
     "empty": ((torch.zeros(0), torch.zeros(3)), {}, ["args[1] has 3", "args[0] has 0"]),
@@ -42,7 +42,9 @@ def test_rows_of_declared_arguments():
         message = uncut(Cutter(dim=dim), torch.zeros(4, 3))
         assert f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions" in message
     assert "dim 1 is out of range for args[1]" in uncut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
-    assert "args[1], of shape (4,): it has 1 dimensions" in uncut(Cutter(dim=1), None, torch.zeros(4), torch.zeros(5))
+    assert "args[1] and args[2], of shape (4,): it has 1 dimensions" in uncut(
+        Cutter(dim=1), None, torch.zeros(4), torch.zeros(5)
+    )
     for entry, argument, text in (
         ({"k": 0}, {"j": ROWS}, "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there"),
         ({"k": {"i": 0}}, {"k": ROWS}, 'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there'),

@@ -298,7 +298,7 @@ def test_offsets_into_another_argument():
     with torch.no_grad():
         plain = bag(indices, offsets)
         with parallel(bag, TWO) as p:
-            with pytest.raises(ShardError, match="offsets into another argument.*`map` of the block, or TupleParallel"):
+            with pytest.raises(ShardError, match=r"offsets into another argument.*`map` of the block, or TupleParallel"):
                 bag(indices, offsets)
             assert_close(next(p.map([(indices, offsets)])), plain)
         assert_close(TupleParallel(bag, TWO)((indices, indices), (offsets, offsets))[1], plain)
@@ -338,6 +338,7 @@ BUILT = {
     "tuple of texts": lambda x: ("dog",) * positive(x),
     "list in a dict": lambda x: {"y": x, "found": ["dog"] * positive(x)},
     "dicts": lambda x: [{"label": "dog"}] * positive(x),
+    "two lists": lambda x: (x, (["dog"] * positive(x), ["cat"] * positive(x))),
     "set": lambda x: {f"{positive(x)} positive"},
 }
 
@@ -349,18 +350,14 @@ def test_texts_that_are_equal_by_chance(kind):
     message = refused(GatherError, BUILT[kind], x)
     assert "out_dims" in message
     assert "None for one value" in message
-    out_dims = (
-        {"y": 0, "summary": None}
-        if kind == "dict"
-        else {"found": None}
-        if "in a dict" in kind
-        else (0, None)
-        if kind == "tuple"
-        else None
-    )
-    with parallel(BUILT[kind], TWO, out_dims=out_dims) as p:
-        found = p(x)
-        assert found is not None
+    declared = {
+        "dict": {"y": 0, "summary": None},
+        "tuple": (0, None),
+        "list in a dict": {"found": None},
+        "two lists": (0, None),
+    }
+    with parallel(BUILT[kind], TWO, out_dims=declared.get(kind)) as p:
+        assert p(x) is not None
 
 
 NAMES = ("a cat", "a dog")
@@ -371,6 +368,18 @@ def test_constants_are_returned_once():
         found = p(torch.zeros(5))
     assert (found["mode"], found["names"], found["letter"]) == ("a constant", NAMES, "a")
     assert found["names"] is NAMES
+
+
+def test_lists_with_one_text_per_row():
+    """Also two lists in a tuple, in a dict, and lists of dicts."""
+    x = torch.arange(7.0)
+    for target in (
+        lambda x: ([f"a{each}" for each in x.tolist()], [f"b{each}" for each in x.tolist()]),
+        lambda x: {"k": ([f"a{each}" for each in x.tolist()], [{"name": f"b{each}"} for each in x.tolist()])},
+    ):
+        with parallel(target, TWO) as p:
+            assert p(x) == target(x)
+            assert len(p.stats().shards) == 2
 
 
 def ragged(x):
