@@ -28,7 +28,7 @@ TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
 NOT_COPIED = (".*", "__pycache__", "_build", "build", "dist", "*.egg-info", "parawrap")  # the cell has it from the wheel
 LAUNCHES = ("tests/launch/messages/test_pickle_values.py", "tests/launch/test_world.py")
 EXAMPLES = ("README.md", "docs", "tests/engine", *LAUNCHES)
-QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
+QUICK = ("tests/test_private_names.py", "tests/test_tree.py", "tests/lanes", "tests/replicas", "tests/engine")
 MARKS = "-m", "not (contract or slurm or ray or long or stress)"
 # Ray's test cluster refuses to kill a node if this process is connected to it. In Ray 2.40, that may be any node. That
 # release also leaves log files open.

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from coverage import CoverageData
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("shards", "replicas", "lanes", "engine")
+PACKAGES = ("replicas", "lanes", "engine")
 GROUPS = (tuple(f"tests/{name}" for name in (*PACKAGES, "tree", "workers", "api")), ("tests/devices",))
 """The folders of tests, in the order in which they run. Each group has its own process."""
 MOST_TIMES = 10
@@ -150,7 +150,7 @@ def tests_by_line(folder: Path) -> dict[Path, dict[int, set[str]]]:
 
 class Mutant(NamedTuple):
     file: Path
-    """In the repository, such as parawrap/shards/_cut.py."""
+    """In the repository, such as parawrap/engine/cut.py."""
     number: int
     """Of the change in the file."""
 

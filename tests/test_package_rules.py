@@ -19,20 +19,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The subpackages that a subpackage may import, besides itself and `errors`. "." is parawrap/__init__.py.
 ALLOWED = {
     "backends": {"tree"},
-    "shards": {"tree", "backends"},
     "replicas": {"tree", "backends"},
     "lanes": {"tree", "backends"},
-    "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
-    "neuroncores": {"engine", "replicas", "lanes", "shards", "tree", "backends"},
+    "engine": {"displays", "tree", "backends", "replicas", "lanes"},
+    "neuroncores": {"engine", "replicas", "lanes", "tree", "backends"},
     "launch": {"displays", "neuroncores", "tree", "backends"},
-    "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
-    "api": {"displays", "workers", "neuroncores", "engine", "launch", "shards", "replicas", "lanes", "tree", "backends"},
+    "workers": {"engine", "launch", "lanes", "replicas", "tree", "backends"},
+    "api": {"displays", "workers", "neuroncores", "engine", "launch", "replicas", "lanes", "tree", "backends"},
     "neuron": {"api", "neuroncores", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"api", "neuroncores"},
     "cli": {"displays", "api", "launch", "neuroncores", "backends", "."},
     "__main__": {"cli"},
-    ".": {"_version", "cpu", "api", "shards", "launch", "engine", "functional", "neuron", "workers"},
+    ".": {"_version", "cpu", "api", "launch", "engine", "functional", "neuron", "workers"},
 }
 
 IN_MOST_PROGRAMS = "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, tp_collate"

@@ -26,8 +26,8 @@ DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_r
 OF_OTHERS = {
     "_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
     "xla_backend.py": {"_XLAC", "_xla_sync_multi"},
-    "_geometric_graphs.py": {"_inc_dict", "_key", "_slice_dict"},
-    "_transformers_caches.py": {"_quantized_keys"},
+    "geometric_graphs.py": {"_inc_dict", "_key", "_slice_dict"},
+    "transformers_caches.py": {"_quantized_keys"},
     "collate.py": {"torch.utils.data._utils"},
 }
 OF_MODULES = {"_parameters", "_buffers", "_modules"}

@@ -55,9 +55,10 @@ def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequen
     if arguments != parts and any(path not in arguments for path in counts):
         whole = _join_words([address(CALL_ROOTS[path[0]], path[1:]) for path in arguments])
         msg += f"If {whole} has no rows at all, such as a dict of parameters, use {declarations.write_cure(arguments)}. "
+    are, cure = "is" if len(parts) == 1 else "are", declarations.write_cure(parts)
     msg += (
-        f"If {names} {'is' if len(parts) == 1 else 'are'} not cut with the batch, use {declarations.write_cure(parts)}; if rows lie on "
-        'another dim, give that dim; for a list with one tensor per row, give "items"'
+        f"If {names} {are} not cut with the batch, use {cure}; if rows lie on another dim, give that dim; for a list with "
+        'one tensor per row, give "items"'
     )
     for index in others:
         large, small = max(found[index], rows), min(found[index], rows)
@@ -198,9 +199,10 @@ def hint_of_items(declarations: Declarations, flat: FlatCall) -> str | None:
     ]
     for path, kind in arrays + texts:
         if declarations.name_at(path) is not None and declarations.find(path) is UNDECLARED:
+            cut, whole = declarations.write_cure({path: "items"}), declarations.write_cure({path: None})
             return (
                 f"a call without tensors runs plainly: {address(CALL_ROOTS[path[0]], path[1:])} is a {kind}. To cut it by "
-                f"item, use {declarations.write_cure({path: 'items'})}; to keep the call plain, use {declarations.write_cure({path: None})}"
+                f"item, use {cut}; to keep the call plain, use {whole}"
             )
     return None
 

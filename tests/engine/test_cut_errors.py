@@ -42,9 +42,8 @@ def test_rows_of_declared_arguments():
         message = uncut(Cutter(dim=dim), torch.zeros(4, 3))
         assert f"dim {dim} is out of range for args[0], of shape (4, 3): it has 2 dimensions" in message
     assert "dim 1 is out of range for args[1]" in uncut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
-    assert "args[1] and args[2], of shape (4,): it has 1 dimensions" in uncut(
-        Cutter(dim=1), None, torch.zeros(4), torch.zeros(5)
-    )
+    message = uncut(Cutter(dim=1), None, torch.zeros(4), torch.zeros(5))
+    assert "args[1] and args[2], of shape (4,): it has 1 dimensions" in message
     for entry, argument, text in (
         ({"k": 0}, {"j": ROWS}, "in_dims[\"y\"][\"k\"] is declared, and 'y' is a dict with ['j'] there"),
         ({"k": {"i": 0}}, {"k": ROWS}, 'in_dims["y"]["k"]["i"] is declared, and \'y\' is a Tensor there'),
