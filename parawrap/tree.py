@@ -298,7 +298,7 @@ class _Attribute(str):
     __slots__ = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class _Blank:
     """A container without its parts: its class, the keys of its items, and its attributes.
 
@@ -337,6 +337,8 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     others = {name: each for name, each in attributes.items() if name not in skip}
     if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
         others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
+    if not others:
+        return items, _Blank(type(value), keys, (), (), getattr(value, "default_factory", None)), keys
     plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in _PLAIN)
     names = tuple(_Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
     blank = _Blank(type(value), keys, names, plain, getattr(value, "default_factory", None))
@@ -359,9 +361,9 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     is_tuple = issubclass(kind, tuple) and not is_dataclass
     built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
     attributes = {name: each for name, _, each in blank.plain}
-    if isinstance(built, defaultdict):
+    if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
-    if isinstance(built, UserDict):
+    if issubclass(kind, UserDict):
         attributes["data"] = {}
     _set_attributes(built, attributes)
     if is_mapping:
@@ -370,7 +372,7 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     elif is_dataclass:
         _set_attributes(built, items)
     elif not is_tuple:
-        list.extend(built, items.values())
+        built.extend(items.values())
     _set_attributes(built, dict(zip(blank.names, map(_unwrap, found[len(items) :]), strict=True)))
     return built
 

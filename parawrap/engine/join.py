@@ -92,12 +92,14 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
     if _TENSOR.issuperset(map(type, outputs)):
         dim = rules.dim if rules.out_dims is UNDECLARED else rules.out_dims
         return _cat_rows(outputs, dim, sizes) if isinstance(dim, int) else None
-    flat = [flatten(output) for output in outputs]
-    spec = flat[0][1]
+    leaves, spec = flatten(outputs[0])
     dims = rules.row_dims(spec)
-    if not dims or any(other != spec for _, other in flat[1:]):
+    if not dims:
         return None
-    columns = zip(*[leaves for leaves, _ in flat], strict=True)
+    try:
+        columns = zip(leaves, *map(spec.flatten_up_to, outputs[1:]), strict=True)
+    except ValueError:  # another structure
+        return None
     joined = []
     for dim, column in zip(dims, columns, strict=True):
         if not _TENSOR.issuperset(map(type, column)):

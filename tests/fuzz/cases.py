@@ -23,7 +23,7 @@ from torch import nn
 from parawrap import parallel
 from parawrap.errors import ParawrapError
 from tests.fuzz.changes import CHANGES, WRITES_DATA
-from tests.fuzz.models import WIDTH, Counter, RowWise, Spec, build, drawn_body, drawn_output, float64_on
+from tests.fuzz.models import OUTPUT_TREES, WIDTH, Counter, RowWise, Spec, build, drawn_body, drawn_output, float64_on
 
 FORMS = ("positional", "keyword", "list", "nested", "items")
 SCALES = ("missing", "number", "zero_dim", "one_row", "string")
@@ -247,6 +247,14 @@ def require_one_end(ends: Sequence[str], place: str) -> None:
         raise Wrong(msg)
 
 
+def _has_texts_alone(outputs: Spec) -> bool:
+    """True if an output holds a list or tuple of texts: lanes may have made any number of them."""
+    name, *parts = outputs
+    leaves = {*_names_in(outputs)} - {*OUTPUT_TREES}
+    is_of_texts = name in ("list", "tuple") and "string" in leaves and leaves <= {"string", "none"}
+    return is_of_texts or any(map(_has_texts_alone, parts))
+
+
 class Run:
     """One case as it runs: the model in its block, and the oracle."""
 
@@ -282,7 +290,8 @@ class Run:
         """True for outputs and buffers that no rule joins, and for a tensor that lanes elsewhere cannot have."""
         names = {*_names_in(self.case.body), *_names_in(self.case.outputs)}
         is_elsewhere = set(self.case.devices) != {self.case.home}
-        return bool(names & {"table", "written_buffer"}) or (is_elsewhere and "enclosed" in names)
+        is_unclear = bool(names & {"table", "written_buffer"}) or _has_texts_alone(self.case.outputs)
+        return is_unclear or (is_elsewhere and "enclosed" in names)
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)
