@@ -31,6 +31,7 @@ from parawrap.engine.concatenate import (
 )
 from parawrap.engine.join_rules import CURE, JOIN_LIST, SAME, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
+from parawrap.engine.torch_lists import are_items_as_torch, holds_only_values
 from parawrap.errors import GatherError
 from parawrap.tree import (
     UNDECLARED,
@@ -369,10 +370,10 @@ class _Join:
         if declared.is_of_sequence or out_dim is None or self.lanes == 1:
             return False
         if self.rules.as_torch:
-            return self._are_items_as_torch(column)
+            return are_items_as_torch(column, self.rows)
         if out_dim == "ragged":
             return True
-        if isinstance(out_dim, int) and not _holds_only_values(column):
+        if isinstance(out_dim, int) and not holds_only_values(column):
             return False  # a list of tensors, each with its rows on that dim
         lengths = list(map(len, column))
         if out_dim is UNDECLARED:
@@ -382,83 +383,6 @@ class _Join:
         if lengths != self.rows and any(lengths):
             refuse(f"{self._lanes_had()} returned {list_values(lengths)} items. {CURE}")
         return True
-
-    def _are_items_as_torch(self, column: Sequence[Any]) -> bool:
-        """Return the same by torch's rules, which join lists of tensors item by item and refuse all others.
-
-        Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one. A list
-        of tensors has one item per row if its tensors do not all have the rows: detections, for instance.
-        """
-        if not any(map(len, column)):
-            return False
-        if not _holds_only_values(column):
-            return self._are_detections(column)
-        if all(item is None for value in column for item in value):
-            return False  # torch returns such a list once
-        follows = list(map(len, column)) == self.rows
-        kinds = (list,) if type(column[0]) is tuple else (list, tuple)  # a tuple of tuples has one item per row
-        columns_follow = self.rows is not None and all(
-            type(item) in kinds and len(item) == rows
-            for value, rows in zip(column, self.rows, strict=True)
-            for item in value
-        )
-        if columns_follow and (type(column[0]) is tuple or not follows):
-            return False
-        if follows and not columns_follow:
-            return True
-        what = type(column[0]).__name__
-        returned = f"returned a {what} of {list_values(list(map(len, column)))} items without tensors"
-        if columns_follow:
-            why = f"had {self._list_rows()} rows, and both the {what} and each list in it follow. Return a tensor"
-        elif self.rows is None:
-            why = f"{returned}, and gather alone has no row counts to compare with. Return a tensor"
-        else:
-            why = f"had {self._list_rows()} rows and {returned}. Return a tensor, or a list with one item per row"
-        msg = f"the lanes {why}"
-        raise Refusal(msg)
-
-    def _are_detections(self, column: Sequence[Any]) -> bool:
-        """True if lists with tensors have one item per row: as many items as rows, and their tensors without the rows.
-
-        torch joins lists item by item. Two heads of a model on two rows are such lists: their tensors have the rows.
-
-        Raises:
-            Refusal: If lists may be both: dicts of tensors with the rows, or tensors of different sizes and unknown rows.
-        """
-        if type(column[0]) is not list:
-            return False  # a tuple is a structure
-        items = [[flatten(item) for item in value] for value in column]
-        follows = list(map(len, column)) == self.rows
-        kinds = [[(spec, *(leaf is None for leaf in leaves)) for leaves, spec in value] for value in items]
-        if follows and any(len(set(place)) > 1 for place in zip(*kinds, strict=False)):
-            return True  # nothing that torch joins item by item
-        tensors = [[leaf for leaves, _ in value for leaf in leaves if isinstance(leaf, torch.Tensor)] for value in items]
-        if not all(leaf.ndim for found in tensors for leaf in found):
-            return False
-        counts = [{leaf.shape[0] for leaf in found} for found in tensors]
-        are_alike = _are_alike([item for value in items for item in value])
-        if self.rows is None and are_alike and any(len(each) > 1 for each in counts):
-            msg = (
-                "the lanes returned lists of tensors of different sizes, which may have one item per row, and gather alone "
-                "has no row counts to compare with. Concatenate lists of detections, or return a tuple to join its items"
-            )
-            raise Refusal(msg)
-        if not follows:
-            return False
-        has_rows = counts == [{each} for each in self.rows or ()]
-        if are_alike and not has_rows:
-            return True
-        first = next(item for value in column for item in value if item is not None)
-        if has_rows and (not are_alike or isinstance(first, torch.Tensor | tuple | list)):
-            return False
-        kind = type(first).__name__
-        why = "whose tensors have the rows too" if has_rows else "which differ, and whose tensors do not have the rows"
-        msg = (
-            f"{self._lanes_had()} returned as many items of type {kind}, {why}: one item per "
-            'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
-            "together. Return a tuple to join its items"
-        )
-        raise Refusal(msg)
 
     # Other values
 
@@ -562,22 +486,6 @@ def _refuse_reduced_and_equal(declared: Declared) -> None:
         )
 
 
-def _form_of(leaf: Any) -> object:
-    """Return what tensors that can be concatenated on dim 0 have in common; of any other leaf, nothing."""
-    return (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None
-
-
-def _are_alike(items: Sequence[tuple[Sequence[Any], Any]]) -> bool:
-    """True if all flattened items have the same structure, and tensors at the same places that can be concatenated.
-
-    A place may be None in some items.
-    """
-    if len({spec for _, spec in items}) > 1:
-        return False
-    places = zip(*(leaves for leaves, _ in items), strict=True)
-    return all(len({_form_of(leaf) for leaf in place if leaf is not None}) <= 1 for place in places)
-
-
 def _is_sequence(node: Any) -> bool:
     return type(node) in SEQUENCES
 
@@ -590,10 +498,6 @@ def _holds_texts(value: Any) -> bool:
     ):
         return False
     return any(leaf is not None for leaf in leaves)
-
-
-def _holds_only_values(column: Sequence[Any]) -> bool:
-    return not any(isinstance(leaf, (torch.Tensor, WholeLeaf)) for value in column for leaf in flatten(value)[0])
 
 
 def _move(output: Any, device: torch.device | None) -> Any:
