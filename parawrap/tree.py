@@ -137,6 +137,16 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         waiting += [getattr(each, name) for name in names if isinstance(name, str) and hasattr(each, name)]
 
 
+def list_attributes(tensor: torch.Tensor) -> list[str]:
+    """Return the names of attributes that a tensor has of its own, which cutting and joining would lose.
+
+    The marks of torch.compile do not count. A wrapper of tensors keeps its tensors there, and cuts them itself.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        return []
+    return [name for name in tensor.__dict__ if not name.startswith("_dynamo_")]
+
+
 def _list_slots(cls: type) -> list[str]:
     """Return the names of the slots of a class; those of private names as Python stores them."""
     slots = cls.__dict__.get("__slots__", ())

@@ -15,7 +15,7 @@ from parawrap.engine.declarations import Declarations
 from parawrap.engine.extents import ARRAY, BEYOND, CALL_ROOTS, FIXED, NESTED, OBJECT, FlatCall, has_items
 from parawrap.engine.rules.registry import registration_of
 from parawrap.errors import ShardError
-from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, sequences, tensors_in
+from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, sequences, tensors_in
 
 _MOST_NAMED = 4  # attributes of a tensor
 _MOST_LISTED = 20  # leaves, in the error of a call whose rows disagree; the cure names every argument
@@ -79,12 +79,7 @@ def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequen
 def refuse_attributes(declarations: Declarations, flat: FlatCall, cut: Sequence[int]) -> None:
     """Refuse cut tensors with attributes of their own, which their parts would not have."""
     where, paths = addresses(flat.spec, CALL_ROOTS), flat.spec.paths()
-    found: dict[int, list[str]] = {}
-    for index in cut:
-        leaf = flat.leaves[index]
-        names = [name for name in leaf.__dict__ if not name.startswith("_dynamo_")]  # marks of torch.compile
-        if names and not hasattr(leaf, "__tensor_flatten__"):  # a wrapper of tensors, which knows how to cut itself
-            found[index] = names
+    found = {index: names for index in cut if (names := list_attributes(flat.leaves[index]))}
     if not found:
         return
     kinds = {index: type(flat.leaves[index]).__name__ for index in found}

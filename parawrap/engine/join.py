@@ -39,6 +39,7 @@ from parawrap.tree import (
     WholeLeaf,
     addresses,
     flatten,
+    list_attributes,
     mismatch,
     tensors_in,
     unflatten,
@@ -49,6 +50,7 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 
 _TENSOR = frozenset({torch.Tensor})
 _dtype_of = attrgetter("dtype")
+_attributes_of = attrgetter("__dict__")
 _BY_VALUE = (range, slice, torch.Size, torch.device)
 """Values that lanes make anew, and that say nothing about rows unless they differ."""
 
@@ -115,7 +117,7 @@ def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules)
 def _cat_rows(parts: Sequence[torch.Tensor], dim: int, sizes: tuple[int, ...]) -> torch.Tensor | None:
     """Return tensors next to each other if they have the rows of their shards; None if they need a second look."""
     try:
-        follows = tuple([part.shape[dim] for part in parts]) == sizes
+        follows = tuple([part.shape[dim] for part in parts]) == sizes and not any(map(_attributes_of, parts))
         if follows and len(set(map(_dtype_of, parts))) == 1 and not parts[0].is_quantized:
             return torch.cat(list(parts), dim)
     except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
@@ -228,6 +230,14 @@ class _Join:
         """Return tensors next to each other along `dim`, on the output device."""
         if len(parts) > 1 and not have_one_scale(parts):
             refuse("the lanes returned tensors quantized with different scales, or per channel. Return tensor.dequantize()")
+        names = list_attributes(parts[0])
+        if names and len(parts) > 1 and not self.rules.as_torch:
+            kind = type(parts[0])
+            rules = "a class of your own with register_split" if kind is torch.Tensor else registration_of(kind)
+            refuse(
+                f"the lanes returned tensors with attributes of their own ({', '.join(names)}), which a joined tensor "
+                f"loses. Return the attributes as outputs of their own, or use {rules} to join them too"
+            )
         if len(set(map(_dtype_of, parts))) > 1:  # torch.cat would promote them
             refuse(f"the lanes returned tensors of {' and '.join(sorted({str(part.dtype) for part in parts}))}. {CURE}")
         if self.rules.join == "pad" and len({other_sizes(part.shape, dim) for part in parts}) > 1:

@@ -149,6 +149,20 @@ def test_attributes_of_tensors_are_refused():
         assert p(torch.zeros(5), boxes(5)).tolist() == [8.0] * 5
 
 
+def test_attributes_of_outputs_are_refused():
+    def target(x):
+        y = x + 1
+        y.scale = 2
+        return y
+
+    for output in (target, lambda x: {"y": target(x)}):
+        message = refused(GatherError, output, torch.zeros(5))
+        assert "attributes of their own (scale)" in message
+        assert "register_split" in message
+    with parallel(lambda x: (x + 1, {"scale": 2}), TWO, out_dims=(0, None)) as p:
+        assert p(torch.zeros(5))[1] == {"scale": 2}
+
+
 def test_a_registered_tensor_keeps_attributes():
     class Kept(torch.Tensor):
         """A class of its own, since rules stay registered."""
