@@ -18,7 +18,7 @@ from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, sequences, tensors_in
 
 _MOST_NAMED = 4  # attributes of a tensor
-_MOST_LISTED = 20  # leaves, in the error of a call whose rows disagree; the cure names every argument
+_MOST_LISTED = 20  # values, in an error; its cure names every argument
 _UNEVEN_BEYOND = 1.125  # an eighth: lanes usually differ by as much
 
 
@@ -28,6 +28,7 @@ class _Unclear(NamedTuple):
     path: tuple[Any, ...]
     says: str
     may_be_items: bool = False
+    holds_tensors: bool = False
 
 
 def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequence[int | None]) -> NoReturn:
@@ -131,16 +132,21 @@ def refuse_unclear(declarations: Declarations, flat: FlatCall, rows: int | None,
     With `is_strict`, refuse every object: a deque or a generator of random numbers would advance or start again in each
     lane. Lanes of a call that `is_cut` would take turns with an iterator.
     """
-    found = [*_find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict)]
-    if is_strict:
-        found += _find_sequences(declarations, flat, rows or 0)
+    lists = [*_find_sequences(declarations, flat, rows or 0)] if is_strict else []
+    objects = [
+        each
+        for each in _find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict)
+        if each.holds_tensors or not any(each.path[: len(outer.path)] == outer.path for outer in lists)
+    ]
+    found = objects + lists
     if not found:
         return
     whole = declarations.write_cure({each.path: None for each in found})
     cut = declarations.write_cure({each.path: "items" if each.may_be_items else None for each in found})
     it = "it" if len(found) == 1 else "them"
     cures = f"{cut} cuts {it} by item, and " if any(each.may_be_items for each in found) else ""
-    msg = f"{'; '.join(each.says for each in found)}. {cures}{whole} gives {it} whole to every lane"
+    more = f"; and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+    msg = f"{'; '.join(each.says for each in found[:_MOST_LISTED])}{more}. {cures}{whole} gives {it} whole to every lane"
     raise ShardError(msg)
 
 
@@ -158,7 +164,7 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
             yield _Unclear(path, f"{says}. Pass torch.from_numpy(...) of it", may_be_items=True)
         elif extent == OBJECT and next(tensors_in(leaf), None) is not None:
             says = f"{place} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
-            yield _Unclear(path, f"{says}{registration_of(type(leaf))} to cut it")
+            yield _Unclear(path, f"{says}{registration_of(type(leaf))} to cut it", holds_tensors=True)
         elif extent == OBJECT and (is_strict or (is_cut and isinstance(leaf, Iterator))):
             says = f"{place} is a {kind}, which may have one item per row, or a state that each lane would change"
             yield _Unclear(path, says, may_be_items=has_items(leaf))
