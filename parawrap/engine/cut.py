@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ Sizes = Callable[[int, int], tuple[int, ...]]
 """From rows and lanes to the sizes of the shards."""
 
 _TENSOR = frozenset({torch.Tensor})
+_COPIES = ("SplitWithSizes", "CloneBackward")  # names of the nodes of autograd that made the parts
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 _MOST_NAMED = 4  # arguments, in the note of an error
 _MOST_LISTED = 20  # leaves, in the error of a call whose rows disagree; the cure names every argument
@@ -44,7 +45,8 @@ _MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half t
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
 _attributes_of = attrgetter("__dict__")
-_split_views: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
+_is_contiguous = methodcaller("is_contiguous")
+_is_inference = methodcaller("is_inference")
 _split_copies: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "batches")  # counts writes in place
 
@@ -215,9 +217,11 @@ class ShardPlan:
         leaves = flat.leaves
         are_distinct = len(leaves) == 1 or len(set(map(id, leaves))) == len(leaves)
         if are_distinct and self.cuts_each_leaf:
-            split = _split_copies if copy else _split_views
             try:
-                return [split(leaf, self.sizes, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+                if not copy:
+                    return [leaf.split_with_sizes(self.sizes, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+                if all(map(_is_contiguous, leaves)) and not any(map(_is_inference, leaves)):
+                    return [_split_copies(leaf, self.sizes, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
             except (RuntimeError, NotImplementedError):
                 pass  # below, the error names the leaf
         parts: dict[tuple[int, int | None], Sequence[Any]] = {}  # one object at two places stays one object in each lane
@@ -235,10 +239,12 @@ class ShardPlan:
         done: set[int] = set()
         for index in self.cut_tensors:
             parts = columns[index]
+            if flat.leaves[index].is_inference():  # its parts are views
+                continue
             if any(map(version_of, parts)) and id(parts) not in done:
                 done.add(id(parts))  # one object at two places has one list of parts
                 nodes = [part.grad_fn for part in parts if part.grad_fn is not None]
-                is_recorded = any(not node.name().startswith("SplitWithSizes") for node in nodes)
+                is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
                 with torch.set_grad_enabled(is_recorded):
                     flat.leaves[index].copy_(torch.cat(list(parts), self.dims[index] or 0))
 
@@ -289,9 +295,11 @@ class ShardPlan:
         if dim is None or len(self.sizes) == 1:
             return (leaf,) * len(self.sizes)
         if isinstance(leaf, torch.Tensor):
-            split = _split_copies if copy else _split_views
             try:
-                return split(leaf, self.sizes, dim)
+                views: Sequence[torch.Tensor] = leaf.split_with_sizes(self.sizes, dim)
+                return (
+                    [view.clone() for view in views] if copy and not leaf.is_inference() else views
+                )  # in their memory format
             except (RuntimeError, NotImplementedError) as error:
                 if leaf.layout is torch.strided and not leaf.is_nested:
                     raise

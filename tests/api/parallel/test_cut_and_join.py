@@ -61,6 +61,8 @@ WRITES = {
 }
 INPUTS = {
     "constant": lambda: torch.arange(-10.0, 11).view(7, 3),
+    "transposed": lambda: torch.arange(-10.0, 11).view(3, 7).T,
+    "transposed, with a graph": lambda: torch.arange(-10.0, 11).view(3, 7).T.requires_grad_() * 2,
     "with a graph": lambda: torch.arange(-10.0, 11).view(7, 3).requires_grad_() * 2,
 }
 
@@ -98,6 +100,19 @@ def test_writes_into_a_leaf_are_refused_by_torch():
     model = Adds(WRITES["a parameter"])
     with parallel(model, TWO), pytest.raises(RuntimeError, match="leaf Variable"):
         model(x)
+
+
+def test_parts_keep_their_memory_format():
+    x = torch.randn(7, 3, 4, 4).to(memory_format=torch.channels_last)
+    with parallel(lambda x: (x + 0, x.is_contiguous(memory_format=torch.channels_last)), TWO, out_dims=(0, None)) as p:
+        assert p(x)[1]
+
+
+def test_inference_tensors_are_arguments_of_later_calls():
+    with torch.inference_mode():
+        x = torch.ones(7, 3)
+    with parallel(lambda x: x * 2, TWO) as p:
+        assert p(x).tolist() == [[2.0] * 3] * 7
 
 
 def test_one_argument_twice_is_written_once():
