@@ -11,7 +11,8 @@ from torch import nn
 from benchmarks._measure import Result, Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
-from parawrap.replicas import Snapshot, Survey
+from parawrap.engine.holdings import Holdings
+from parawrap.engine.survey import Survey
 
 __all__ = ["count", "rows"]
 
@@ -48,8 +49,8 @@ def _unchanged(rounds: int) -> Row:
 def _checked(rounds: int) -> Row:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 12)
     modules = sum(1 for _ in model.modules())
-    watch = Snapshot((node, node.value) for node in Survey(model).copied)
-    arms = take_turns({"check": watch.intact}, rounds=rounds, calls=5)
+    holdings = Holdings(Survey(model).places, lambda owner: owner)
+    arms = take_turns({"check": holdings.is_same}, rounds=rounds, calls=5)
     each = arms["check"].median_us / modules
     name = f"replicas: check of the structure, {modules} modules"
     return Row(name, arms, [Result("check, per module", each, "us").held_to("at most", _MOST_PER_MODULE_US)])

@@ -29,8 +29,8 @@ from typing import NamedTuple
 from coverage import CoverageData
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("replicas", "lanes", "engine")
-GROUPS = (tuple(f"tests/{name}" for name in (*PACKAGES, "tree", "workers", "api")), ("tests/devices",))
+PACKAGES = ("engine",)
+GROUPS = (tuple(f"tests/{name}" for name in (*PACKAGES, "test_tree.py", "workers", "api")), ("tests/devices",))
 """The folders of tests, in the order in which they run. Each group has its own process."""
 MOST_TIMES = 10
 """The time limit of a run, in times of the run of all tests without a mutant."""

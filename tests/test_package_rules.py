@@ -19,13 +19,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # The subpackages that a subpackage may import, besides itself and `errors`. "." is parawrap/__init__.py.
 ALLOWED = {
     "backends": {"tree"},
-    "replicas": {"tree", "backends"},
-    "lanes": {"tree", "backends"},
-    "engine": {"displays", "tree", "backends", "replicas", "lanes"},
-    "neuroncores": {"engine", "replicas", "lanes", "tree", "backends"},
+    "engine": {"displays", "tree", "backends"},
+    "neuroncores": {"engine", "tree", "backends"},
     "launch": {"displays", "neuroncores", "tree", "backends"},
-    "workers": {"engine", "launch", "lanes", "replicas", "tree", "backends"},
-    "api": {"displays", "workers", "neuroncores", "engine", "launch", "replicas", "lanes", "tree", "backends"},
+    "workers": {"engine", "launch", "tree", "backends"},
+    "api": {"displays", "workers", "neuroncores", "engine", "launch", "tree", "backends"},
     "neuron": {"api", "neuroncores", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"api", "neuroncores"},

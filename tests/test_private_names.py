@@ -13,7 +13,7 @@ from torch.nn import Linear
 import parawrap
 from parawrap import VersionError, parallel
 from parawrap._private_name import private_name
-from parawrap.replicas import _private_names as of_replicas
+from parawrap.engine import _private_names as of_replicas
 from tests.helpers.processes import run_script
 
 PACKAGE = Path(parawrap.__file__).parent
@@ -196,8 +196,8 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
 
 
 WITHOUT = {
-    "parawrap.replicas._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
-    "parawrap.replicas._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
+    "parawrap.engine._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
+    "parawrap.engine._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
 }
 
 

@@ -9,9 +9,9 @@ import torch
 from typing_extensions import TypeIs
 
 from parawrap.backends import Devices
-from parawrap.engine import original_method
 from parawrap.engine.declarations import InDim, Parameters
 from parawrap.engine.join_rules import JoinRules, OutDims, PadValue
+from parawrap.engine.patch import original_method
 from parawrap.errors import ShardError
 from parawrap.tree import as_tree, entries_of
 

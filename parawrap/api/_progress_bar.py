@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from parawrap.engine import Stats
+from parawrap.engine.stats import Stats
 
 __all__ = ["Progress"]
 

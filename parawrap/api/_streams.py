@@ -13,7 +13,11 @@ from typing import Any
 import torch
 
 from parawrap.api._progress_bar import Progress
-from parawrap.engine import Entry, OutputFolder, Session, StreamOptions, stream
+from parawrap.engine.call import Entry
+from parawrap.engine.pooled import PooledSession
+from parawrap.engine.resume import OutputFolder
+from parawrap.engine.session import Session
+from parawrap.engine.streams import StreamOptions, stream
 from parawrap.errors import ShardError
 
 __all__ = ["Streams"]
@@ -25,7 +29,7 @@ class Streams(ABC):
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
     @abstractmethod
-    def _open_session(self) -> Session:
+    def _open_session(self) -> Session | PooledSession:
         """Return the session of the block; open it on first use."""
 
     @abstractmethod
@@ -135,19 +139,19 @@ class Streams(ABC):
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
         session = self._open_session()
-        if session.pool.submit_chunk is None:
+        if not session.takes_chunks:
             chunksize = 1
         if buffersize is None:
             buffersize = _CHUNKS_PER_LANE * len(session.devices) * chunksize
         options = StreamOptions(buffersize, chunksize, prepare, with_inputs, return_exceptions, ordered)
         entry, name = self._entry()
         if resume is None and not progress:
-            return stream(session, entry, batches, options)
+            return stream(session.open_stream(entry, prepare), batches, options)
         folder = None if resume is None else OutputFolder(Path(resume), name, key)
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         bar = Progress(session.stats, total, desc) if progress else None
-        return _with_folder_and_bar(partial(stream, session, entry, batches), options, folder, bar)
+        return _with_folder_and_bar(partial(stream, session.open_stream(entry, prepare), batches), options, folder, bar)
 
 
 def _refuse_single_batch(batches: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from parawrap.api._comparison_table import difference
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
-from parawrap.engine import as_call
+from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, VerifyError
 from parawrap.tree import addresses, flatten, mismatch, unflatten
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._public import public
+from parawrap.engine.replicas import version_of
 from parawrap.errors import GatherError, ShardError
-from parawrap.replicas import version_of
 from parawrap.tree import flatten, unflatten
 
 __all__ = ["collect"]

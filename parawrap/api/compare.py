@@ -18,9 +18,9 @@ from parawrap.api._comparison_table import Comparison, Way, difference
 from parawrap.api._process_figures import cores_of_others, isolate_turn, memory_growth, page_faults
 from parawrap.api.parallel import parallel
 from parawrap.backends import Devices, ignore_speed_warnings
-from parawrap.engine import as_call
+from parawrap.engine.call import intra_op_threads
+from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError
-from parawrap.lanes import intra_op_threads
 from parawrap.tree import WholeLeaf, flatten, tensors_in
 
 __all__ = ["compare"]

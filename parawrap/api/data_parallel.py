@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -13,15 +12,14 @@ import torch
 from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
 from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
-from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, no_original, parallel_apply, replicate
+from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
-from parawrap.engine import Entry, LaneCall, Session
+from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.session import Session
 from parawrap.errors import DeviceListError
-from parawrap.lanes import here
-from parawrap.replicas import LaneReplica
 from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -135,7 +133,7 @@ class DataParallel(torch.nn.DataParallel[T]):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self.device_ids or here.lane is not None or not self._session().pool.is_ready():
+            if not self.device_ids or here.lane is not None or not self._session().lanes.is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             if len(self.device_ids) > 1 and any(map(_has_rows, inputs)) and all(map(self._inherits, _VERBS)):
@@ -174,7 +172,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
         calls = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-        return self._run_in_lanes([LaneReplica(lane, call.func, no_original) for lane, call in enumerate(calls)], calls)
+        leaves = [leaf for call in calls for leaf in flatten((call.args, call.keywords))[0]]
+        return self._session().apply(calls, leaves) if calls else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
@@ -186,8 +185,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not (self._inherits("replicate") and self._inherits("parallel_apply")):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             return self.parallel_apply(replicas, args, kwargs)
-        copies = self._session().pool.refresh()
-        return self._run_in_lanes(copies, as_calls([copy.module for copy in copies[: len(args)]], args, kwargs))
+        calls = as_calls([self.module] * min(len(args), len(self.device_ids)), args, kwargs)
+        parts, named = [call.args for call in calls], [call.keywords for call in calls]
+        return self._session().apply_replicas(Entry(self.module), parts, named) if calls else []
 
     def _row_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], shards: int) -> Sequence[int] | None:
         """Return the row count of each shard; None if an overridden `scatter` made them, or if the call has no rows."""
@@ -199,13 +199,6 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
-
-    def _run_in_lanes(self, copies: Sequence[LaneReplica], calls: Sequence[partial[Any]]) -> list[Any]:
-        """Run the arguments of call i with copy i, in lane i."""
-        entry = Entry(self.module)
-        lane_calls = [LaneCall(entry, copy, call.args, call.keywords) for copy, call in zip(copies, calls, strict=False)]
-        leaves = [leaf for call in calls for leaf in flatten((call.args, call.keywords))[0]]
-        return self._session().apply(lane_calls, leaves) if lane_calls else []
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""

@@ -12,10 +12,11 @@ import torch
 
 from parawrap.api._losses_as_vector import vector
 from parawrap.backends import warn_caller
-from parawrap.engine import Entry, Session
+from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.pooled import PooledSession
 from parawrap.errors import ShardError
 from parawrap.neuroncores import (
     LANES_PER_CORE,
@@ -99,7 +100,7 @@ class DataParallel(torch.nn.Module):
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
         self._changing = threading.RLock()
-        self._session: Session | None = None
+        self._session: PooledSession | None = None
         self._placed: PlacedModel | None = place(
             model, self._cores, dim, dynamic=set_dynamic_batching, warn=_warn_fixed_size
         )
@@ -172,7 +173,7 @@ class DataParallel(torch.nn.Module):
         super().__setstate__({**state, **fresh})  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _in_use(self) -> Iterator[Session]:
+    def _in_use(self) -> Iterator[PooledSession]:
         """Yield the session, and keep its model on the cores inside the block."""
         with ExitStack() as held:
             with self._changing:
@@ -181,7 +182,7 @@ class DataParallel(torch.nn.Module):
                 held.enter_context(self._placed.in_use())
             yield session
 
-    def _open_session(self) -> Session:
+    def _open_session(self) -> PooledSession:
         """Return the session for the current attributes."""
         with self._changing:
             if self._session is None:
@@ -192,7 +193,7 @@ class DataParallel(torch.nn.Module):
                 self._session = self._new_session(self._placed)
             return self._session
 
-    def _new_session(self, placed: PlacedModel) -> Session:
+    def _new_session(self, placed: PlacedModel) -> PooledSession:
         batching = Batching.of(placed, self.dim, self._split_size)
         cutter = Cutter(
             self.dim,

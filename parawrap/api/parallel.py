@@ -30,10 +30,15 @@ from parawrap.api._check_arguments import (
 )
 from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
+from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, equal_sizes, uneven_sizes
 from parawrap.engine.declarations import InDim
 from parawrap.engine.join_rules import OutDims, PadValue, Reduce
+from parawrap.engine.patch import PatchedMethods
+from parawrap.engine.pooled import PooledSession
+from parawrap.engine.session import Session
+from parawrap.engine.stats import Stats
+from parawrap.engine.trace import Trace
 from parawrap.errors import SessionError, ShardError
 
 if TYPE_CHECKING:
@@ -173,8 +178,8 @@ class Parallel(Streams, Generic[TargetT]):
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
-        self._session: Session | None = None
-        self._last: Session | None = None  # for stats() after the block
+        self._session: Session | PooledSession | None = None
+        self._last: Session | PooledSession | None = None  # for stats() after the block
         self._depth = 0
         self._closed = False
 
@@ -272,7 +277,7 @@ class Parallel(Streams, Generic[TargetT]):
             ...     bool((model(torch.ones(9, 3)) == model.bias).all())
             True
         """
-        self._open_session().refresh()
+        self._open_session().renew()
 
     def stats(self) -> Stats:
         """Return the counters of the open block, or of the last one if none is open. `print` shows them as a table."""
@@ -300,8 +305,8 @@ class Parallel(Streams, Generic[TargetT]):
         if self._in_place is None:
             return Entry(self.target), name
         if method == "forward":
-            return Entry(self._in_place.make_plain(self.target)), f"{name}.forward"  # which runs the hooks of the module
-        return Entry(self._in_place.make_plain(partial(_call_named, self.target, method)), method), f"{name}.{method}"
+            return Entry(self.target), f"{name}.forward"  # with the hooks of the module
+        return Entry(partial(_call_named, self.target, method), method), f"{name}.{method}"
 
     def _only_method(self) -> str:
         name, *others = self._methods
@@ -315,16 +320,14 @@ class Parallel(Streams, Generic[TargetT]):
         with self._rewritten():
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
 
-    def _detach_session(self) -> Session | None:
+    def _detach_session(self) -> Session | PooledSession | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
         session, self._session = self._session, None
-        if self._in_place is not None:
-            self._in_place.send_to(None)
         self._closed = True
         self._last = session or self._last
         return session
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> Session | PooledSession:
         if self._cores:
             from parawrap import neuroncores
 
@@ -351,7 +354,7 @@ class Parallel(Streams, Generic[TargetT]):
             for method, taken in self._parameters.items()
         }
 
-    def _open_session(self) -> Session:
+    def _open_session(self) -> Session | PooledSession:
         """Return the session; open it on first use."""
         with self._lock:
             if self._session is None and self._closed:
@@ -359,17 +362,15 @@ class Parallel(Streams, Generic[TargetT]):
                 raise SessionError(msg)
             return self._open()
 
-    def _open(self) -> Session:
+    def _open(self) -> Session | PooledSession:
         if self._session is None:
             self._session = self._new_session()
-            if self._in_place is not None:
-                self._in_place.send_to(self._session)
         return self._session
 
     def _rewrite(self) -> None:
         if self._depth == 0 and self._in_place is not None:
             try:
-                self._in_place.install()
+                self._in_place.install(self._open())
             except BaseException:
                 self._in_place.uninstall()
                 raise
@@ -419,7 +420,7 @@ class ParallelMethod(Streams):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _open_session(self) -> Session:
+    def _open_session(self) -> Session | PooledSession:
         return self._block._open_session()
 
     def _entry(self) -> tuple[Entry, str]:

@@ -11,12 +11,12 @@ import torch
 from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
 from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
-from parawrap.engine import ReplicaSet
+from parawrap.engine.call import Lanes
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.replicas import Replicas
 from parawrap.errors import DeviceListError, GatherError, ShardError
-from parawrap.lanes import LanePool
 from parawrap.tree import flatten
 
 __all__ = [
@@ -123,8 +123,8 @@ def cut(
 def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -> list[T]:
     """Return one replica of a module per device, like torch.nn.parallel.replicate.
 
-    A replica on the module's device holds views of the module's parameters. A replica on another device holds copies.
-    Gradients flow back to the module's parameters unless `detach` is True. If the first device is the module's, the first
+    A replica on the module's device holds the module's own parameters. A replica on another device holds copies. Gradients
+    reach the module's parameters unless `detach` is True. If the first device is the module's, the first
     replica has the module's own buffers. Other changes of replicas do not reach the module.
 
     Raises:
@@ -139,10 +139,10 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     places = list(map(device_named, devices))
     if not places:
         return []
-    made = ReplicaSet(network, places, detach=detach)
+    made = Replicas(network, places, detach=detach)
     made.refresh()
     made.share_buffers()
-    return [replica.module for replica in made.current]
+    return [replica.target for replica in made.all]
 
 
 @public
@@ -178,9 +178,9 @@ def parallel_apply(
         return []
     named = [None] * len(calls) if devices is None else [None if each is None else device_named(each) for each in devices]
     places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
-    lanes = LanePool(places)
+    lanes = Lanes(places)
     try:
-        return lanes.apply(calls)
+        return lanes.apply(calls, flatten([(call.args, call.keywords) for call in calls])[0])
     finally:
         lanes.close()
 

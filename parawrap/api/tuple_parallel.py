@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn, Protocol, Self, TypeVar, overload
 
 import optree
@@ -17,9 +16,11 @@ from parawrap.api._containers import container_kind, is_container, is_list_per_r
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
+from parawrap.engine.call import Calls, Entry, here
+from parawrap.engine.cut import Cutter
+from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError
-from parawrap.lanes import LanePool, here
-from parawrap.tree import address, flatten
+from parawrap.tree import address
 
 __all__ = ["TupleParallel", "tuple_fn"]
 
@@ -142,7 +143,7 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        if not self._lanes or here.lane is not None or not self._session().pool.is_ready():
+        if not self._lanes or here.lane is not None or not self._session().lanes.is_ready():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
         return self._run_shards(args, kwargs) if args else []
@@ -220,29 +221,35 @@ def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 class _InLanes:
-    """Runs the parts of a function's calls in lanes. The lanes start at the first call and end with the function."""
+    """Runs the parts of a function's calls in lanes, each with its own copy of the function's state.
+
+    The lanes start at the first call and end with the function.
+    """
 
     def __init__(self, devices: Devices) -> None:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
-        self._pool: LanePool | None = None
+        self._calls: Calls | None = None
         self._changing = threading.Lock()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
-        pool = self._pool_for(len(parts)) if parts else None
-        if pool is None or not pool.is_ready():
+        calls = self._calls_for(function, len(parts)) if parts else None
+        if calls is None or not calls.lanes.is_ready():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)
-        tasks = [partial(function, *part, **named) for part, named in parts]
-        return _together(pool.apply(tasks, flatten(parts)[0]))
+        positional, named = [part for part, _ in parts], [each for _, each in parts]
+        return _together(calls.apply_replicas(Entry(function), positional, named))
 
-    def _pool_for(self, parts: int) -> LanePool:
+    def _calls_for(self, function: Callable[..., Any], parts: int) -> Calls:
+        """Return the lanes of a function; of another one if a method is called on another object."""
         with self._changing:
-            if self._pool is None or len(self._pool.lanes) < parts:
-                self._pool = LanePool(best_backend().first(parts) if self._on_cpu else self._lanes)
-            return self._pool
+            calls = self._calls
+            if calls is None or calls.lanes.count < parts or calls.target != function:
+                devices = best_backend().first(parts) if self._on_cpu else self._lanes
+                calls = self._calls = Calls(function, devices, cutters={None: Cutter()}, rules=JoinRules())
+            return calls
 
 
 def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:

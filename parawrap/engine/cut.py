@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap._private_name import private_reader
 from parawrap.backends import transfer
+from parawrap.engine._private_names import version_of
 from parawrap.engine.cut_errors import (
     hint_of_items,
     hint_of_sizes,
@@ -38,8 +38,6 @@ _TENSOR = frozenset({torch.Tensor})
 _COPIES = ("SplitWithSizes", "CloneBackward")  # names of the nodes of autograd that made the parts
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 _MOST_NAMED = 4  # arguments, in the note of an error
-_MOST_LISTED = 20  # leaves, in the error of a call whose rows disagree; the cure names every argument
-_UNEVENBEYOND = 1.125  # an eighth: lanes usually differ by as much
 _MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half the work, and batch norm refuses one row
 
 _on_cpu = attrgetter("is_cpu")
@@ -48,7 +46,6 @@ _attributes_of = attrgetter("__dict__")
 _is_contiguous = methodcaller("is_contiguous")
 _is_inference = methodcaller("is_inference")
 _split_copies: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
-version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "batches")  # counts writes in place
 
 
 # The sizes of shards

@@ -32,17 +32,22 @@ class _Unclear(NamedTuple):
 
 
 def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequence[int | None]) -> NoReturn:
-    """Refuse leaves with different row counts. The batch has the count of most arguments; of one, of most leaves."""
+    """Refuse leaves with different row counts.
+
+    The batch has the count of most arguments. Among two, a tensor counts more than a structure; in one, most leaves decide.
+    """
     where, paths = addresses(flat.spec, CALL_ROOTS), flat.spec.paths()
     found = {index: extent for index, extent in enumerate(flat.extents) if extent >= 0 and extent != 1}
     counts: dict[tuple[Any, ...], set[int]] = {}  # by argument
     for index, extent in found.items():
         counts.setdefault(paths[index][:2], set()).add(extent)
     are_even = {next(iter(each)) for each in counts.values() if len(each) == 1}
+    are_tensors = {extent for index, extent in found.items() if paths[index][:2] == paths[index]}
     leaves = Counter(found.values() if len(counts) == 1 else ())
 
-    def rank(count: int) -> tuple[int, bool, int]:
-        return sum(count in each for each in counts.values()), count in are_even, leaves[count]
+    def rank(count: int) -> tuple[int, bool, bool, int]:
+        arguments = sum(count in each for each in counts.values())
+        return arguments, count in are_even, count in are_tensors, leaves[count]
 
     rows = max(found.values(), key=rank)
     others = [index for index, extent in found.items() if extent != rows]
@@ -171,7 +176,7 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
 
 
 def _find_sequences(declarations: Declarations, flat: FlatCall, rows: int) -> Iterator[_Unclear]:
-    """Yield lists and tuples without rows that are as long as the batch, and deques, of which each lane would have its own.
+    """Yield lists and tuples without rows that are as long as the batch, and deques, which each lane would get a copy of.
 
     A list may have one item per row or be one value for all rows.
     """

@@ -25,7 +25,7 @@ CALL_ROOTS = ("args", "kwargs")
 
 # Extents of leaves without rows
 BROADCAST = -1  # every lane gets the same object
-FIXED = -2  # also; a value such as a text, of which a list may have one per row
+FIXED = -2  # also; a value such as a text: a list may have one per row
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
 OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy

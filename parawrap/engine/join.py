@@ -332,7 +332,7 @@ class _Join:
         first = column[0]
         may_be_made = isinstance(first, (str, bytes)) and len(first) == 1 and first.isdigit()
         may_be_made = may_be_made or (isinstance(first, tuple) and len(first) == 1)
-        is_one = all(value is first for value in column) and not may_be_made
+        is_one = all(value is first for value in column) and (not may_be_made or self._original(column) is first)
         if declared.out_dim is not None and not is_one and not isinstance(first, _BY_VALUE) and self.lanes > 1:
             is_plain = isinstance(first, (str, bytes)) or _is_sequence(first)
             rules = "" if is_plain else f". {registration_of(type(first))} says how to join them"
@@ -467,7 +467,7 @@ class _Join:
         """
         last = parts[-1]
         is_one = all(part is last for part in parts)
-        if self.originals is None:  # of lanes whose arguments are not known
+        if self.originals is None:  # the arguments of the lanes are not known
             return last if is_one and self.lanes > 1 else None
         originals = self.originals()
         same = originals[-1](last)

@@ -102,10 +102,10 @@ class JoinRules:
         return self.join != "list" and all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
 
     @cached_property
-    def joins_rows(self) -> bool:
-        """True if every tensor with its shard's row count on `dim` is concatenated."""
-        is_on_dim = self.out_dims is UNDECLARED or self.out_dims == self.dim
-        return self.join == "cat" and is_on_dim and not self.as_torch
+    def row_dim_of_tensor(self) -> int | None:
+        """The dim to concatenate outputs of one tensor on; None if the options say otherwise."""
+        dim = self.dim if self.out_dims is UNDECLARED else self.out_dims
+        return dim if self.join == "cat" and isinstance(dim, int) and dim >= 0 else None
 
     @cached_property
     def declared(self) -> Declared:

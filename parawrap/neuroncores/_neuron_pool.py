@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from parawrap.engine import Entry, LaneCall, Record, Session, WholeCall, timed
+from parawrap.engine.call import Entry, Lane, Lanes, Modes
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
+from parawrap.engine.device_streams import LaneFuture
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
-from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, TaskOutcome, TurnsOf
+from parawrap.engine.pooled import PartCall, PooledCall, PooledSession, QueuedCall, Record, TaskOutcome
+from parawrap.engine.trace import timed
 from parawrap.neuroncores._check_call import Fitting
 from parawrap.neuroncores._placed_model import Batching, PlacedModel
-from parawrap.replicas import Freshness, LaneReplica
 
 __all__ = ["LANES_PER_CORE", "open_session"]
 
@@ -39,12 +40,10 @@ class NeuronPool:
     """
 
     has_target_here = True
-    shares_generators = False
-    submit_chunk = None  # threads get no messages
+    takes_chunks = False  # threads get no messages
     cuts_for_one_lane = True
-    generators: tuple[torch.Generator, ...] = ()
-    learns = False
     home: torch.device | None = None
+    refreshes = copied_bytes = 0  # the weights of a compiled model are part of it
 
     def __init__(
         self,
@@ -56,40 +55,32 @@ class NeuronPool:
         owns_placed: bool,
     ) -> None:
         labels = [str(placed.cores[lane % len(placed.cores)]) for lane in range(lanes)]
-        self._lanes = LanePool([_CPU] * lanes, labels=labels)
-        self.lanes = self._lanes.lanes
+        self._lanes = Lanes([_CPU] * lanes, labels)
+        self.lanes = self._lanes.all
         self.backend = self._lanes.backend
-        self.freshness = Freshness()
         self._placed = placed
         self._cutters = cutters
         self._rules = rules
         self._owns_placed = owns_placed
-        self._copies = [LaneReplica(lane, placed.model, _itself) for lane in range(lanes)]
 
     @property
     def closed(self) -> bool:
-        return self._lanes.closed
+        return not self._lanes.is_open
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes."""
         return self._lanes.is_ready()
 
-    def is_at_home(self, device: torch.device) -> bool:
-        """True: a plain call takes and returns tensors on the CPU."""
-        return device == _CPU
-
-    def refresh(self) -> list[LaneReplica]:
-        """Return one entry per lane."""
-        return self._copies
-
-    refresh_for_later = refresh
-
-    def renew(self) -> None:
+    def refresh(self) -> None:
         """Do nothing: the weights of a compiled model are part of it."""
 
-    def run(
-        self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[TaskOutcome]:
+    renew = refresh
+
+    def original_of(self, value: Any) -> Any:
+        """Return the value: one that all cores return belongs to the layers around the compiled model, which they share."""
+        return value
+
+    def run(self, calls: Sequence[PartCall], modes: Modes, turns: str | None) -> list[TaskOutcome]:
         """Run part i in lane ``i % lanes``."""
         lanes, cores = len(self.lanes), self._placed.cores
         with self._placed.in_use():
@@ -98,21 +89,27 @@ class NeuronPool:
                 for index, call in enumerate(calls)
             ]
             rounds = [partial(_in_order, parts[lane::lanes]) for lane in range(min(lanes, len(parts)))]
-            ended = self._lanes.run(rounds, modes, turns=turns)
+            ended, errors = self._lanes.run(rounds, turns)
         outcomes = [TaskOutcome()] * len(calls)
-        for lane, outcome in enumerate(ended):
-            if outcome.value is None:  # it failed, or did not start
-                outcomes[lane] = outcome
-            else:
-                outcomes[lane::lanes] = map(TaskOutcome, outcome.value)
+        for lane, values in enumerate(ended):
+            if values is not None:
+                outcomes[lane::lanes] = map(TaskOutcome, values)
+        for lane, error in errors:
+            outcomes[lane] = TaskOutcome(error=error)
         return outcomes
 
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+    def submit(self, call: PooledCall, modes: Modes) -> LaneFuture:
         """Run a call whole on one core, in the lane that is free first. Raises the errors of a call before it is queued."""
         with self._placed.in_use():
             if call.prepare is None:
                 call.flatten()
-            return self._lanes.submit_to_any(partial(self._run_whole, call), modes)
+            queued = QueuedCall(partial(self._run_whole, call), modes)
+            self._lanes.send(queued)
+            return queued.future
+
+    def submit_chunk(self, calls: Sequence[PooledCall], modes: Modes) -> Sequence[LaneFuture]:
+        """Run calls one by one."""
+        return [self.submit(call, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run a call whole in this thread, on the next core in turn."""
@@ -130,17 +127,17 @@ class NeuronPool:
         if self._owns_placed:
             self._placed.unplace()
 
-    def _run_part(self, call: LaneCall, model: Any, lane: int) -> Any:
-        call.place(_CPU)
+    def _run_part(self, call: PartCall, model: Any, lane: int) -> Any:
+        call.place()
         return timed(call.record, lane, call.entry.of(model), *call.args, **call.kwargs)
 
-    def _run_whole(self, call: WholeCall, lane: Lane) -> Any:
+    def _run_whole(self, call: PooledCall, lane: Lane) -> Any:
         cores = self._placed.cores
         with self._placed.in_use():
             call.make_arguments(lane.index)
             function = call.entry.of(self._placed.on(cores[lane.index % len(cores)]))
             output = self._run_chunks(*call.flatten(), call.record_call(lane.index, function))
-        return call.finish(output, call, self._copies[lane.index], lane.index)
+        return call.finish(output, call, lane)
 
     def _run_chunks(self, plan: ShardPlan, flat: FlatCall, function: Callable[..., Any]) -> Any:
         """Call the model of one core with one chunk after another, and join the outputs."""
@@ -197,18 +194,12 @@ def open_session(
     rules: JoinRules,
     output_device: torch.device | None = None,
     owns_placed: bool = False,
-) -> Session:
+) -> PooledSession:
     """Open a session for a placed model, with that number of lanes in all, by default `LANES_PER_CORE` per core."""
     fitted = {method: NeuronCutter(cutter, placed, batching) for method, cutter in cutters.items()}
     pool = NeuronPool(placed, lanes or LANES_PER_CORE * len(placed.cores), fitted, rules, owns_placed=owns_placed)
-    devices = [_CPU] * len(pool.lanes)
-    return Session(placed.model, devices, cutters=fitted, rules=rules, output_device=output_device, pool=pool)
+    return PooledSession(placed.model, pool, cutters=fitted, rules=rules, output_device=output_device)
 
 
 def _in_order(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     return [task() for task in tasks]
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor: one that all cores return belongs to the layers around the compiled model, which they share."""
-    return tensor

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from parawrap.engine import Session
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.pooled import PooledSession
 from parawrap.launch import Platform
 from parawrap.workers._build import Build, build
 from parawrap.workers._local_worker import LocalWorkers
@@ -31,12 +31,11 @@ def open_session(
     rules: JoinRules,
     output_device: torch.device | None = None,
     retries: int = 1,
-) -> Session:
+) -> PooledSession:
     """Open a session with one worker process per device, or with the workers of a platform for Ray.
 
     A call whose worker died runs `retries` more times.
     """
     workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
     pool = WorkerPool(target, workers, retries)
-    places = [torch.device("cpu")] * len(pool.lanes)
-    return Session(target, places, cutters=cutters, rules=rules, output_device=output_device, pool=pool)
+    return PooledSession(target, pool, cutters=cutters, rules=rules, output_device=output_device)

@@ -7,7 +7,7 @@ from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
-from parawrap.replicas import names_of_globals
+from parawrap.engine.survey import names_of_globals
 
 __all__ = ["CapturedValues"]
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.call import Lane, Modes
 from parawrap.errors import UnsendableError
-from parawrap.lanes import Lane, Modes
 from parawrap.launch import pickle_apart
 from parawrap.workers._server import Answered, CallOutput, SentModes, SentWarning, WorkerCall, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
-__all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
+__all__ = ["CallRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
 
 
 _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
@@ -149,22 +149,6 @@ class ModelRequest(Request):
 
     def send(self, worker: Worker) -> None:
         self._send(worker, self.number)
-
-    def result(self, answer: Answer, lane: Lane) -> None:
-        answer.read()
-
-
-class ChangeRequest(Request):
-    """New values of tensors of the model, by their positions."""
-
-    __slots__ = ("_changed",)
-
-    def __init__(self, changed: Sequence[tuple[int, torch.Tensor]]) -> None:
-        super().__init__()
-        self._changed = list(changed)
-
-    def send(self, worker: Worker) -> None:
-        worker.send(self.number, "tensors_changed", self._changed, "the model")
 
     def result(self, answer: Answer, lane: Lane) -> None:
         answer.read()

@@ -11,19 +11,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from parawrap.engine.away import count_optimizer_steps, optimizer_steps
+from parawrap.engine.batched_copies import lasting
+from parawrap.engine.holdings import Holdings
+from parawrap.engine.replicas import buffers_of, home_of, is_written_unseen, version_of
+from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.launch import packed
-from parawrap.replicas import (
-    Freshness,
-    Ledger,
-    Snapshot,
-    Survey,
-    buffers_of,
-    buffers_written_unseen,
-    home_of,
-    lasting,
-    with_other_buffers,
-)
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._captured_values import CapturedValues
@@ -36,28 +30,32 @@ SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
 
 
 class SentModel:
-    """The target of a block with workers. `install` and `send` run in any thread; one thread at a time takes changes."""
+    """The target of a block with workers. `install` and `send` run in any thread; one thread at a time reads the target.
+
+    `is_unsent` is True if the workers do not have the model as it was read last. A changed model is sent whole.
+    """
 
     def __init__(self, target: Any) -> None:
         self.target = target
-        self.freshness = Freshness()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
+        self.refreshes = self.copied_bytes = 0
+        self.is_unsent = True
         self._changing = threading.Lock()
         self._file: ModelFile | None = None
         self._built: bytes | None = None
         self._tensors: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
-        self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []  # that may be written without a new version, as sent
         self._function: bytes | None = None
         self._captured: CapturedValues | None = None  # of the functions that were sent with the model
-        self._watch = Snapshot(())
-        self._ledger = Ledger((), ())
+        self._holdings = Holdings((), lambda owner: None)
+        self._state: tuple[Any, ...] = ()
         self._is_ready = False
-        self._is_unsent = True
+        self._was_read = False
         self._must_renew = False
-        self._since: dict[int, torch.Tensor] = {}  # what was sent after the file, for a worker that takes another's place
         self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
+        count_optimizer_steps()
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
@@ -67,50 +65,48 @@ class SentModel:
         return self._is_ready
 
     def is_current(self) -> bool:
-        """True if all workers have the model as it is."""
+        """True if the target is what it was when it was read last."""
+        if isinstance(self.target, Build):
+            return self._was_read and not self._must_renew
         return (
-            not (self._is_unsent or self._must_renew)
-            and self._has_same_structure()
-            and self._ledger.unwritten()
-            and not self._ledger.has_seen_steps
+            self._was_read
+            and not self._must_renew
+            and self._holdings.is_same()
+            and (self._captured is None or self._captured.intact())
+            and self._state == self._read_state()
             and (self._function is None or self._function == self._pickle_function())
-            and (not self._unseen or not self._written_unseen())
+            and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
         )
 
-    def take_changes(self) -> list[tuple[int, torch.Tensor]] | None:
-        """Return new values of tensors, by their positions; None if workers need the whole model.
-
-        Until `sent`, all workers need it.
-        """
-        is_new = self._is_unsent or self._must_renew or self._function is not None or not self._has_same_structure()
+    def read_target(self) -> None:
+        """Read the target as it is now. Until `sent`, all workers need it."""
+        if self._was_read:
+            self.refreshes += 1
+            self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
         self._must_renew = False
-        changes = None if is_new else self._written_tensors()
-        if changes is None:
-            self._survey_target()
-            self._drop_file()
-        else:
-            with self._changing, lasting():
-                self._since.update((index, tensor.clone()) for index, tensor in changes)
-        self._is_unsent = True
-        return changes
+        self._survey_target()
+        self._drop_file()
+        self._was_read = self.is_unsent = True
 
     def sent(self) -> None:
-        """Note that all workers have the changes."""
-        self._is_unsent = False
+        """Note that all workers have the target."""
+        self.is_unsent = False
 
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
         self._must_renew = True
 
     def ran_plainly(self) -> None:
-        """Note a call in the caller's thread. The workers need the buffers that it may have written unseen."""
-        self._ledger.suspect(buffers_written_unseen(self._modules))
+        """Note a call in the caller's thread, which may have written buffers unseen."""
+        trains = any(module.training for module in self._modules)
+        self._must_renew = self._must_renew or (trains and any(map(is_written_unseen, self._by_id.values())))
 
     def forget(self) -> None:
         """Free the memory of the model."""
-        self._is_unsent = True
+        self.is_unsent, self._was_read = True, False
         self._drop_file()
-        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Snapshot(()), Ledger((), ()), [], [], {}
+        self._holdings, self._state = Holdings((), lambda owner: None), ()
+        self._tensors, self._modules, self._unseen = [], [], []
         self._by_id, self._captured = {}, None
 
     def send(self, worker: Worker, number: int) -> None:
@@ -141,11 +137,6 @@ class SentModel:
         """Give a new worker the model as the others have it, and return its process id."""
         self.send(worker, 0)
         pid: int = _answer_of(worker)
-        with self._changing:
-            since = [*self._since.items()]
-        if since:
-            worker.send(0, "tensors_changed", since, "the model")
-            _answer_of(worker)
         return pid
 
     # Outputs and buffers that come from workers
@@ -170,8 +161,12 @@ class SentModel:
         """Return the tensor if it is one of the model's. Copies that came from a worker are not."""
         return self._by_id.get(id(tensor))
 
-    def _has_same_structure(self) -> bool:
-        return self._watch.intact() and self._ledger.same_form() and (self._captured is None or self._captured.intact())
+    def _read_state(self) -> tuple[Any, ...]:
+        """Return what a write into a tensor of the target changes."""
+        versions = [None if tensor.is_inference() else version_of(tensor) for tensor in self._tensors]
+        addresses = [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in self._tensors]
+        forms = [(tensor.dtype, tensor.requires_grad) for tensor in self._tensors]
+        return optimizer_steps(), versions, addresses, forms
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):
@@ -180,14 +175,17 @@ class SentModel:
         if survey.generators:
             msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
-        self._tensors = [node.value for node in survey.tensors]
+        self._tensors = [*survey.params, *survey.tensors]
         self._by_id = {id(tensor): tensor for tensor in self._tensors}
-        self._watch = Snapshot((node, node.value) for node in survey.copied)
-        self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
-        self._modules = [node.value for node in survey.modules]
+        self._holdings = Holdings(survey.places, lambda owner: owner)
+        self._state = self._read_state()
+        self._modules = survey.modules
         self._function = self._pickle_function()
         self._captured = None
-        self._note_unseen()
+        written = survey.tensors if survey.trains else ()
+        unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
+        with lasting():
+            self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
 
     def _pickle_function(self) -> bytes | None:
         """Return the pickle of a function without a model. The containers that it refers to are not watched."""
@@ -195,37 +193,12 @@ class SentModel:
             return None
         return pickle_function(self.target, "target")
 
-    def _written_unseen(self) -> list[torch.Tensor]:
-        """Return the tensors that were written without a new version."""
-        return [self._tensors[index] for index, sent in self._unseen.items() if not torch.equal(self._tensors[index], sent)]
-
-    def _written_tensors(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the tensors that changed, by their positions, and take their values for those that were sent."""
-        if self._ledger.has_seen_steps:
-            written = set(map(id, self._tensors))
-        else:
-            versioned = with_other_buffers(self._ledger.written(), self._modules)
-            written = set(map(id, (*versioned, *self._written_unseen())))
-        changed = [(index, tensor.detach()) for index, tensor in enumerate(self._tensors) if id(tensor) in written]
-        self._ledger.enter_versions()
-        self._note_unseen()
-        self.freshness.refreshes += bool(changed)
-        self.freshness.copied_bytes += sum(tensor.nbytes for _, tensor in changed)
-        return changed
-
-    def _note_unseen(self) -> None:
-        """Copy the tensors that a write leaves without a new version: some buffers, and tensors of inference mode."""
-        buffers = set(map(id, buffers_written_unseen(self._modules)))
-        unseen = [index for index, each in enumerate(self._tensors) if id(each) in buffers or each.is_inference()]
-        with lasting():
-            self._unseen = {index: self._tensors[index].clone() for index in unseen}
-
     def _drop_file(self) -> None:
         with self._changing:
             if self._file is not None:
                 os.close(self._file.number)
                 self._file = None
-            self._since, self._built = {}, None
+            self._built = None
 
 
 def _answer_of(worker: Worker) -> Any:

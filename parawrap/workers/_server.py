@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.engine import ReplicaSet, as_call
+from parawrap.engine.call import Modes
+from parawrap.engine.replicas import Replica, Replicas, buffers_of, is_written_unseen, version_of
+from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
-from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, pickle_apart, pickle_value, seed_all, traceback_of
-from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers._given_arguments import Changed, Contents, Written, find_written
 
@@ -80,7 +80,7 @@ class SentModes(NamedTuple):
 
     @classmethod
     def of(cls, modes: Modes) -> SentModes:
-        return cls(modes._replace(context=_NO_CONTEXT, profiling=False), _GlobalModes.here())
+        return cls(modes._replace(context=_NO_CONTEXT), _GlobalModes.here())
 
     def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
         """Run `work` under these modes."""
@@ -163,9 +163,10 @@ class Server:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._replicas: ReplicaSet
+        self._replicas: Replicas
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
+        self._versions: list[int] = []
         self._is_changed = False  # by a message; a call changes the replica alone
         self._last_function: tuple[int, Any] = (-1, None)
         self._warned: list[SentWarning] = []
@@ -193,17 +194,9 @@ class Server:
 
     def _take(self, target: Any) -> int:
         self._target = target
-        self._replicas = ReplicaSet(target, [self._device], gives_back=False)
-        self._is_model = self._replicas.has_model
+        self._replicas = Replicas(target, [self._device])
         self._is_changed = True
         return os.getpid()
-
-    def _tensors_changed(self, changed: list[tuple[int, torch.Tensor]]) -> None:
-        """Write new values into tensors of the model, by their position in the list that came with it."""
-        with torch.no_grad():
-            for index, value in changed:
-                self._tensors[index].copy_(value)
-        self._is_changed = True
 
     def _call(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
         """Call the model, and return the fields of `CallOutput`; the output alone if the call left nothing else."""
@@ -224,12 +217,11 @@ class Server:
         finally:
             if kept is not None:
                 torch.set_rng_state(kept)
-        buffers = self._written_buffers() if call.returns_buffers else ()
+        buffers = self._settle(call)
         is_written = [_version_of(leaf) != before for leaf, before in zip(given, versions, strict=True)]
         written = find_written(given, spec, is_written)
         changed = () if contents is None else tuple(contents.find_changes())
-        if self._is_model:
-            self._replicas.warn()
+        self._replicas.warn()
         warned = self._take_warnings()
         if not (has_model_tensors or buffers or written or changed or warned) and rng_state is None:
             return (output,)
@@ -256,15 +248,20 @@ class Server:
             args, kwargs = as_call(self._function(*call.prepare)(*args))
             if self._device != _CPU:
                 args, kwargs = self._place((args, kwargs))
-        if not self._is_model:
-            return self._sendable(self._target(*args, **kwargs))
         if self._is_changed or self._device != _CPU:
-            if self._replicas.stale():
+            if self._replicas.is_stale():
                 self._replicas.refresh()
             self._is_changed = False
-        replica = self._replicas.current[0]
-        function = replica.module if call.method is None else getattr(replica.module, call.method)
-        return self._sendable(replica.prepared(function)(*args, **kwargs), replica.original_of)
+        replica = self._replicas.all[0]
+        self._replicas.prepare(replica)
+        self._versions = [*map(version_of, self._replicas.params)]
+        function = replica.target if call.method is None else getattr(replica.target, call.method)
+        try:
+            output = function(*args, **kwargs)
+        except BaseException:
+            replica.is_dirty = True
+            raise
+        return self._sendable(output, replica.original_of)
 
     def _sendable(
         self, output: Any, original_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None
@@ -316,17 +313,25 @@ class Server:
         assert self._last_function[0] == number
         return self._last_function[1]  # type: ignore[no-any-return]
 
-    def _written_buffers(self) -> tuple[WrittenBuffer, ...]:
-        """Give the buffers that a call wrote to the model of this process, and return them."""
-        if not self._is_model or (write_back := self._replicas.current[0].write_back) is None:
+    def _settle(self, call: WorkerCall) -> tuple[WrittenBuffer, ...]:
+        """Judge what a call wrote; return the buffers that the model of the launching process gets."""
+        replicas = self._replicas
+        replica: Replica = replicas.all[0]
+        if call.is_whole:
+            replicas.settle_whole(replica, self._versions)
+            return ()
+        if not call.returns_buffers:  # another lane's part of a cut call: what lane 0 wrote is judged
+            replica.is_dirty = not replica.holdings.is_same()
             return ()
         before = [{name: _state_of(each) for name, each in buffers_of(module).items()} for module in self._modules]
-        write_back()
+        replica.is_dirty = not replica.holdings.is_same()
+        replicas.settle_call([replica], self._versions)
         written = tuple(
             (index, name, buffer)
             for index, (module, states) in enumerate(zip(self._modules, before, strict=True))
             for name, buffer in buffers_of(module).items()
-            if buffer is not None and (states.get(name) != _state_of(buffer) or may_be_written_unseen(module, buffer))
+            if buffer is not None
+            and (states.get(name) != _state_of(buffer) or (module.training and is_written_unseen(buffer)))
         )
         self._is_changed = self._is_changed or bool(written)
         return written
@@ -350,7 +355,7 @@ def _version_of(leaf: Any) -> Any:
 
 
 def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
-    """Return what a write into a buffer changes, unless `may_be_written_unseen`."""
+    """Return what a write into a buffer changes, unless `is_written_unseen`."""
     return id(buffer), None if buffer is None or buffer.is_inference() else version_of(buffer)
 
 

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
+from parawrap.engine.call import Lane, here
+from parawrap.engine.device_streams import LaneFuture
 from parawrap.errors import ParawrapError, SessionError, UnsendableError, add_note
-from parawrap.lanes import Lane, LaneFuture, here
 from parawrap.launch import unpack_from
 
 __all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane", "raise_from_worker"]

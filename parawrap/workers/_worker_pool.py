@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import count
@@ -23,21 +23,22 @@ from typing import Any, Protocol
 import torch
 
 from parawrap.backends import Backend, backend_of
-from parawrap.engine import Entry, LaneCall, Prepare, Record, WholeCall, timed
+from parawrap.engine.call import Entry, Lane, Modes, here, must_run_plainly
+from parawrap.engine.device_streams import LaneFuture
+from parawrap.engine.pooled import PartCall, PooledCall, Record, TaskOutcome
+from parawrap.engine.streams import Prepare
+from parawrap.engine.trace import timed
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LaneFuture, Modes, TaskOutcome, TurnsOf, here, sees_only_its_own_thread
-from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
 from parawrap.workers._given_arguments import GivenArguments
-from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._requests import CallRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
 from parawrap.workers._server import CallOutput, WorkerCall, pickle_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
 __all__ = ["WorkerPool", "Workers"]
 
-_CPU = torch.device("cpu")
 _EXIT_PATIENCE_S = 5.0  # for a thread that only waits for its worker
 _NO_KWARGS: Mapping[str, Any] = {}
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
@@ -68,10 +69,8 @@ class WorkerPool:
     `retries` more times. Workers start at the first `refresh`.
     """
 
-    shares_generators = False
+    takes_chunks = True
     cuts_for_one_lane = False
-    generators: tuple[torch.Generator, ...] = ()
-    learns = False  # workers compute no gradients
 
     def __init__(self, target: Any, workers: Workers, retries: int) -> None:
         self._model = model = SentModel(target)
@@ -83,7 +82,6 @@ class WorkerPool:
         )
         self.backend: Backend = backend_of(workers.devices[0].type)
         self.closed = False
-        self._copies = [LaneReplica(lane.index, None, model.original_of) for lane in self.lanes]
         self._workers = workers
         self._packed_modes = PackedModes(workers.devices[0].type)
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
@@ -106,19 +104,25 @@ class WorkerPool:
         return not isinstance(self._model.target, Build)
 
     @property
-    def freshness(self) -> Freshness:
-        return self._model.freshness
+    def refreshes(self) -> int:
+        """How often a changed model was sent."""
+        return self._model.refreshes
+
+    @property
+    def copied_bytes(self) -> int:
+        """The size of the changed models that were sent, in bytes."""
+        return self._model.copied_bytes
+
+    def original_of(self, value: Any) -> Any:
+        """Return the value if it is a tensor of the model; None for any other."""
+        return self._model.original_of(value)
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
-        return here.lane is None and self._is_open() and not sees_only_its_own_thread() and self._model.is_ready()
+        return here.lane is None and self._is_open() and not must_run_plainly(self.backend) and self._model.is_ready()
 
-    def is_at_home(self, device: torch.device) -> bool:
-        """True if the model of this process is on that device, so that a plain call runs there, or has no tensors."""
-        return self.home in (None, device)
-
-    def refresh(self) -> Sequence[LaneReplica]:
-        """Start the workers that do not run, and send the others what changed in the target.
+    def refresh(self) -> None:
+        """Start the workers that do not run, and send the others the target if it changed.
 
         Raises:
             SessionError: If gradients are enabled, and a parameter requires one.
@@ -128,18 +132,13 @@ class WorkerPool:
         self._refuse_gradients()
         with self._changing:
             if None in [lane.thread for lane in self.lanes] or not self._model.is_current():
-                self._send_changes()
-            return self._copies
-
-    refresh_for_later = refresh
+                self._send_model()
 
     def renew(self) -> None:
         """Send the whole model at the next refresh. It does not wait: a callback in a lane may call it."""
         self._model.renew()
 
-    def run(
-        self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
-    ) -> list[TaskOutcome]:
+    def run(self, calls: Sequence[PartCall], modes: Modes, turns: str | None) -> list[TaskOutcome]:
         """Send call i to lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         In turns, each lane continues the caller's random numbers, and the first failure ends the call.
@@ -148,22 +147,22 @@ class WorkerPool:
             SessionError: If the call needs gradients.
         """
         for call in calls:
-            call.place(_CPU)
+            call.place()
             self._refuse_gradients(call.args, call.kwargs)
         if turns is None:
             with self._changing:  # no lane gets changes of the model between two parts of one call
-                futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
+                futures = [post(self.lanes[call.lane], self._request(call, modes)) for call in calls]
             return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
         outcomes = [TaskOutcome()] * len(calls)
         with self._changing:
             for index, call in enumerate(calls):
                 request = self._request(call, modes, torch.get_rng_state())
-                outcomes[index] = self._outcome(call, post(self.lanes[call.copy.lane], request))
+                outcomes[index] = self._outcome(call, post(self.lanes[call.lane], request))
                 if outcomes[index].error is not None:
                     break
         return outcomes
 
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+    def submit(self, call: PooledCall, modes: Modes) -> LaneFuture:
         """Send a whole call to the lane with the fewest requests, or keep it until a lane has room.
 
         Raises:
@@ -174,7 +173,7 @@ class WorkerPool:
         self._place(request)
         return request.future
 
-    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+    def submit_chunk(self, calls: Sequence[PooledCall], modes: Modes) -> list[LaneFuture]:
         """Send whole calls, in one message, to the lane with the fewest requests, or keep them until a lane has room.
 
         Raises:
@@ -191,7 +190,7 @@ class WorkerPool:
             request.start()
             lane.post(request)
 
-    def _whole_request(self, call: WholeCall, modes: Modes) -> CallRequest:
+    def _whole_request(self, call: PooledCall, modes: Modes) -> CallRequest:
         if not self._is_open():
             msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
             raise SessionError(msg)
@@ -213,9 +212,11 @@ class WorkerPool:
         """
         if self.is_ready():
             self._refuse_gradients(args, kwargs)
+        before, here.lane = here.lane, self.lanes[0]
         try:
             return timed(record, None, entry.plain, *args, **kwargs)
         finally:
+            here.lane = before
             self._model.ran_plainly()
 
     def cancel(self) -> None:
@@ -247,14 +248,14 @@ class WorkerPool:
         """False after `close`, and in a forked child of the process that made the pool."""
         return not self.closed and self._process == os.getpid()
 
-    def _send_changes(self) -> None:
+    def _send_model(self) -> None:
         self._wait_until_idle()
-        changes = self._model.take_changes()
+        if not self._model.is_current():
+            self._model.read_target()
         new = [lane for lane in self.lanes if lane.thread is None]
         started = [lane.begin() for lane in new]
-        if changes is None or changes:
-            make = partial(ModelRequest, self._model.send) if changes is None else partial(ChangeRequest, changes)
-            started += [post(lane, make()) for lane in self.lanes if lane not in new]
+        if self._model.is_unsent:
+            started += [post(lane, ModelRequest(self._model.send)) for lane in self.lanes if lane not in new]
         for future in started:
             future.result()
         self._model.sent()
@@ -263,15 +264,15 @@ class WorkerPool:
         """Wait for the requests that were sent before."""
         wait([request.future for lane in self.lanes for request in lane.unanswered])
 
-    def _request(self, call: LaneCall, modes: Modes, rng_state: torch.Tensor | None = None) -> CallRequest:
+    def _request(self, call: PartCall, modes: Modes, rng_state: torch.Tensor | None = None) -> CallRequest:
         """Return the request for a part of a cut call. With `rng_state`, it continues these random numbers."""
-        packed, is_first = self._packed_modes(modes), call.copy.lane == 0
+        packed, is_first = self._packed_modes(modes), call.lane == 0
         sent = WorkerCall(call.entry.method, None, packed, rng_state, False, is_first, tuple(call.args), dict(call.kwargs))
         request = CallRequest(sent, is_inference=modes.inference)
         request.record = call.record
         return request
 
-    def _outcome(self, call: LaneCall, future: Future[Any]) -> TaskOutcome:
+    def _outcome(self, call: PartCall, future: Future[Any]) -> TaskOutcome:
         """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
         error = future.exception()
         if error is not None:
@@ -287,9 +288,9 @@ class WorkerPool:
         except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
             return TaskOutcome(error=refused)
 
-    def _finish(self, call: WholeCall, given: GivenArguments, returned: CallOutput, lane: Lane) -> Any:
+    def _finish(self, call: PooledCall, given: GivenArguments, returned: CallOutput, lane: Lane) -> Any:
         output = self._take_output(returned, given)
-        return call.finish(output, call, self._copies[lane.index], lane.index)
+        return call.finish(output, call, lane)
 
     def _take_output(self, returned: CallOutput, given: GivenArguments) -> Any:
         """Return the output of a call. Repeat its warnings here, and its writes into arguments."""

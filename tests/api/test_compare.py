@@ -159,7 +159,7 @@ def test_differences_of_tensors(ours, plain, expected):
 # -- the state afterwards
 
 
-@pytest.mark.filterwarnings("ignore:the model wrote 'linear.training':UserWarning")
+@pytest.mark.filterwarnings("ignore:the model wrote 'steps', 'linear.training':UserWarning")
 @pytest.mark.parametrize("fails_in", [None, "lanes"])
 def test_the_model_is_restored(fails_in):
     """Buffers, gradients, training flags, and attributes are what they were. An error has a note that names its way."""

@@ -19,8 +19,8 @@ from torch import nn
 
 from parawrap import DataParallel, parallel
 from parawrap.backends import backend_of
-from parawrap.lanes import LanePool, Modes
-from parawrap.lanes import _lane_streams as lane_streams
+from parawrap.engine import device_streams as lane_streams
+from parawrap.engine.call import Lanes
 from tests.helpers.device_models import SIMS, Average, Holder, assert_same_gradients, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
 
@@ -272,7 +272,7 @@ def test_collected_while_another_runs(monkeypatch):
 
     monkeypatch.setattr(lane_streams, "_shelf", lane_streams._Shelf())  # a shelf without streams of earlier pools
     monkeypatch.setattr(backend, "new_stream", collecting)
-    left, other = (LanePool([torch.device(device)]) for device in ("sim:0", "sim:1"))
+    left, other = (Lanes([torch.device(device)]) for device in ("sim:0", "sim:1"))
     left.itself = left  # so that only the garbage collector can free it
     assert ones_in_a_lane(left).item() == 1
     gc.disable()
@@ -285,17 +285,17 @@ def test_collected_while_another_runs(monkeypatch):
 
 
 def ones_in_a_lane(pool):
-    (lane,) = pool.lanes
-    return pool.submit(lane, lambda: torch.ones(1, device=lane.device), Modes.capture("sim")).result(PATIENCE_S)
+    (lane,) = pool.all
+    return pool.apply([lambda: torch.ones(1, device=lane.device)])[0]
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote 'mean':UserWarning")
 @pytest.mark.parametrize("device", ["sim:0", "sim:1"])
 def test_order_of_tasks_in_a_lane(device):
-    """A task with gradients uses the caller's stream, and the next one without the lane's own: they run in order."""
+    """A task with gradients uses the caller's stream, and the next one without the lane's own: each has its buffers."""
     model = Average(in_place=True).to("sim:0")
-    plain = copy.deepcopy(model)
     x = rows(7).to("sim:0")
-    expected = [plain(x), plain(x)]
+    expected = [copy.deepcopy(model)(x)] * 2
     settle()
     with parallel(model, [device]) as p:
         futures = [p.submit(x)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -162,32 +161,6 @@ def test_replicas_are_not_freed_early(devices):
             kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes * 4]
     settle()
     assert all(each.count_nonzero() == 0 for each in kept)
-
-
-def test_a_block_closed_during_a_call():
-    """A call that is running when another thread ends the block finishes with its own replicas."""
-    inside, closed = threading.Event(), threading.Event()
-
-    class Slow(nn.Linear):
-        def forward(self, x):
-            inside.set()
-            assert closed.wait(PATIENCE_S)
-            return super().forward(x)
-
-    model = Slow(64, 64).to("sim:0")
-    x = torch.randn(7, 64, device="sim:0")
-
-    def call():
-        with torch.no_grad():
-            return model(x)
-
-    settle()
-    with ThreadPoolExecutor(1) as thread:
-        with parallel(model, ["sim:1"]):
-            output = thread.submit(call)
-            assert inside.wait(PATIENCE_S)
-        closed.set()
-        torch.testing.assert_close(output.result(), nn.functional.linear(x, model.weight, model.bias))
 
 
 class Packed(nn.Linear):

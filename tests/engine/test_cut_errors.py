@@ -21,6 +21,7 @@ ROWS = torch.zeros(3, 2)
 UNEQUAL = {
     "keyword": ((ROWS,), {"mask": ROWS[:2]}, ['kwargs["mask"] has 2 on dim 0', "args[0] has 3", 'in_dims={"mask": None}']),
     "nested": ((ROWS, {"k": torch.zeros(4)}), {}, ['args[1]["k"] has 4', "args[0] has 3", 'in_dims={"y": None}']),
+    "parameters": (({"b": torch.zeros(4)}, ROWS), {}, ['args[0]["b"] has 4', "args[1] has 3", 'in_dims={"x": None}']),
     "rest": ((ROWS, None, None, torch.zeros(4)), {}, ["args[3] has 4", 'in_dims={"rest": None}']),
     "list": ((ROWS, [torch.zeros(4)] * 3), {}, ["args[1][0] has 4", 'in_dims={"y": None}', 'tensor per row, give "items"']),
     "empty": ((torch.zeros(0), torch.zeros(3)), {}, ["args[1] has 3", "args[0] has 0"]),

@@ -57,7 +57,7 @@ def trees(leaves):
 def calls(draw):
     rows, dim = draw(st.integers(0, 20)), draw(st.sampled_from([0, 1, -1]))
     numbers = st.integers() | st.floats(allow_nan=True) | st.builds(torch.tensor, st.floats(0, 1))
-    tree = trees(tensors(rows, dim) | st.none() | st.text(max_size=2) | numbers)
+    tree = trees(tensors(rows, dim) | st.none() | st.text("abc", max_size=2) | numbers)
     args = tuple(draw(st.lists(tree, max_size=2)))
     kwargs = draw(st.dictionaries(st.sampled_from(["x", "mask"]), tree, max_size=2))
     return args, kwargs, rows, dim, draw(st.integers(1, 8))

@@ -1,7 +1,7 @@
 """A generator of models that treat rows independently, by construction.
 
 A model is described by a `Spec`, a nested tuple of a name and the specs of its parts. `build` makes the same model from
-the same spec and seed each time, so the oracle is a second build: a deep copy would share closures and weak references.
+the same spec and seed each time, so the oracle is a second build: a deep copy would share closures.
 Every block maps (rows, WIDTH) to (rows, WIDTH), in float64.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -383,17 +382,6 @@ class InPartial(Holder):
         return x + self.step(x) + self.h
 
 
-class ByWeakReference(Holder):
-    most = 1
-
-    def hold(self, parts):
-        self.part = parts[0]
-        self.reference = weakref.ref(parts[0])
-
-    def parts(self):
-        return (self.reference(),)
-
-
 class Reader(nn.Module):
     """Reads the state of its parent, which it keeps in a list."""
 
@@ -488,7 +476,6 @@ HOLDERS: dict[str, type[Holder]] = {
     **{name: type(name, (InContainer,), {"name": name}) for name in CONTAINERS},
     "in_closure": InClosure,
     "in_partial": InPartial,
-    "by_weak_reference": ByWeakReference,
     "child_of_listed_parent": ChildOfListedParent,
     "in_checkpoint": InCheckpoint,
     "in_reentrant_checkpoint": InReentrantCheckpoint,

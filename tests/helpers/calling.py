@@ -16,5 +16,20 @@ class Calls(nn.Module):
         return self.function(*args, **kwargs)
 
 
+class Stateful(nn.Module):
+    """Calls `run` with itself and its rows. It has `buffers`, and all others as attributes."""
+
+    def __init__(self, run, buffers=None, **others):
+        super().__init__()
+        self.run = run
+        for name, value in (buffers or {}).items():
+            self.register_buffer(name, value)
+        for name, value in others.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
 def lane_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]

@@ -21,7 +21,7 @@ SPECS = {
     "dicts of dicts": ("attributes",),
     "child with parent": ("child_of_listed_parent", PLAIN),
     "equal modules": ("twins",),
-    "objects": ("in_slots", ("in_namespace", PLAIN), ("by_weak_reference", PLAIN), ("in_set", PLAIN)),
+    "objects": ("in_slots", ("in_namespace", PLAIN), ("in_set", PLAIN)),
     "closures": ("in_closure", PLAIN),
     "buffer with gradients": ("buffers",),
     "norm in a list": ("in_list", PLAIN, ("eval_norm",)),

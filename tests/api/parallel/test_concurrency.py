@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import ReplicaError, SessionError, parallel
+from parawrap import ReplicaError, parallel
 from tests.helpers.calling import lane_threads
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S
@@ -124,35 +124,8 @@ def slow_call(call, x):
         future.result(PATIENCE_S)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
-@pytest.mark.parametrize("change", ["refresh", "attribute"])
-def test_calls_keep_others_writes(rows, change):
-    """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
-    model, begun = Counting().eval(), threading.Event()
-
-    @torch.no_grad()
-    def call():
-        begun.set()
-        return model(torch.ones(rows, 3))
-
-    x = torch.ones(6, 3)
-    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
-        model(x)
-        x[5] = 7
-        with slow_call(model, x):
-            if change == "refresh":
-                p.refresh()
-            else:
-                model.linear.tag = [change]
-            during = another.submit(call)
-            assert begun.wait(PATIENCE_S)
-        during.result(PATIENCE_S)
-    assert model.count == 3
-
-
 def test_submitted_calls_and_writes():
-    """A call raises if its parameters are written before it runs, or while it does. Later calls are right."""
+    """A call raises if its parameters are written after it was submitted. Later calls are right."""
     started, go = threading.Semaphore(0), threading.Event()
 
     class Waiting(nn.Linear):
@@ -168,11 +141,9 @@ def test_submitted_calls_and_writes():
             assert started.acquire(timeout=PATIENCE_S)
         model.weight.fill_(1)
         go.set()
-        for future in futures[:2]:
+        for future in futures:
             with pytest.raises(ReplicaError, match="'weight' was written during a call"):
                 future.result(PATIENCE_S)
-        with pytest.raises(SessionError, match="was written after this call was submitted"):
-            futures[2].result(PATIENCE_S)
         assert torch.equal(p.submit(x).result(PATIENCE_S), model(x))
 
 
@@ -253,6 +224,7 @@ def test_nothing_is_left_after_close():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:the model wrote 'count':UserWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
 def test_a_child_waits_for_no_thread(use):

@@ -35,10 +35,10 @@ Color = enum.Enum("Color", "RED")
 
 
 class Spy:
-    """A target that returns its first argument plus 1, and keeps what each lane got."""
+    """A target that returns its first argument plus 1, and keeps what each lane got. Lanes have copies of the target."""
 
     def __init__(self):
-        self.seen = []
+        type(self).seen = []
 
     def __call__(self, x, extra=None):
         self.seen.append((int(x[0]), len(x), extra))
@@ -46,7 +46,8 @@ class Spy:
 
     def in_row_order(self):
         """Return the row counts and the arguments of the lanes of the last call."""
-        lanes, self.seen = sorted(self.seen, key=lambda each: each[0]), []
+        lanes = sorted(self.seen, key=lambda each: each[0])
+        self.seen.clear()
         return [rows for _, rows, _ in lanes], [extra for *_, extra in lanes]
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from parawrap import ResumeError, parallel
-from parawrap.engine._digest import digest_value
+from parawrap.engine.digest import digest_value
 from tests.helpers.processes import is_gone, pids_in, run_script, running_script, scripts, write_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -385,7 +385,7 @@ def test_equal_batches_are_recognized(kind):
 SAMPLES = """
 import torch
 from pathlib import Path
-from parawrap.engine._digest import digest_value
+from parawrap.engine.digest import digest_value
 
 tensor = torch.arange(12.0).view(3, 4)
 sets = {*"abcdefgh"}, {"k": frozenset("ijklmnop")}

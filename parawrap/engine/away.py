@@ -1,0 +1,190 @@
+"""The copies of a model's parameters on another device than the model's, and the way of their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from parawrap.backends import backend_of, transfer
+from parawrap.engine._private_names import version_of
+from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
+
+_SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
+_address_of = torch.Tensor.data_ptr
+_requires_grad = attrgetter("requires_grad")
+_steps = 0
+
+
+@cache
+def count_optimizer_steps() -> None:
+    """Count the steps of all optimizers: fused ones write parameters and leave their versions alone."""
+
+    def count(*_: object) -> None:
+        global _steps
+        _steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def optimizer_steps() -> int:
+    """Return the number of steps since `count_optimizer_steps`."""
+    return _steps
+
+
+class _AtHome(torch.autograd.Function):
+    """From parameters to the same memory, on the caller's stream, where torch adds up the gradients of all devices."""
+
+    @staticmethod
+    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        same = tuple(tensor.detach() for tensor in originals)
+        ctx.mark_non_differentiable(*[each for each, of in zip(same, originals, strict=True) if not of.requires_grad])
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ARG004
+        return tuple(None if gradient is None else _without_neighbors(gradient) for gradient in gradients)
+
+
+class _Broadcast(torch.autograd.Function):
+    """From parameters to their copies on one device. The gradients of the copies return together.
+
+    It saves nothing, so one graph serves any number of backward passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a reentrant checkpoint runs the node once per segment
+        ctx.home = originals[0].device
+        with lasting():
+            copies = copies_at(device, [tensor.detach() for tensor in originals])
+        frozen = [copy for copy, tensor in zip(copies, originals, strict=True) if not tensor.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        arrived = _send_together([each for each in gradients if each is not None], ctx.home)
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        for index, gradient in zip(present, arrived, strict=True):
+            found[index] = gradient
+        return (None, *found)
+
+
+def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares its memory with no other: tensors that traveled together share a version."""
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
+
+def _send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors on another device, the small dense ones of one dtype in one copy. Gradients flow through it."""
+    groups: dict[torch.dtype, list[int]] = {}
+    found = list(tensors)
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and tensor.nbytes <= _SMALL:
+            groups.setdefault(tensor.dtype, []).append(index)
+        else:
+            found[index] = transfer(tensor, device)
+    for group in groups.values():
+        if len(group) == 1:
+            found[group[0]] = transfer(tensors[group[0]], device)
+            continue
+        packed = torch.cat([tensors[index].reshape(-1) for index in group])
+        pieces = transfer(packed, device).split([tensors[index].numel() for index in group])
+        for index, piece in zip(group, pieces, strict=True):
+            found[index] = piece.view(tensors[index].shape)
+    return found
+
+
+class Away:
+    """The copies of parameters on one device, shared by the lanes there.
+
+    With gradients, they are made for each call, and are part of its graph. Without, they are kept until a version, the
+    memory, or an optimizer step shows a write. New copies are new tensors, because a graph may hold the old ones.
+    """
+
+    def __init__(self, device: torch.device, originals: Sequence[torch.Tensor]) -> None:
+        count_optimizer_steps()
+        self.device = device
+        self.originals = list(originals)
+        self.copies: list[torch.Tensor] = []
+        self._is_linked = False
+        self._state: tuple[Any, ...] = ()
+        self._versions: list[int] = []  # of the copies
+
+    def is_stale(self) -> bool:
+        """True if the copies are not those that a call of this moment needs."""
+        has_needless_link = self._is_linked and torch.is_grad_enabled()  # of a model that was frozen since
+        return has_needless_link or self._must_link() or self._state != self._read_state()
+
+    def has_moved(self) -> bool:
+        """True if a parameter has other memory than at the last refresh, or another dtype."""
+        return bool(self._state) and self._state[2] != [*map(_address, self.originals)]
+
+    def has_changed(self) -> bool:
+        """True if a parameter was written since the last refresh."""
+        return bool(self._state) and self._state != self._read_state()
+
+    def refresh(self, *, detach: bool = False) -> int:
+        """Bring the copies up to date; return the bytes copied."""
+        if not self.originals or not self.is_stale():
+            return 0
+        self._state = self._read_state()
+        self._is_linked = self._must_link() and not detach
+        with torch.inference_mode(False):
+            if self._is_linked:
+                self.copies = self._link()
+            else:
+                with lasting():
+                    self.copies = copies_at(self.device, [tensor.detach() for tensor in self.originals])
+        for copy, original in zip(self.copies, self.originals, strict=True):
+            vars(copy).update(vars(original))
+            if isinstance(original, torch.nn.Parameter):
+                vars(copy)["_is_param"] = True  # isinstance(copy, torch.nn.Parameter) holds then
+        backend_of(self.device.type).flush(self.copies)
+        self._versions = [*map(_version, self.copies)]
+        return sum(map(bytes_of, self.originals))
+
+    def _link(self) -> list[torch.Tensor]:
+        """Return copies that gradients flow through: one node for all leaves, and one for each computed tensor."""
+        leaves = [tensor for tensor in self.originals if tensor.is_leaf]
+        copies = iter(_Broadcast.apply(self.device, *_AtHome.apply(*leaves)) if leaves else ())  # type: ignore[no-untyped-call]
+        return [next(copies) if tensor.is_leaf else transfer(tensor, self.device) for tensor in self.originals]
+
+    def invalidate(self) -> None:
+        """Make new copies at the next refresh."""
+        self._state = ()
+
+    def find_written(self) -> torch.Tensor | None:
+        """Return a parameter with a copy that was written in place since the last refresh; None if there is none."""
+        now = [*map(_version, self.copies)]
+        if now == self._versions:
+            return None
+        pairs = zip(self.originals, now, self._versions, strict=True)
+        return next((original for original, version, before in pairs if version != before), None)
+
+    def drop(self) -> None:
+        """Drop the copies, and the graph that leads to the parameters."""
+        self.copies, self._state, self._is_linked = [], (), False
+
+    def _must_link(self) -> bool:
+        return torch.is_grad_enabled() and any(map(_requires_grad, self.originals))
+
+    def _read_state(self) -> tuple[Any, ...]:
+        return _steps, [*map(_version, self.originals)], [*map(_address, self.originals)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _address(tensor: torch.Tensor) -> Any:
+    return (_address_of(tensor), tensor.dtype) if tensor.layout is torch.strided else id(tensor)

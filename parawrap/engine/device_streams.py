@@ -1,0 +1,265 @@
+"""The streams of a lane, and the order of its work and the caller's.
+
+Guarantees, for devices that have streams:
+
+- A lane's work starts after the work that the caller queued before the call. Work that the caller queues with the outcome
+  starts after the lane's work. The host waits for neither.
+- A lane's tasks run in the order of their start on the host, on any streams.
+- Two lanes on one device overlap. If gradients are recorded, lanes work on the caller's streams instead: torch adds up
+  gradients there, and warns of gradients from other streams.
+- A lane on its own stream does not use torch's cache of autocast's casts: all threads share it, and no event orders it.
+- The input of submitted work travels during the work before it. The host may run far ahead of a device, so a lane starts
+  such work only when the work before the last one is done: memory is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from parawrap.backends import Backend, Stream, backend_of, record_use
+from parawrap.tree import flatten
+
+T = TypeVar("T")
+_AHEAD = 2  # batches on the device: one runs while the next one is copied
+_HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
+
+
+class _Landing(threading.local):
+    """`lands` is True if the thread runs callbacks. The class has the default: a failed lookup takes a microsecond."""
+
+    lands = False
+
+
+_landing = _Landing()
+
+
+class Mark(NamedTuple):
+    """A stream of the caller, and an event after its queued work. Without an event, a lane shares the stream."""
+
+    stream: Stream
+    event: Any | None = None
+
+
+Moment = Mapping[torch.device, Mark | None]
+"""By device, the position of the caller when it made a call; None for a device without streams."""
+
+
+Reached = Sequence[tuple[torch.device, Any]]
+"""By device, an event that completes when a piece of work is done there."""
+
+
+def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
+    """The calling thread's moment on each of these devices but the CPU."""
+    streams = {device: backend_of(device.type).stream(device) for device in devices if device.type != "cpu"}
+    return {
+        device: None if stream is None else Mark(stream, None if shared else stream.record_event())
+        for device, stream in streams.items()
+    }
+
+
+def wait_for_moment(moment: Moment) -> None:
+    """Have the calling thread's streams come after a moment, of whichever thread."""
+    for device, mark in moment.items():
+        stream = backend_of(device.type).stream(device)
+        if stream is not None and mark is not None and mark.event is not None:
+            stream.wait_event(mark.event)
+
+
+class _Shelf:
+    """The streams that no lane has, for the next ones: torch keeps a workspace for each stream that it ever worked on."""
+
+    # No lock: a pool may be collected, and put its streams here, while another one is about to take some.
+
+    def __init__(self) -> None:
+        self._streams: defaultdict[torch.device, deque[Stream]] = defaultdict(deque)
+        self._made: defaultdict[torch.device, set[Stream]] = defaultdict(set)
+
+    def take(self, device: torch.device) -> Stream:
+        try:
+            return self._streams[device].pop()
+        except IndexError:
+            return self._make(device)
+
+    def _make(self, device: torch.device) -> Stream:
+        """A stream that no lane has; torch hands out a device's few in turn, so it may be one that a lane has after all."""
+        made = self._made[device]
+        stream = _new_stream(device)
+        for _ in range(_HANDED_OUT_IN_TURN - 1):
+            if stream not in made:
+                break
+            stream = _new_stream(device)
+        made.add(stream)
+        return stream
+
+    def put(self, device: torch.device, stream: Stream) -> None:
+        self._streams[device].append(stream)
+
+
+def _new_stream(device: torch.device) -> Stream:
+    stream = backend_of(device.type).new_stream(device)
+    assert stream is not None, "a device with a current stream has others"
+    return stream
+
+
+_shelf = _Shelf()
+
+
+class LaneStreams:
+    """The streams of one lane, one for each device that its work has to do with. Each is made when first needed.
+
+    Used by the thread that has the lane, or by several where a lane is shared; `be_waited_for` by any.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self._backend = backend
+        self._device = device
+        self._making = threading.RLock()  # a pool that is collected meanwhile ends its lanes' streams in this thread
+        self._own: dict[torch.device, Stream] = {}
+        self._last: dict[torch.device, Stream] = {}
+        self._since: dict[torch.device, Mark] = {}
+        self._copying: tuple[Stream, ...] = ()
+        self._ended = False
+        self._ahead: deque[Reached] = deque()
+
+    def run(self, work: Callable[[], T], moment: Moment) -> T:
+        """Run `work` with the lane's device and streams current, after the work that the caller had queued."""
+        with self._on(moment):
+            value = work()
+            self._backend.flush(value)  # in the lane: started by the reader of the values, one lane would follow the other
+            return value
+
+    def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
+        """Run `stage` during the lane's earlier work, and then `work`; return its value, and events that it follows."""
+        self._hold_back()
+        with self._on(moment) as streams:
+            if stage is not None:
+                self._run_beside(stage, moment.get(self._device), streams)
+            try:
+                value = work()
+            finally:
+                reached = [(device, stream.record_event()) for device, stream in streams.items()]
+                self._ahead.append(reached)
+        return value, reached
+
+    def end(self) -> None:
+        """Return the streams for use by others. A running call keeps using them: a stream keeps its order."""
+        with self._making:
+            lent = [] if self._ended else [*self._own.items(), *((self._device, each) for each in self._copying)]
+            self._ended = True
+        for device, stream in lent:
+            _shelf.put(device, stream)
+
+    def _hold_back(self) -> None:
+        """Wait until the work before the last one is done."""
+        with self._making:
+            over = [self._ahead.popleft() for _ in range(len(self._ahead) - _AHEAD + 1)]
+        for reached in over:
+            for _, event in reached:
+                event.synchronize()
+
+    def unfinished(self) -> int:
+        """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
+        if not self._ahead:
+            return 0
+        return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
+
+    def be_waited_for(self) -> None:
+        """Have the calling thread's streams wait for all that the lane has queued until now."""
+        for device, last in list(self._last.items()):
+            stream = backend_of(device.type).stream(device)
+            if stream is not None and stream != last:
+                stream.wait_stream(last)
+
+    def wait_next(self, moment: Moment) -> None:
+        """Have the lane's next work, though it may have been sent already, come after that moment too."""
+        self._since.update((device, mark) for device, mark in moment.items() if mark is not None)
+
+    @contextmanager
+    def _on(self, moment: Moment) -> Iterator[Mapping[torch.device, Stream]]:
+        """Inside the block the thread's current streams are these, which come after the moment."""
+        streams = {device: self._stream_after(device, mark) for device, mark in moment.items() if mark is not None}
+        with ExitStack() as active:
+            # The lane's own device last: it is then the current one.
+            for device in sorted(moment, key=lambda each: each == self._device):
+                active.enter_context(backend_of(device.type).activate(device, streams.get(device)))
+            if any(mark is not None and mark.event is not None for mark in moment.values()):
+                active.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+            yield streams
+
+    def _stream_after(self, device: torch.device, mark: Mark) -> Stream:
+        """The lane's stream on that device, which comes after what the caller's had been given."""
+        stream = mark.stream if mark.event is None else self._stream_on(device)
+        last, self._last[device] = self._last.get(device, stream), stream
+        if last != stream:
+            stream.wait_stream(last)
+        for earlier in (mark, self._since.pop(device, None)):
+            if earlier is not None and earlier.event is not None:
+                stream.wait_event(earlier.event)
+        if mark.event is None:
+            stream.record_event()  # a thread's first call of cuBLAS warns, unless CUDA was called before
+        return stream
+
+    def _stream_on(self, device: torch.device) -> Stream:
+        with self._making:
+            if device not in self._own:
+                self._own[device] = _shelf.take(device)
+            return self._own[device]
+
+    def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
+        """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
+        if mark is None or mark.event is None:
+            stage()
+            return
+        with self._making:
+            if not self._copying:
+                self._copying = (_shelf.take(self._device),)
+            (copying,) = self._copying
+        copying.wait_event(mark.event)
+        with self._backend.activate(self._device, copying):
+            stage()
+        streams[self._device].wait_stream(copying)
+
+
+class LaneFuture(Future[Any]):
+    """A future with a result that may be used on the current streams of the thread that reads it.
+
+    Any number of threads may read it. A callback runs in the lane's thread and may pass the result on, so it waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lane = 0  # the index of the lane that runs it
+        self._reached: Reached = ()
+
+    def land(self, value: Any, reached: Reached) -> None:
+        """Set the value, which is there after these events."""
+        self._reached = reached
+        before, _landing.lands = _landing.lands, True
+        try:
+            self.set_result(value)  # runs the callbacks
+        finally:
+            _landing.lands = before
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            value = super().result(timeout)
+        except BaseException:
+            del self  # it has the error, and the traceback of the error holds this frame
+            raise
+        for device, event in self._reached:
+            stream = backend_of(device.type).stream(device)
+            if stream is None or _landing.lands:
+                event.synchronize()
+            else:
+                stream.wait_event(event)
+        if self._reached:
+            record_use(flatten(value)[0])
+        return value

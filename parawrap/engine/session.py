@@ -1,0 +1,445 @@
+"""The session of an open block: cut calls (`call.py`), whole calls in lanes, counters, and traces."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from functools import partial
+from os import getpid
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.backends import backend_of, device_of, drop_own_frames, record_use, warn_caller
+from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
+from parawrap.engine.call import Calls, Entry, Lane, Modes, here, log_wait, must_run_plainly
+from parawrap.engine.device_streams import LaneFuture, Moment, Reached
+from parawrap.engine.join import join, with_originals
+from parawrap.engine.stats import LaneStats, Stats
+from parawrap.engine.streams import Pending, Prepare, as_call, failed
+from parawrap.engine.trace import Trace, timed
+from parawrap.errors import ReplicaError, SessionError, add_note
+from parawrap.tree import flatten
+
+_CPU = torch.device("cpu")
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_CHANGED = (
+    "the model changed while a stream of batches or a submitted call was open, which read it when it began. Read the "
+    "outputs first, and change the model then"
+)
+_LONG_WAIT_S = 60.0  # before the log names a wait
+
+
+class Ready(NamedTuple):
+    """The facts that whole calls need, read once for a stream: the modes of the caller, and the state of the model.
+
+    `versions` are those of the parameters. If the model `is_quiet`, calls of tensors write nothing. `in_order` is True if
+    one lane must run all calls, and `profiles` if a profiler records the caller. `prepares` has the function that computes
+    the arguments, for each lane. A stream has the `generation` of the replicas, and ends with an error at another one.
+    """
+
+    modes: Modes
+    versions: list[int]
+    is_quiet: bool
+    on_cpu: bool
+    in_order: bool
+    profiles: bool
+    prepares: Sequence[Prepare] | None
+    generation: int | None = None
+
+
+class WholeCall:
+    """A call that one lane runs whole. It is like a future, without the locks that a stream does not need."""
+
+    __slots__ = (
+        *("_callbacks", "_done", "_error", "_output", "_reached", "_state"),
+        *("args", "entry", "future", "kwargs", "moment", "ready", "session", "update"),
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ready: Ready,
+        future: LaneFuture | None = None,
+    ) -> None:
+        self.session = session
+        self.entry = entry
+        self.args, self.kwargs = args, kwargs
+        self.ready = ready
+        self.future = future  # of a submitted call
+        self.moment: Moment | None = None  # None: everything is on the CPU
+        self.update: Callable[[], None] | None = None  # gives the caller's cache what forward wrote into the lane's
+        self._state = [None]  # popped by the lane that runs the call, or by `cancel`
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self._reached: Reached = ()
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def __call__(self, lane: Lane) -> None:
+        """Run the call in a lane's thread, unless it was cancelled."""
+        if self.future is not None and not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self._state.pop()
+        except IndexError:
+            return
+        session = self.session
+        while True:
+            with lane.gate:
+                if not session.holds_whole_calls:
+                    self._run_in(lane)
+                    break
+            session.wait_for_cut_call()
+        self.args, self.kwargs = (), {}
+        if self.future is not None:
+            self._land()
+        self._done.release()
+        if self._callbacks:
+            self._run_callbacks()
+
+    def _run_in(self, lane: Lane) -> None:
+        """Run the call in a lane, and keep its outcome."""
+        session, start = self.session, perf_counter_ns()
+        with lane.lock:
+            before, here.lane = here.lane, lane
+            try:
+                work = partial(session.run_whole, self, lane)
+                self._output = self.ready.modes.run(work, lane.device, session.replicas.home)
+            except BaseException as error:  # noqa: BLE001  # a lane outlives its calls
+                drop_own_frames(error)
+                add_note(error, f"in {lane}")
+                self._error = error
+                session.replicas.mark_dirty(lane.index)
+            finally:
+                here.lane = before
+                lane.tasks += 1
+                lane.busy_ns += perf_counter_ns() - start
+
+    def result(self) -> Any:
+        """Wait for the call, and return its output or raise its error, once."""
+        if not self._done.acquire(timeout=_LONG_WAIT_S):
+            log_wait("a stream has been waiting for its lanes", self.session.lanes.all)
+            self._done.acquire()
+        error, output = self._error, self._output
+        self._error = self._output = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+        for device, event in self._reached:
+            stream = backend_of(device.type).stream(device)
+            if stream is None:
+                event.synchronize()
+            else:
+                stream.wait_event(event)
+        if self._reached:
+            record_use(flatten(output)[0])
+        return output
+
+    def cancel(self) -> bool:
+        """Drop the call if no lane has started it."""
+        try:
+            self._state.pop()
+        except IndexError:
+            return False
+        self._error = CancelledError()
+        self.args, self.kwargs = (), {}
+        self._done.release()
+        self._run_callbacks()
+        return True
+
+    def add_done_callback(self, function: Callable[[Any], object], /) -> None:
+        """Call a function once the call has ended, in the thread that ends it."""
+        self._callbacks.append(function)
+        if not self._done.locked():
+            self._run_callbacks()
+
+    def note_reached(self, reached: Reached) -> None:
+        """Note events that follow the work of the call on its devices."""
+        self._reached = reached
+
+    def _land(self) -> None:
+        """Give the outcome to the future, whose callbacks run in this thread."""
+        future, self.future = self.future, None
+        error, output = self._error, self._output
+        self._error = self._output = None
+        assert future is not None
+        try:
+            if error is None:
+                future.land(output, self._reached)
+            else:
+                future.set_exception(error)
+        except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            del error, output
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
+            self._callbacks.pop()(self)
+
+
+class Session(Calls):
+    """The calls of one target, until `close`. Thread-safe."""
+
+    takes_chunks = False  # threads get no messages
+
+    # Whole calls, each in one lane
+
+    def get_ready(self, prepare: Prepare | None = None) -> Ready | None:
+        """Return what whole calls need; None if they must run plainly.
+
+        Raises:
+            SessionError: If the lanes are closed.
+            ReplicaError: If a copy cannot be made.
+        """
+        if not self.lanes.is_open:
+            msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+            raise SessionError(msg)
+        if here.lane is not None or not self.lanes.is_alive or must_run_plainly(self.lanes.backend):
+            return None
+        replicas = self.replicas
+        with self._lock:
+            if replicas.is_stale():
+                self.refresh()
+            if replicas.is_lazy:
+                return None
+            replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
+            prepares, draws = (None, False) if prepare is None else replicas.copy_for_lanes(prepare)
+            is_quiet = replicas.is_quiet and prepare is None and not any(global_hooks) and self.rules.keep_single
+            return Ready(
+                Modes.capture(self.lanes.backend.type),
+                [*map(version_of, replicas.params)],
+                is_quiet and not self.recorder.traces,
+                self.stays_on_cpu,
+                draws or bool(replicas.generators) or torch.are_deterministic_algorithms_enabled() or replicas.in_turns,
+                profiler_runs(),
+                prepares,
+            )
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Run a call whole in one lane, and return a future of its output. Inside a lane, it runs at once."""
+        ready = self.get_ready()
+        if ready is None:
+            try:
+                output = self.run_plainly(entry, args, kwargs)
+            except Exception as error:  # noqa: BLE001
+                return failed(error)
+            done: Future[Any] = Future()
+            done.set_result(output)
+            return done
+        future = LaneFuture()
+        self.send(WholeCall(self, entry, args, kwargs, ready, future))
+        return future
+
+    def open_stream(self, entry: Entry, prepare: Prepare | None) -> ThreadStream:
+        """Return what starts the batches of one stream."""
+        return ThreadStream(self, entry, prepare)
+
+    def send(self, call: WholeCall) -> None:
+        """Queue a call; under a profiler, which records the calling thread alone, run it here."""
+        ready = call.ready
+        is_tensor = len(call.args) == 1 and not call.kwargs and type(call.args[0]) is torch.Tensor and call.args[0].is_cpu
+        if not (ready.on_cpu and (is_tensor or ready.prepares is not None)):
+            call.moment = self._read_moment(call)
+        if ready.profiles:
+            call(self.lanes.all[0])
+        else:
+            self.lanes.send(call, in_order=ready.in_order)
+
+    def run_whole(self, call: WholeCall, lane: Lane) -> Any:
+        """Run a whole call in a lane, under the modes of the caller, and return the caller's output."""
+        ready, replicas = call.ready, self.replicas
+        if ready.generation not in (None, replicas.generation) or not replicas.all:
+            raise ReplicaError(_CHANGED)
+        if ready.is_quiet and call.moment is None and not call.kwargs and _TENSORS.issuperset(map(type, call.args)):
+            output = call.entry.of(replicas.all[lane.index].target)(*call.args)
+            lane.whole_calls += 1
+            lane.rows += call.args[0].shape[self.rules.dim] if call.args and call.args[0].ndim else 0
+            if type(output) is torch.Tensor:
+                return output
+            return with_originals(output, replicas.all[lane.index].original_of)
+        if call.moment is None:
+            return self._run_on(call, lane)
+        work, stage = partial(self._run_on, call, lane), partial(self._stage, call, lane)
+        output, reached = lane.streams.run_staged(work, stage, call.moment)
+        call.note_reached(reached)
+        return output
+
+    def cancel(self) -> None:
+        """Drop submitted calls that have not started."""
+        for call in self.lanes.queued():
+            if call.future is not None:
+                call.future.cancel()
+            else:
+                call.cancel()
+
+    def renew(self) -> None:
+        """Copy everything to the lanes at the next call. It never waits: a callback in a lane may call it."""
+        self.replicas.renew()
+
+    def close(self) -> None:
+        """Let the lanes finish, and end them. A call in flight finishes too."""
+        self.lanes.close()
+        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
+        if unused and self.stats().calls:
+            warn_caller(
+                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
+                "leave it out"
+            )
+        if here.lane is None and self.lanes.pid == getpid():
+            self.replicas.warn()
+            with self._lock, self.lanes.idle():
+                self.replicas.forget()
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        of_lanes = tuple(
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in self.lanes.all
+        )
+        whole = sum(lane.whole_calls for lane in self.lanes.all)
+        calls, replicas = self.cut_calls + self.plain_calls + whole, self.replicas
+        return Stats(calls, self.plain_calls, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
+
+    def trace(self, path: str | Path) -> Trace:
+        """Return a recorder of the calls of each lane."""
+        return Trace(self.recorder, self.lanes.all, path)
+
+    # The steps of a whole call
+
+    def _read_moment(self, call: WholeCall) -> Moment | None:
+        """Return the position of the caller in its streams; None if everything is on the CPU."""
+        if call.ready.on_cpu and _are_on_cpu(call):
+            return None
+        home = self.replicas.home
+        found = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
+        sources = {device for device in found if device is not None and device != home}
+        moments = self.lanes.read_moments(sources, home, 1)
+        return moments[0] if moments else None
+
+    def _stage(self, call: WholeCall, lane: Lane) -> None:
+        """Compute the arguments, and copy them to the lane's device, next to the earlier work of the lane."""
+        self._prepare(call, lane)
+        plan, flat = self.cutters[call.entry.method].whole(call.args, call.kwargs)
+        shard = plan.cut(flat)[0].on(lane.device)
+        call.args, call.kwargs = shard.args, shard.kwargs
+        call.update = partial(plan.update, flat, [shard])
+        self._count_rows(call, lane)
+
+    def _prepare(self, call: WholeCall, lane: Lane) -> None:
+        """Compute the arguments of a call in its lane."""
+        if call.ready.prepares is not None:
+            record = None
+            if self.recorder.traces:
+                record = partial(self.recorder.record, "prepare", call.entry.batch, None)
+            call.args, call.kwargs = as_call(timed(record, lane.index, call.ready.prepares[lane.index], *call.args))
+
+    def _run_on(self, call: WholeCall, lane: Lane) -> Any:
+        """Run the model on the arguments of a call, and return the caller's output."""
+        replicas = self.replicas
+        replica = replicas.all[lane.index]
+        replicas.prepare(replica)
+        replica.has_graph = replica.has_graph or call.ready.modes.grad
+        if call.moment is None:
+            self._prepare(call, lane)
+            self._count_rows(call, lane)
+        else:
+            record_use(flatten((call.args, call.kwargs))[0])
+        function = call.entry.of(replica.target)
+        if self.recorder.traces:
+            record = partial(self.recorder.record, call.entry.method, call.entry.batch, self._rows_of(call))
+            function = partial(timed, record, lane.index, function)
+        output = function(*call.args, **call.kwargs)
+        lane.whole_calls += 1
+        output = with_originals(output, replica.original_of)
+        replicas.settle_whole(replica, call.ready.versions)
+        device = None
+        if call.moment is not None:
+            if call.update is not None:
+                call.update()
+            device = self.output_device or replicas.home
+        return output if device is None and self.rules.keep_single else join([output], (1,), self.rules, device)
+
+    def _count_rows(self, call: WholeCall, lane: Lane) -> None:
+        lane.rows += self._rows_of(call)
+
+    def _rows_of(self, call: WholeCall) -> int:
+        if call.args and type(call.args[0]) is torch.Tensor:
+            return self.cutters[call.entry.method].rows(call.args)
+        return max(0, self.cutters[call.entry.method].whole(call.args, call.kwargs)[0].rows)
+
+    def run_whole_plainly(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
+    ) -> Any:
+        if prepare is not None:
+            record = partial(self.recorder.record, "prepare", entry.batch, None)
+            args, kwargs = as_call(timed(record if self.recorder.traces else None, None, prepare, *args))
+        return self.run_plainly(entry, args, kwargs)
+
+
+class ThreadStream:
+    """Starts the batches of one stream in the lanes of a session. The model is read before the first batch."""
+
+    def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
+        self._session = session
+        self._entry = entry
+        self._prepare = prepare
+        self._ready: Ready | None = None
+
+    def start(self, number: int, batch: Any) -> Pending:
+        """Start a batch. An error goes into the pending call, and is raised in place of the output."""
+        session, entry = self._session, self._entry
+        try:
+            if self._ready is None:
+                ready = session.get_ready(self._prepare)
+                self._ready = None if ready is None else ready._replace(generation=session.replicas.generation)
+            if type(batch) is torch.Tensor or self._prepare is not None:
+                args, kwargs = (batch,), dict[str, Any]()
+            else:
+                args, kwargs = as_call(batch)
+            if session.recorder.traces:
+                entry = entry._replace(batch=number)
+            if self._ready is None:
+                future: Future[Any] = Future()
+                future.set_result(session.run_whole_plainly(entry, args, kwargs, self._prepare))
+                return future
+            call = WholeCall(session, entry, args, kwargs, self._ready)
+            session.send(call)
+            return call
+        except Exception as error:  # noqa: BLE001
+            return failed(error)
+
+    def start_chunk(self, batches: Sequence[tuple[int, Any]]) -> Sequence[Pending]:
+        """Start batches one by one: threads get no messages."""
+        return [self.start(number, batch) for number, batch in batches]
+
+    def end(self) -> None:
+        """Check that the model is what it was when the stream began.
+
+        Raises:
+            ReplicaError: If a parameter was written since.
+        """
+        ready, session = self._ready, self._session
+        self._ready = None
+        if ready is not None and session.lanes.is_open:
+            session.replicas.warn()
+            if ready.generation != session.replicas.generation:
+                raise ReplicaError(_CHANGED)
+            if [*map(version_of, session.replicas.params)] != ready.versions:
+                session.replicas.refuse_write(ready.versions)
+
+
+def _are_on_cpu(call: WholeCall) -> bool:
+    if not call.kwargs and _TENSORS.issuperset(map(type, call.args)):
+        return all(each.is_cpu for each in call.args)
+    return all(device_of(leaf) in (None, _CPU) for leaf in flatten((call.args, call.kwargs))[0])

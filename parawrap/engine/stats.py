@@ -1,0 +1,65 @@
+"""Counters of a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parawrap.displays import Table
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStats:
+    """One lane: its device and label, the tasks it ran, the rows of calls that returned, and the seconds it was busy.
+
+    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0". Tasks and busy seconds
+    include tasks that raised.
+    """
+
+    device: torch.device
+    label: str
+    tasks: int
+    rows: int
+    busy_s: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Stats:
+    """Counters of a parallel block since it was opened; `print` shows them as a table.
+
+    A call counts when it returns. A call that raised, was refused, or was cancelled does not count.
+
+    Attributes:
+        calls: All calls, including plain calls.
+        plain: Calls that ran plainly, on the original module in the caller's thread. Examples are calls with one row.
+        shards: The number of rows of each lane in the last cut call that returned.
+        refreshes: The number of times that changes were copied into the replicas in place.
+        copied_bytes: The size of these copies, in bytes.
+        lanes: One entry per lane.
+    """
+
+    calls: int
+    plain: int
+    shards: tuple[int, ...]
+    refreshes: int
+    copied_bytes: int
+    lanes: tuple[LaneStats, ...]
+
+    def __repr__(self) -> str:
+        return f"<Stats: {self.calls} calls ({self.plain} plain), {len(self.lanes)} lanes>"
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        shards = f"last shards {list(self.shards)}, " if self.shards else ""
+        title = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
+        rows = [
+            (f"lane {index}", lane.label, f"{lane.tasks}", f"{lane.rows}", f"{lane.busy_s:.3f}")
+            for index, lane in enumerate(self.lanes)
+        ]
+        return Table(title, ("lane", "device", "tasks", "rows", "busy s"), rows, texts=("lane", "device"))

@@ -1,0 +1,544 @@
+"""One walk over everything that a target leads to: its modules, tensors, containers, and functions.
+
+A replica is `copy.deepcopy` of the target, so the walk follows what deepcopy copies. It refuses what lanes could only
+share: modules behind globals, iterators, weak references to modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import datetime as dt
+import dis
+import enum
+import functools
+import io
+import itertools
+import logging
+import multiprocessing.process
+import multiprocessing.synchronize
+import numbers
+import pathlib
+import queue
+import re
+import socket
+import string
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from parawrap.engine._private_names import (
+    BUFFERS,
+    CHILDREN,
+    NOT_CALLED,
+    PARAMETERS,
+    compiled_original,
+    is_compiled_function,
+    is_compiled_module,
+)
+from parawrap.engine.holdings import LISTS, Place, names_of_slots
+from parawrap.engine.torchscript import tensors_of_script
+from parawrap.errors import ReplicaError
+
+TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+
+_Part = tuple[Any, str, Place | None, Any]
+"""A part of an object: the part, its path, and the place and the key where a container holds it."""
+
+# Values that lanes may share because they do not change
+_ATOMS = (
+    *(type(None), bool, numbers.Number, str, bytes, enum.Enum, type, slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+    *(pathlib.PurePath, dt.date, dt.time, dt.timedelta, dt.tzinfo, re.Pattern, string.Template),
+    *(types.BuiltinFunctionType, types.EllipsisType, types.NotImplementedType, types.CodeType, property),
+)
+# Objects with a life outside the model. All lanes use the same one.
+_SHARED = (
+    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket),
+    *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
+    *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
+    *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
+    *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
+)
+_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
+_WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+_LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
+_NOT_IN_FORWARD = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
+_DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
+_CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
+
+# Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do: LazyLinear, spectral norms.
+_QUIET = """
+    Sequential ModuleList ModuleDict ParameterList ParameterDict Identity Linear Bilinear Flatten Unflatten Fold Unfold
+    Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LayerNorm GroupNorm RMSNorm LocalResponseNorm
+    Threshold ReLU RReLU Hardtanh ReLU6 Sigmoid Hardsigmoid Tanh SiLU Mish Hardswish ELU CELU SELU GLU GELU Hardshrink
+    LeakyReLU LogSigmoid Softplus Softshrink PReLU Softsign Tanhshrink Softmin Softmax Softmax2d LogSoftmax
+    MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d
+    AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d ZeroPad2d ConstantPad1d ConstantPad2d
+    ReflectionPad1d ReflectionPad2d ReplicationPad1d ReplicationPad2d Dropout Dropout1d Dropout2d Dropout3d AlphaDropout
+    FeatureAlphaDropout Embedding EmbeddingBag RNN LSTM GRU RNNCell LSTMCell GRUCell MultiheadAttention Transformer
+    TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer PixelShuffle PixelUnshuffle
+    Upsample ChannelShuffle CosineSimilarity PairwiseDistance L1Loss MSELoss CrossEntropyLoss NLLLoss BCELoss
+    BCEWithLogitsLoss KLDivLoss SmoothL1Loss
+"""
+_QUIET_CLASSES = frozenset(getattr(torch.nn, name) for name in _QUIET.split() if hasattr(torch.nn, name))
+_QUIET_IN_EVAL = frozenset({torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d})
+
+
+class Survey:
+    """All that a target leads to. The walk is iterative, so that depth costs no recursion.
+
+    Attributes:
+        places: The containers that lanes get copies of.
+        params: The parameters, and other tensors that learn or share memory with them. Lanes on their device share them.
+        tensors: The other tensors. Each lane has its own copy.
+        modules: The modules, each before its submodules.
+        shared: The objects that all lanes use.
+        twins: The functions with closures that hold parts of the model. Each lane gets its own.
+        holders: By the id of a tensor or a function, the containers that hold it, with the key of each; None for a
+            container that cannot change, such as a tuple.
+        is_quiet: True if forward is code of listed classes of torch.nn alone, which write nothing.
+        in_turns: True if lanes must run one after another, because forward writes shared weights for a moment.
+
+    Raises:
+        ReplicaError: If the target leads to something that cannot be copied. The message names the path and a cure.
+    """
+
+    def __init__(self, target: Any, methods: Iterable[str] = ()) -> None:
+        self.target = target
+        self.owned: dict[int, Any] = {}
+        self.paths: dict[int, str] = {}
+        self.places: list[Place] = []
+        self.params: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
+        self.modules: list[torch.nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.shared: list[Any] = []
+        self.scripts: list[torch.jit.ScriptModule] = []
+        self.opaque: list[Any] = []  # instances that only `copy.deepcopy` knows how to copy
+        self.functions: list[types.FunctionType] = []
+        self.holders: dict[int, list[tuple[Place, Any] | None]] = {}
+        self._walk(target)
+        self._share_aliases()
+        self.twins = self._find_twins()
+        for function in self.twins:
+            self._note_cells(function)
+        self.is_lazy = any(map(is_lazy, self.params))
+        self.trains = any(module.training for module in self.modules)
+        self._refuse_classes()
+        self.is_quiet = self._is_quiet()
+        self.in_turns = self._must_take_turns(methods)
+
+    def note_modes(self) -> None:
+        """Read the training flags of the modules again."""
+        self.trains = any(module.training for module in self.modules)
+        self.is_quiet = self._is_quiet()
+
+    def path_of(self, value: Any) -> str:
+        """Return the path to a part of the target."""
+        return self.paths.get(id(value)) or "the target"
+
+    # The walk
+
+    def _walk(self, target: Any) -> None:
+        waiting: list[_Part] = [(target, "", None, None)]
+        while waiting:
+            value, path, place, key = waiting.pop()
+            if isinstance(value, (torch.Tensor, types.FunctionType)):
+                self.holders.setdefault(id(value), []).append(None if place is None else (place, key))
+            if id(value) in self.owned or isinstance(value, _ATOMS):
+                continue
+            self.owned[id(value)], self.paths[id(value)] = value, path
+            waiting += reversed([*self._parts(value, path)])
+
+    def _parts(self, value: Any, path: str) -> Iterable[_Part]:
+        """Enter an object, and yield each of its parts: the part, its path, and where it is held."""
+        if isinstance(value, torch.Tensor):
+            learns = isinstance(value, torch.nn.Parameter) or value.requires_grad
+            (self.params if learns else self.tensors).append(value)
+            return ()
+        if isinstance(value, torch.jit.ScriptModule):
+            self._enter_script(value, path)
+            return ()
+        if isinstance(value, torch.nn.Module):
+            return self._parts_of_module(value, path)
+        if isinstance(value, dict):
+            place = self._enter(value, "items", path)
+            keys = [(key, f"{path} key", None, None) for key in dict.keys(value) if not isinstance(key, _ATOMS)]
+            items = [(part, f"{path}[{key!r}]", place, key) for key, part in dict.items(value)]
+            return [*keys, *items, *self._attributes(value, path)]
+        if isinstance(value, LISTS):
+            place = self._enter(value, "list", path)
+            is_set = isinstance(value, set)
+            listed: list[_Part] = [(part, f"{path}[{at}]", None if is_set else place, at) for at, part in enumerate(value)]
+            return [*listed, *self._attributes(value, path)]
+        if isinstance(value, (tuple, frozenset)):
+            return [(part, f"{path}[{at}]", None, None) for at, part in enumerate(value)]
+        if isinstance(value, functools.partial):
+            held = (value.func, *value.args, *value.keywords.values())
+            return [(part, f"{path}.{'args' if at else 'func'}", None, None) for at, part in enumerate(held)]
+        if isinstance(value, types.MethodType):
+            return [(value.__self__, f"{path}.__self__", None, None), (value.__func__, path, None, None)]
+        if isinstance(value, types.FunctionType):
+            return self._parts_of_function(value, path)
+        return self._parts_of_instance(value, path)
+
+    def _parts_of_module(self, module: torch.nn.Module, path: str) -> Iterable[_Part]:
+        self._refuse_distributed(module, path)
+        self.modules.append(module)
+        if is_compiled_module(module):
+            return [(compiled_original(module), f"{path}._orig_mod".lstrip("."), None, None)]
+        own = self._enter(module, "vars", path)
+        below: list[_Part] = []
+        for name, part in _state_of(module).items():
+            if name in NOT_CALLED:
+                self.owned[id(part)] = part
+                self.shared.append(part)
+            elif name in TABLES:
+                self.owned[id(part)], self.paths[id(part)] = part, path
+                place = self._enter(module, name, path)
+                below += [(each, f"{path}.{key}".lstrip("."), place, key) for key, each in part.items()]
+            else:
+                below.append((part, f"{path}.{name}".lstrip("."), own, name))
+        return below
+
+    def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Part]:
+        if is_compiled_function(function):
+            self.shared.append(function)
+            return ()
+        self.functions.append(function)
+        refuse_globals(function, path)
+        return [(part, f"{path} captures {name}", None, None) for name, part in captured(function) if _is_model(part)]
+
+    def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
+        cls = type(value)
+        if isinstance(value, _WEAK):
+            return self._enter_weak(value, path)
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
+            raise ReplicaError(msg)
+        if isinstance(value, torch.Generator):
+            self.generators.append(value)
+        if isinstance(value, _SHARED) or cls is object or _is_service(cls) or _is_singleton(value):
+            self.shared.append(value)
+            return ()
+        if vars_of(value) is None and not names_of_slots(cls):
+            self.opaque.append(value)
+        return self._attributes(value, path)
+
+    def _attributes(self, value: Any, path: str) -> Iterable[_Part]:
+        """Yield the attributes and the slots of an object."""
+        found: list[_Part] = []
+        own = vars_of(value)
+        if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
+            place = self._enter(value, "vars", path)
+            found += [(part, f"{path}.{name}".lstrip("."), place, name) for name, part in own.items()]
+        slots = names_of_slots(type(value))
+        if slots:
+            place = self._enter(value, "slots", path)
+            present = [(at, name) for at, name in enumerate(slots) if hasattr(value, name)]
+            found += [(getattr(value, name), f"{path}.{name}".lstrip("."), place, at) for at, name in present]
+        return found
+
+    def _enter(self, owner: Any, kind: str, path: str) -> Place:
+        place = Place(owner, kind, path)
+        self.places.append(place)
+        return place
+
+    def _enter_script(self, module: torch.jit.ScriptModule, path: str) -> None:
+        """Enter a scripted module, which lanes share: it has no state in Python."""
+        self.shared.append(module)
+        self.scripts.append(module)
+        for name, tensor in tensors_of_script(module):
+            if id(tensor) not in self.owned:
+                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
+                self.params.append(tensor)
+
+    def _enter_weak(self, value: Any, path: str) -> Iterable[_Part]:
+        with contextlib.suppress(ReferenceError):
+            referent = value() if isinstance(value, weakref.ref) else value.__reduce_ex__.__self__
+            owner = referent.__self__ if isinstance(referent, types.MethodType) else referent
+            if isinstance(owner, torch.nn.Module):
+                msg = (
+                    f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would lead to the original. "
+                    "Hold it in a list: [value]"
+                )
+                raise ReplicaError(msg)
+        self.shared.append(value)
+        return ()
+
+    def _note_cells(self, function: types.FunctionType) -> None:
+        """Enter the closure cells of a twin, which a caller may bind again."""
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self.owned:
+                self.owned[id(cell)] = cell
+                self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}")
+
+    def _share_aliases(self) -> None:
+        """Count tensors that share memory with a parameter as parameters: lanes would otherwise see old values."""
+        memory = {storage for tensor in self.params if (storage := storage_of(tensor))}
+        aliases = [tensor for tensor in self.tensors if storage_of(tensor) in memory]
+        if aliases:
+            self.params += aliases
+            known = set(map(id, aliases))
+            self.tensors = [tensor for tensor in self.tensors if id(tensor) not in known]
+
+    def _find_twins(self) -> list[types.FunctionType]:
+        """Return the functions that capture parts of the model."""
+        mutable = {id(place.owner) for place in self.places} | set(map(id, self.params))
+        twins: set[int] = set()
+
+        def leads(part: Any, depth: int = 0) -> bool:
+            if isinstance(part, types.FunctionType):
+                return id(part) in twins
+            if isinstance(part, types.MethodType):
+                return id(part.__self__) in mutable
+            if isinstance(part, functools.partial):
+                return any(leads(each, depth) for each in (part.func, *part.args, *part.keywords.values()))
+            if id(part) in mutable or isinstance(part, torch.nn.Module):
+                return True
+            if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
+                parts = part.values() if isinstance(part, dict) else part
+                if any(leads(each, depth + 1) for each in parts):
+                    msg = (
+                        f"a function captures a {type(part).__name__} that holds parts of the model. Make it an "
+                        "attribute of the model, or give it by functools.partial"
+                    )
+                    raise ReplicaError(msg)
+            return False
+
+        while True:
+            others = [function for function in self.functions if id(function) not in twins]
+            more = [function for function in others if any(leads(part) for _, part in captured(function))]
+            if not more:
+                return [function for function in self.functions if id(function) in twins]
+            twins.update(map(id, more))
+
+    # Decisions
+
+    def _is_quiet(self) -> bool:
+        """True if forward is code of listed torch.nn classes alone, which write no attribute, buffer, or parameter."""
+        return (
+            not self.functions
+            and not self.scripts
+            and all(map(_is_quiet_module, self.modules))
+            and all(
+                place.kind in TABLES or isinstance(place.owner, torch.nn.Module) or not place.owner for place in self.places
+            )
+        )
+
+    def _must_take_turns(self, methods: Iterable[str]) -> bool:
+        """True if forward names ``.data`` or ``set_``, or renormalizes an embedding: it writes weights that lanes share."""
+        if any(getattr(module, "max_norm", None) is not None for module in self.modules):
+            return True
+        classes = {base for module in self.modules for base in type(module).__mro__ if not _is_of_library(base.__module__)}
+        by_name: dict[str, list[types.FunctionType]] = {}
+        for cls in classes:
+            for name, value in vars(cls).items():
+                by_name.setdefault(name, []).extend(_functions(value))
+        waiting = [*self.functions, *(each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ()))]
+        seen = set(waiting)
+        while waiting:
+            function = waiting.pop()
+            codes = [*_codes(function.__code__)]
+            if any(map(_may_write_data, codes)):
+                return True
+            called = [each for code in codes for name in code.co_names for each in by_name.get(name, ())]
+            called += [value for _, value in _read_globals(function) if isinstance(value, types.FunctionType)]
+            waiting += set(called) - seen
+            seen.update(called)
+        return False
+
+    # Refusals
+
+    def _refuse_classes(self) -> None:
+        """Refuse classes with attributes or closures that hold modules with tensors."""
+        known = {base for module in self.modules for base in type(module).__mro__}
+        known |= {base for place in self.places if place.kind == "vars" for base in type(place.owner).__mro__}
+        for cls in known:
+            if not _is_of_library(cls.__module__):
+                _refuse_class(cls)
+
+    def _refuse_distributed(self, module: torch.nn.Module, path: str) -> None:
+        names = {cls.__name__ for cls in type(module).__mro__}
+        if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+            what = repr(path) if path else "the model"
+            msg = f"{what} is a {type(module).__name__}, which is parallel already. Give the module in it"
+            raise ReplicaError(msg)
+
+
+def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return what a function holds: its closure, its defaults, and its attributes."""
+    found: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append((name, cell.cell_contents))
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*found, *(("a default", part) for part in defaults), *vars(function).items()]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that a tensor and its views share; 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):  # sparse, a wrapper subclass, fake, or lazy
+        return 0
+
+
+def vars_of(value: Any) -> dict[str, Any] | None:
+    """Return the ``__dict__`` of an object; None if it has none."""
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else None
+
+
+def has_tensors(value: Any) -> bool:
+    """True for a module with parameters or buffers."""
+    if not isinstance(value, torch.nn.Module):
+        return False
+    return next(chain(value.parameters(), value.buffers()), None) is not None
+
+
+def _state_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that its copy gets."""
+    cls = type(module)
+    if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
+        return dict(vars(module).items())
+    state: Any = module.__getstate__()
+    return {name: part for name, part in vars(module).items() if name in state} if isinstance(state, dict) else {}
+
+
+def _is_model(part: Any) -> bool:
+    """True for a part of a closure that belongs to the model: lanes share all other parts."""
+    part = part.__self__ if isinstance(part, types.MethodType) else part
+    is_code = isinstance(part, (torch.nn.Module, types.FunctionType, functools.partial))
+    return is_code or (isinstance(part, torch.Tensor) and part.requires_grad)
+
+
+def _is_service(cls: type) -> bool:
+    return cls.__module__.startswith(_SHARED_BY_MODULE)
+
+
+def _is_singleton(value: Any) -> bool:
+    """True for an attribute of its class, and for a named global without state, such as a sentinel."""
+    cls = type(value)
+    if any(each is value for each in vars(cls).values()):
+        return True
+    own = vars_of(value)
+    if own is None or any(type(part) is not str for part in own.values()):
+        return False
+    module = sys.modules.get(cls.__module__)
+    return module is not None and any(each is value for each in vars(module).values())
+
+
+def _is_quiet_module(module: torch.nn.Module) -> bool:
+    cls = type(module)
+    if cls not in _QUIET_CLASSES and (module.training or cls not in _QUIET_IN_EVAL):
+        return False
+    own = vars(module)
+    has_hooks = any(name.endswith("_hooks") and part for name, part in own.items() if name not in NOT_CALLED)
+    has_code = any(callable(part) and hasattr(cls, name) for name, part in own.items())
+    is_own_forward = cls.forward.__module__.startswith("torch.")
+    return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
+
+
+def refuse_globals(function: types.FunctionType, path: str) -> None:
+    """Refuse modules with tensors among the globals that a function reads, also through functions that it calls."""
+    seen = {function}
+    waiting = [(function, path)] if not _is_of_library(function.__module__) else []
+    while waiting:
+        each, place = waiting.pop()
+        for name, value in _read_globals(each):
+            if isinstance(value, types.FunctionType):
+                if value not in seen:
+                    seen.add(value)
+                    waiting.append((value, value.__qualname__))
+                continue
+            _refuse_held(f"{place or each.__qualname__} uses the global {name!r}", value)
+
+
+def _refuse_class(cls: type) -> None:
+    for name, value in list(vars(cls).items()):
+        if has_tensors(value):
+            msg = f"the class attribute {cls.__qualname__}.{name} is a {type(value).__name__}: {_CURE}"
+            raise ReplicaError(msg)
+        for function in _functions(value) if name not in _NOT_IN_FORWARD else ():
+            for found, held in _read_globals(function):  # not followed: methods call too much
+                if not isinstance(held, types.FunctionType):
+                    _refuse_held(f"{function.__qualname__} uses the global {found!r}", held)
+            for free, held in captured(function):
+                _refuse_held(f"{function.__qualname__} captures {free!r}", held)
+
+
+def _refuse_held(what: str, value: Any) -> None:
+    """Refuse a value that is a module with tensors, or a container that holds one."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
+    for held in parts:
+        if has_tensors(held):
+            msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
+            raise ReplicaError(msg)
+
+
+def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function reads, if they hold modules or are functions of the user's."""
+    for code in _codes(function.__code__):
+        found = {name: function.__globals__.get(name) for name in code.co_names}
+        found = {name: value for name, value in found.items() if _is_followed(value)}
+        loaded = _find_loaded_globals(code) if found else set()  # names of attributes are among co_names too
+        for name in found.keys() & loaded:
+            yield name, found[name]
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return not _is_of_library(value.__module__)
+    return isinstance(value, (torch.nn.Module, dict, list, tuple, set))
+
+
+def names_of_globals(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that code reads, also in its inner functions and classes."""
+    return {name for each in _codes(code) for name in _find_loaded_globals(each)}
+
+
+def _find_loaded_globals(code: types.CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _may_write_data(code: types.CodeType) -> bool:
+    """True if code names ``set_``, or ``.data`` for more than to read it, as in ``x.data.max(1)``."""
+    if "set_" in code.co_names:
+        return True
+    steps = [*dis.get_instructions(code)] if "data" in code.co_names else []
+    for step, following in itertools.pairwise(steps):
+        if step.argval == "data" and step.opname == "STORE_ATTR":
+            return True
+        if step.argval == "data" and step.opname == "LOAD_ATTR":
+            reads = following.opname in ("LOAD_METHOD", "LOAD_ATTR") and not str(following.argval).endswith("_")
+            if not reads:
+                return True
+    return False
+
+
+def _functions(value: Any) -> list[types.FunctionType]:
+    """Return the functions behind an entry of a class: of a method, a static method, a property."""
+    found = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    return [each for each in found if isinstance(each, types.FunctionType)]
+
+
+def _is_of_library(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}

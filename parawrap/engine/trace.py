@@ -1,0 +1,153 @@
+"""The timeline of a block: the calls of each lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from parawrap import displays
+from parawrap.errors import SessionError, ShardError, add_note
+
+_CALLER = "caller's thread"
+
+
+class Work(NamedTuple):
+    """A call of a method: the number of its batch if it belongs to a stream, and its rows if they are known."""
+
+    method: str
+    batch: int | None
+    rows: int | None
+
+    def __str__(self) -> str:
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        rows = "" if self.rows is None else f", {self.rows} row{'s' * (self.rows != 1)}"
+        return f"{self.method}{batch}{rows}"
+
+
+class CallSpan(NamedTuple):
+    """A call of the model, or of `prepare`, in one lane.
+
+    Attributes:
+        lane: The index of the lane; None for a plain call, which runs in the caller's thread.
+        start: The start in nanoseconds, as ``time.perf_counter_ns``.
+        end: The end in nanoseconds.
+        work: The method, the number of the batch in its stream (counted from 0), and the number of rows. Batch and rows are
+            None if unknown.
+        error: The name of the exception's type if the call raised; None otherwise.
+    """
+
+    lane: int | None
+    start: int
+    end: int
+    work: Work
+    error: str | None
+
+
+class Recorder:
+    """The open traces of a session. Thread-safe."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        name = getattr(target, "__name__", type(target).__name__)
+        self.title = f"{name} in lanes"
+        self._method = "forward" if isinstance(target, torch.nn.Module) else name
+        self.traces: list[Trace] = []
+
+    def record(
+        self,
+        method: str | None,
+        batch: int | None,
+        rows: int | None,
+        lane: int | None,
+        start: int,
+        end: int,
+        error: BaseException | None,
+    ) -> None:
+        """Add a span to all traces that were open when it began. Without `method`, it is a call of the target itself."""
+        work = Work(method or self._method, batch, rows)
+        span = CallSpan(lane, start, end, work, None if error is None else type(error).__name__)
+        for trace in tuple(self.traces):
+            if start >= trace.began:
+                trace.spans.append(span)
+
+
+class Trace:
+    """Records the calls that begin and end inside its ``with`` block, and writes a file at the end of the block.
+
+    `spans` has one entry per call and lane. `began` is the start of the block, as ``time.perf_counter_ns``.
+    """
+
+    def __init__(self, recorder: Recorder, lanes: Sequence[object], path: str | Path) -> None:
+        refusal = displays.refusal_of_path(path)
+        if refusal is not None:
+            msg = f"trace: {refusal}"
+            raise ShardError(msg)
+        self._recorder = recorder
+        self._lanes = lanes
+        self._path = Path(path).expanduser().absolute()  # the block may change the working directory
+        self._is_used = False
+        self.began = 0
+        self.spans: list[CallSpan] = []
+
+    def __repr__(self) -> str:
+        return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
+
+    def __enter__(self) -> Self:
+        if self._is_used:
+            msg = f"the trace for {str(self._path)!r} was already used. Call p.trace(...) for each `with` block"
+            raise SessionError(msg)
+        self._is_used = True
+        self.began = perf_counter_ns()
+        self._recorder.traces.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._recorder.traces.remove(self)
+        try:
+            displays.write_timeline(self._path, self.timeline())
+        except OSError as failure:
+            if error is None:
+                raise
+            add_note(error, f"the trace could not be written: {failure}")
+
+    def timeline(self) -> displays.Timeline:
+        """Return the spans on one track per lane; plain calls are on a separate track."""
+        recorded = tuple(self.spans)  # lanes may add more
+        tracks = [str(lane) for lane in self._lanes]
+        caller = len(tracks)
+        has_plain_calls = any(span.lane is None for span in recorded)
+        spans = [
+            displays.Span(
+                track=caller if span.lane is None else span.lane,
+                start=span.start,
+                end=span.end,
+                name=str(span.work),
+                kind=span.work.method,
+                details={"batch": span.work.batch, "rows": span.work.rows, "error": span.error},
+            )
+            for span in recorded
+        ]
+        if not has_plain_calls:
+            return displays.Timeline(self._recorder.title, tracks, spans)
+        return displays.Timeline(self._recorder.title, [*tracks, _CALLER], spans, without_idle=[caller])
+
+
+def timed(
+    record: Callable[..., None] | None, lane: int | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function, and record the lane, when it ran as ``perf_counter_ns``, and its error."""
+    if record is None:
+        return function(*args, **kwargs)
+    start, error = perf_counter_ns(), None
+    try:
+        return function(*args, **kwargs)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        record(lane, start, perf_counter_ns(), error)
+        del error  # its traceback holds this frame

@@ -1,0 +1,282 @@
+"""What forward writes: put back with one warning, given back from lane 0 in training mode, or refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import ReplicaError, parallel, tuple_fn
+from tests.helpers.caller_warnings import warnings_of
+from tests.helpers.calling import Stateful
+from tests.helpers.waiting import PATIENCE_S
+
+TWO = ["cpu"] * 2
+put_back = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def stateful(run):
+    buffers = {"mean": torch.zeros(()), "table": torch.ones(2)}
+    return Stateful(run, buffers, count=0, log=["first"], last=torch.zeros(2), norm=nn.BatchNorm1d(2))
+
+
+def state_of(model):
+    """Return the values and the objects of a model."""
+    held = model.log, model.last, model.mean, model.table
+    return (
+        model.count,
+        [each if isinstance(each, list) else each.tolist() for each in held],
+        [*map(id, held)],
+        [*vars(model)],
+    )
+
+
+def write_everything(self, x):
+    self.mean.add_(1)
+    self.table = self.table + self.mean
+    self.count += 1
+    self.log.append("more")
+    self.last = x[0]
+    self.made = True
+    return x * self.table + self.count * len(self.log)
+
+
+CALLS = {
+    "cut": lambda p, x: [p(x) for _ in range(3)],
+    "map": lambda p, x: list(p.map([x] * 6)),
+    "submit": lambda p, x: [p.submit(x).result(PATIENCE_S) for _ in range(3)],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", CALLS)
+def test_eval_puts_all_back(way):
+    """Each call starts from the model's state. One warning names all writes, also those of buffers."""
+    model, x = stateful(write_everything).eval(), torch.ones(8, 2)
+    before = copy.deepcopy(state_of(model))
+
+    def use():
+        with parallel(model, TWO, out_dims=0) as p:
+            assert_close(CALLS[way](p, x)[-1], x * 2 + 2)
+
+    (message,) = warnings_of(use)
+    assert [name for name in ("mean", "table", "count", "log", "last", "made") if name not in message] == []
+    assert state_of(model) == before
+
+
+UNEQUAL = {
+    "in place": lambda self, x: self.table.add_(x[0]),
+    "assigned": lambda self, x: setattr(self, "table", x[0]),
+    "an entry per row": lambda self, x: setattr(self, "table", x.clone()),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", UNEQUAL)
+def test_eval_refuses_row_caches(write):
+    """At every call. The model keeps its buffer, and later calls that write none are right."""
+    writes, x = [True], torch.arange(14.0).view(7, 2)
+    model = stateful(lambda self, x: (writes and UNEQUAL[write](self, x), x + self.table)[1]).eval()
+    with parallel(model, TWO, out_dims=0):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match="table"):
+                model(x)
+            assert torch.equal(model.table, torch.ones(2))
+        writes.clear()
+        assert torch.equal(model(x), x + 1)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_training_keeps_lane_0(grad):
+    """Into buffers, in place, without a warning. The next call starts from them in every lane."""
+
+    def run(self, x):
+        y = self.norm(x) * self.weight + self.mean
+        self.mean.mul_(0.5).add_(x.detach().mean())
+        return y
+
+    model = stateful(run)
+    model.weight = nn.Parameter(torch.ones(2))
+    plain, mean = copy.deepcopy(model), model.mean
+    with torch.set_grad_enabled(grad), parallel(model, TWO, out_dims=0):
+        for _ in range(3):
+            x = torch.randn(8, 2)
+            expected = torch.cat([copy.deepcopy(plain)(part) for part in x.split(4)])
+            assert_close(model(x), expected)
+            plain(x[:4])
+            assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    assert model.mean is mean
+
+
+def test_training_puts_back_others():
+    """Buffers that forward assigns, and attributes, though all lanes wrote the same."""
+
+    def run(self, x):
+        self.count += len(x)
+        self.table = torch.full((2,), float(self.count))
+        return self.norm(x) + self.table
+
+    model = stateful(run)
+    before = copy.deepcopy(state_of(model))
+
+    def use():
+        with parallel(model, TWO, out_dims=0):
+            for _ in range(2):
+                model(torch.randn(8, 2))
+
+    (message,) = warnings_of(use)
+    assert [name for name in ("count", "table") if name not in message] == []
+    assert state_of(model) == before
+    assert model.norm.num_batches_tracked == 2, "another module's writes in place come back"
+
+
+def average(self, x):
+    self.total += x.sum()
+    self.rows += len(x)
+    return x - self.total / self.rows
+
+
+@torch.no_grad()
+def test_training_refuses_halves():
+    """A module writes a buffer in place and an attribute. The cure is to make the attribute a buffer."""
+    layer, x = Stateful(average, {"total": torch.zeros(())}, rows=0), torch.arange(8.0)[:, None]
+    with parallel(model := nn.Sequential(layer), TWO, out_dims=0):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match=r"rows.*buffer"):
+                model(x)
+    assert (layer.total, layer.rows) == (0, 0)
+    layer = Stateful(average, {"total": torch.zeros(()), "rows": torch.zeros(())})
+    with parallel(model := nn.Sequential(layer), TWO, out_dims=0):
+        for calls in (1, 2):
+            model(x)
+            assert (layer.total, layer.rows) == (6 * calls, 4 * calls)
+
+
+def rope(self, x):
+    """A buffer and a number belong together, as in models with dynamic rotary embeddings."""
+    length = x.shape[1]
+    if length > self.longest:
+        self.longest, self.scale = length, torch.full((1,), 4.0 / length)
+    elif length < 4 < self.longest:
+        self.longest, self.scale = 4, torch.ones(1)
+    return x.sum(1) * self.scale
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("train", [False, True])
+def test_rope_tables_stay_whole(train):
+    model = Stateful(rope, {"scale": torch.ones(1)}, longest=4).train(train)
+    xs = [torch.ones(6, length) for length in (3, 40, 3, 40, 3)]
+    expected = [x.sum(1) if x.shape[1] < 4 else torch.full((6,), 4.0) for x in xs]
+    with parallel(model, TWO, out_dims=0) as p:
+        assert_close([model(x) for x in xs], expected)
+        assert_close(list(p.map(xs)), expected)
+    assert (model.longest, model.scale) == (4, 1)
+    assert_close([model(x) for x in xs], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("train", [False, True])
+def test_writes_of_parameters(train):
+    model = stateful(lambda self, x: x + self.weight.mul_(0.9)).train(train)
+    model.weight = nn.Parameter(torch.ones(2))
+    with parallel(model, TWO, out_dims=0):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match=r"'weight'.*another thread"):
+                model(torch.ones(8, 2))
+
+
+def test_activations_for_backward():
+    """A forward hook keeps the input on its layer for a backward hook, as K-FAC and per-sample gradients do."""
+    model, found = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), []
+    x = torch.randn(8, 2, requires_grad=True)
+    for index in (0, 2):
+        model[index].register_forward_hook(lambda module, args, out: setattr(module, "activations", args[0].detach()))
+        model[index].register_full_backward_hook(
+            lambda module, into, out: found.append((module.in_features, module.activations, out[0]))
+        )
+
+    def per_sample():
+        found.clear()
+        model.zero_grad()
+        (model(x) * x[:, :1].detach()).sum().backward()
+        rows = {width: [a[..., None] * g[:, None] for size, a, g in found if size == width] for width in (2, 3)}
+        return [torch.cat(each).sum(0).T for each in rows.values()], model[0].weight.grad
+
+    plain = per_sample()
+    assert_close(plain[0][0], plain[1])
+
+    def use():
+        with parallel(model, TWO, out_dims=0):
+            for _ in range(3):
+                assert_close(per_sample(), plain)
+                assert len(found) == 4
+
+    (message,) = warnings_of(use)
+    assert "activations" in message
+
+
+class Slow:
+    """Keeps its batch on itself while it works, as tokenizers and feature extractors do."""
+
+    def __call__(self, batch):
+        self.x = batch * 2
+        time.sleep(0.002)
+        return self.x
+
+
+class SlowModel(nn.Module, Slow):
+    """The same as a model."""
+
+    forward = Slow.__call__
+    __call__ = nn.Module.__call__
+
+    def prepare(self, batch):
+        return Slow.__call__(self, batch)
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["object", "its method", "method of the model"])
+def test_lanes_copy_prepare(kind):
+    """A method of the model is the replica's."""
+    model = SlowModel()
+    prepare = {"object": Slow(), "its method": Slow().__call__, "method of the model": model.prepare}[kind]
+    with parallel(model, TWO) as p:
+        outputs = list(p.map([torch.full((1,), float(i)) for i in range(60)], prepare=prepare))
+    assert [output.item() for output in outputs] == [4.0 * i for i in range(60)]
+    assert "x" not in vars(model)
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("make", [Slow, SlowModel])
+def test_tuple_fn_copies_functions(make):
+    run, parts = tuple_fn(make(), parallel=True, devices=TWO), (torch.ones(1), torch.ones(1) * 2)
+    assert [[out.item() for out in run(parts)] for _ in range(30)] == [[2.0, 4.0]] * 30
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_plain_calls_take_turns(workers):
+    """Of several threads, beside a stream."""
+    model, start = SlowModel(), threading.Barrier(4)
+
+    @torch.no_grad()
+    def call(index):
+        start.wait(PATIENCE_S)
+        return [model(torch.full((1, 1), float(index))).item() for _ in range(10)]
+
+    with parallel(model, TWO, workers=workers) as p, ThreadPoolExecutor(4) as threads:
+        found = threads.map(call, range(4))
+        whole = [output.item() for output in p.map([torch.full((1, 1), float(i)) for i in range(20)])]
+        assert list(found) == [[2.0 * index] * 10 for index in range(4)]
+    assert whole == [2.0 * i for i in range(20)]

@@ -1,0 +1,160 @@
+"""Lanes on other devices have linked copies of the parameters, which follow the model whatever wrote it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from parawrap import parallel
+from tests.helpers.device_models import SIMS, assert_same_gradients, rows
+
+HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
+
+
+class Net(nn.Sequential):
+    """Notes the flags and the kind of the parameters that each lane has."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.0), nn.Linear(7, 3))
+        self.double()
+        type(self).seen = set()  # on the class, because a replica has its own attributes
+
+    def forward(self, x):
+        flags = tuple(each.requires_grad for each in self.parameters())
+        kinds = all(isinstance(each, nn.Parameter) for each in self.parameters())
+        self.seen.add((str(x.device), flags, kinds))
+        return super().forward(x)
+
+
+class Unseen(torch.optim.Optimizer):
+    """Writes through ``.data``, which moves no version, as fused kernels do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data.add_(each.grad, alpha=-group["lr"])
+
+
+OPTIMIZERS = {
+    "data": Unseen,
+    "fused": lambda params, lr: torch.optim.SGD(params, lr, fused=True),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "home"), [("data", "sim:0"), ("data", "cpu"), ("fused", "cpu")])
+@pytest.mark.parametrize("between", ["no grad", "map", "nothing"])
+def test_every_step_is_seen(optimizer, home, between):
+    """Also by the calls without gradients that follow it, and if one step has several calls before it."""
+    model = Net().to(home)
+    plain = copy.deepcopy(model)
+    pairs = [(each, OPTIMIZERS[optimizer](each.parameters(), 0.1)) for each in (model, plain)]
+    with parallel(model, SIMS, out_dims=0) as p:
+        for _ in range(4):
+            x = rows(8).to(home)
+            for each, stepper in pairs:
+                each.zero_grad()
+                each(x).square().sum().backward()
+                each(x * 2).sin().sum().backward()
+                stepper.step()
+            with torch.no_grad():
+                outputs = {"no grad": lambda x: [model(x)], "map": lambda x: list(p.map([x] * 5)), "nothing": lambda x: []}
+                for output in outputs[between](x):
+                    torch.testing.assert_close(output, plain(x))
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+CHANGES = {
+    "one frozen": lambda model: model[0].requires_grad_(requires_grad=False),
+    "unfrozen": lambda model: model.requires_grad_(),
+    "new data": lambda model: setattr(model[3].weight, "data", model[3].weight.data * 2),
+    "all frozen": lambda model: model.requires_grad_(requires_grad=False),
+    "filled data": lambda model: setattr(model[3].bias, "data", torch.ones_like(model[3].bias)),
+    "unfrozen again": lambda model: model.requires_grad_(),
+}
+
+
+@HOMES
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_flags_and_data_of_copies(first, home):
+    """A copy that is made without gradients, or frozen, is linked later. Lanes see the flags of the model.
+
+    Without gradients, new ``.data`` on other devices needs `refresh`.
+    """
+    model, x = Net().to(home), rows(8)
+    with parallel(model, SIMS, out_dims=0) as p:
+        for name, change in CHANGES.items():
+            change(model)
+            if "data" in name and first is not torch.enable_grad:
+                p.refresh()
+            flags = tuple(each.requires_grad for each in model.parameters())
+            for mode in (first, torch.enable_grad):
+                plain = copy.deepcopy(model)
+                model.seen.clear()
+                with mode():
+                    output, expected = model(x), Net.forward(plain, x.to(home))
+                    torch.testing.assert_close(output, expected)
+                    assert output.requires_grad == expected.requires_grad
+                    if output.requires_grad:
+                        model.zero_grad()
+                        plain.zero_grad()
+                        output.square().sum().backward()
+                        expected.square().sum().backward()
+                        assert_same_gradients(model, plain)
+                assert {kinds for _, _, kinds in model.seen} == {True}
+                if mode is torch.enable_grad:
+                    assert {each for _, each, _ in model.seen} == {flags}
+
+
+def penalty(model, x):
+    """Double backward."""
+    (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+    (gradient.norm(dim=1) - 1).square().sum().backward()
+
+
+def two_and_two(model, x):
+    first, second = model(x).square().sum(), model(x * 2).sin().sum()
+    with torch.no_grad():
+        model(x)
+    first.backward()
+    second.backward()
+
+
+WAYS = {
+    "penalty": penalty,
+    "two and two": two_and_two,
+    "retained": lambda model, x: [(loss := model(x).square().sum()).backward(retain_graph=True), loss.backward()],
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False).square().sum().backward(),
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True).square().sum().backward(),
+    "segments": lambda model, x: checkpoint(model, x, use_reentrant=True).sub(model(x * 2)).square().sum().backward(),
+}
+
+
+@HOMES
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_run_backward(way, home):
+    """They give the plain gradients, and a hook on a parameter runs as often, with the whole gradient."""
+    model, leaf = Net().to(home), rows(8).to(home)
+    model[0].bias.requires_grad_(requires_grad=False)
+
+    def outcome(each):
+        seen, x = [], leaf.clone().requires_grad_()
+        handle = each[3].weight.register_hook(lambda gradient: seen.append(gradient.cpu().clone()))
+        WAYS[way](each, x)
+        handle.remove()
+        return x.grad, len(seen), sum(seen)
+
+    expected = outcome(plain := copy.deepcopy(model))
+    with parallel(model, SIMS, out_dims=0):
+        for _ in range(2):
+            model.zero_grad()
+            torch.testing.assert_close(outcome(model), expected)
+            assert_same_gradients(model, plain)
