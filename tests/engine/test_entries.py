@@ -1,4 +1,4 @@
-"""A warm call enters few functions of the package. Counts, not times: they are the same on every machine."""
+"""A warm call enters few functions of the package. Counts, not times: the limits hold on every machine."""
 
 from __future__ import annotations
 
@@ -70,6 +70,21 @@ def test_entries_of_a_warm_call(entries):
     counts = {"entries": len(found), "functions": len({*found}), "files": len({file for file, _ in found})}
     most = {"entries": 45, "functions": 20, "files": 3}
     assert {name: count for name, count in counts.items() if count > most[name]} == {}, shown
+
+
+@torch.no_grad()
+def test_entries_if_every_lane_runs_its_part(entries):
+    """A class of the user's own adds a look at its writes. With the barrier, no thread runs two parts."""
+    together = threading.Barrier(4)
+
+    class Meeting(nn.Module):
+        def forward(self, x):
+            together.wait(60)
+            return x
+
+    with parallel(net := Meeting(), ["cpu"] * 4, out_dims=0):
+        found, shown = entries.of(lambda: net(X))
+    assert 0 < len(found) <= 45, shown
 
 
 @torch.no_grad()
