@@ -8,11 +8,14 @@ if one of six equal calls ends in another way than the others, and if a warning 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import traceback
 import warnings
+from collections import Counter as Counted
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,8 +37,11 @@ TIMES = 6
 """How often each call is made."""
 
 _TOLERANCE = 1e-9
-_ONCE = ("a call of", "lanes that share", "a model in", "the model wrote")
+_ONCE = ("a call of", "lanes that share", "a model in")
 """The first words of warnings that appear once per block."""
+
+_WROTE = "the model wrote "
+"""The first words of a warning that names each attribute once per block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,11 +465,18 @@ def outcome_of(call: Callable[[], None]) -> Outcome:
     if ignored and end != "wrong":
         end, detail = "wrong", f"unraisable: {ignored[0]}"
     messages = tuple(str(each.message) for each in caught)
-    for start in _ONCE:
-        repeated = [message for message in messages if message.startswith(start)][1:]
-        if repeated and end != "wrong":
-            end, detail = "wrong", f"a warning appeared {len(repeated) + 1} times in one block: {repeated[0]}"
+    for warning, times in Counted(chain.from_iterable(map(_facts_of, messages))).items():
+        if times > 1 and end != "wrong":
+            end, detail = "wrong", f"a warning appeared {times} times in one block: {warning}"
     return Outcome(end, detail)
+
+
+def _facts_of(message: str) -> list[str]:
+    """Return what a warning says that may be said once per block: its first words, or each attribute that it names."""
+    if message.startswith(_WROTE):
+        names = message.removeprefix(_WROTE).partition(" during a call")[0]
+        return [_WROTE + name for name in re.findall(r"'[^']*'|\"[^\"]*\"", names)]
+    return [start for start in _ONCE if message.startswith(start)]
 
 
 @contextmanager
