@@ -254,7 +254,7 @@ class Replica:
             vars(copied)[COMPILED_CALL] = None  # compiled code of the original
         for table, kind in ((CHILDREN, "submodule"), (PARAMETERS, "parameter")):
             for name, part in vars(copied)[table].items():
-                if part is not None and id(part) not in known:
+                if part is not None and id(part) not in known and not _is_bare(part, known):
                     msg = f"{what}its copy has another {kind} {name!r}. {_CURE}"
                     raise ReplicaError(msg)
 
@@ -965,6 +965,13 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _are_one(one: Any, other: Any) -> bool:
     return one is other
+
+
+def _is_bare(part: Any, known: set[int]) -> bool:
+    """True for a module that only holds the copies of submodules: torchvision's graphs make such modules anew."""
+    if type(part) is not torch.nn.Module or vars(part)[PARAMETERS] or vars(part)[BUFFERS]:
+        return False
+    return all(id(each) in known or _is_bare(each, known) for each in vars(part)[CHILDREN].values())
 
 
 def _container_of(name: str) -> str:

@@ -407,12 +407,13 @@ def has_tensors(value: Any) -> bool:
 
 
 def _state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its copy gets."""
+    """Return the attributes of a module that its copy gets. A copy has None for the trainer of a LightningModule."""
     cls = type(module)
     if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
         return dict(vars(module).items())
     state: Any = module.__getstate__()
-    return {name: part for name, part in vars(module).items() if name in state} if isinstance(state, dict) else {}
+    kept = state if isinstance(state, dict) else {}
+    return {name: part for name, part in vars(module).items() if name in kept and (kept[name] is not None or part is None)}
 
 
 def _is_model(part: Any) -> bool:

@@ -280,3 +280,50 @@ def test_plain_calls_take_turns(workers):
         whole = [output.item() for output in p.map([torch.full((1, 1), float(i)) for i in range(20)])]
         assert list(found) == [[2.0 * index] * 10 for index in range(4)]
     assert whole == [2.0 * i for i in range(20)]
+
+
+class Attached(nn.Module):
+    """A module like a LightningModule: it refers to its trainer, and its copies do not."""
+
+    def __init__(self, trainer):
+        super().__init__()
+        self.layer, self.trainer = nn.Linear(4, 2), trainer
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __getstate__(self):
+        return {**vars(self), "trainer": None}
+
+
+def test_what_copies_leave_out_is_not_copied():
+    """`__getstate__` replaces an attribute by None. Its value could not be copied."""
+    model, rows = Attached(iter("batches")), torch.randn(6, 4)
+    plain = model(rows)
+    with parallel(model, ["cpu"] * 2, out_dims=0):
+        assert torch.equal(model(rows), plain)
+
+
+class Rebuilt(nn.Module):
+    """A module whose ``__deepcopy__`` makes one of its modules anew, as feature graphs of torchvision do."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.between = nn.Module()
+        self.between.layer = layer
+
+    def forward(self, x):
+        return self.between.layer(x)
+
+    def __deepcopy__(self, memo):
+        made = memo[id(self)] = Rebuilt(copy.deepcopy(self.between.layer, memo))
+        return made.train(self.training)
+
+
+def test_a_deepcopy_may_make_bare_modules():
+    model, rows = Rebuilt(nn.Linear(4, 2)), torch.randn(6, 4)
+    plain = model(rows)
+    with parallel(model, ["cpu"] * 2, out_dims=0):
+        model(rows).sum().backward()
+        assert torch.allclose(model(rows), plain)
+    assert torch.allclose(model.between.layer.bias.grad, torch.full((2,), 6.0))
