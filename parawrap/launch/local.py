@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from parawrap.errors import LaunchError
-from parawrap.launch._packed_call import Job, Preview, preview
-from parawrap.launch._system_limits import explain_error
-from parawrap.launch.coordinator._attempts import Attempts
-from parawrap.launch.coordinator._attempts_backend import AttemptsBackend, assignments_of
-from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._launch import Launch, await_ranks, start
-from parawrap.launch.coordinator._store_host import open_store_host
-from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.guard._guard import LocalGuard
-from parawrap.launch.guard._start_methods import starter_named
-from parawrap.launch.rank._rank_assignment import Surroundings
-
-__all__ = ["launcher"]
-
-_HOW = {
-    "forkserver": "forked from a warm process",
-    "spawn": "a fresh interpreter each",
-    "fork": "forked from this process",
-}
+from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch._platform import Platform
+from parawrap.launch.attempts import Attempts, World
+from parawrap.launch.launch import Launch, await_ranks, start
+from parawrap.processes.groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
+from parawrap.processes.server import LocalStarter
+from parawrap.processes.settings import Settings
 
 
 class _Local:
@@ -34,50 +20,53 @@ class _Local:
 
     def launch(self, job: Job) -> Launch[Any]:
         """Start the ranks, and return once they are started."""
-        try:
-            backend = _LocalBackend(job)
-            try:
-                launch: Launch[Any] = Launch(job, backend)
-                start(launch)
-            except LaunchError:
-                backend.close()
-                raise
-            await_ranks(launch)
-        except OSError as error:
-            msg = f"{job.name} cannot be launched: {explain_error(error)}"
-            raise LaunchError(msg) from error
+        launch: Launch[Any] = Launch(job, Attempts(job, LocalMachines(job.platform)))
+        start(launch)
+        await_ranks(launch)
         return launch
 
     def preview(self, job: Job) -> Preview:
-        how = _HOW[job.platform.spawn_method]
-        return preview(job, "local", f"{job.platform.world_size} processes on this machine, {how}")
+        platform = job.platform
+        meeting = "file (in a new private folder)"
+        if uses_port(platform):
+            meeting = f"tcp {platform.master_addr or LOOPBACK}:{platform.master_port or '(any free port)'}"
+        how = f"{platform.world_size} processes on this machine, forked from one with torch loaded"
+        return preview(job, "local", how, meeting=meeting if platform.requires_ipc else None)
 
 
 launcher = _Local()
 
 
-class _LocalBackend(AttemptsBackend):
-    """The ranks of one launch on this machine."""
+def uses_port(platform: Platform) -> bool:
+    """True if the ranks of this machine meet at a port. By default they do only if the platform names an address."""
+    if platform.ipc_protocol is not None:
+        return platform.ipc_protocol == "tcp"
+    return platform.master_addr is not None or platform.master_port != 0
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        self._starter = starter_named(job.platform.spawn_method)  # first: the warm process starts in the background
-        self._payload = job.packed()
-        self._surroundings = Surroundings.here()
+
+def open_store(platform: Platform) -> contextlib.AbstractContextManager[StoreAddress]:
+    """Keep a store for ranks of this machine. Without process groups, only find an address for user code."""
+    if not platform.requires_ipc:
+        address = StoreAddress(platform.master_addr or LOOPBACK, platform.master_port or free_port())
+        return contextlib.nullcontext(address)
+    if uses_port(platform):
+        return open_tcp_store(platform.master_addr or LOOPBACK, platform.master_port, everywhere=False)
+    return open_file_store()
+
+
+class LocalMachines:
+    """This machine. Implements `Machines`."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+
+    @contextlib.contextmanager
+    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[World | None]:
+        with open_store(self._platform) as store:
+            yield World(LocalStarter(), store)
 
     def close(self) -> None:
-        """Close the file of the call. Only for a launch that does not start."""
-        os.close(self._payload)
+        """Do nothing: the server stays for later launches."""
 
-    def _begin(self, transcripts: Sequence[Transcript], cleanup: ExitStack) -> Attempts:
-        cleanup.callback(self.close)
-        meeting = cleanup.enter_context(open_store_host(self._platform))
-        line = self._job.line
-        assignments = assignments_of(
-            self._platform, meeting, self._surroundings, may_idle=line is not None, stays=self._job.calls is not None
-        )
-        loop = Loop()
-        guard = LocalGuard(loop, self._starter, self._payload, line)
-        attempts = Attempts(self._job.name, self._platform, loop, [guard], assignments, transcripts, calls=self._job.calls)
-        attempts.begin()
-        return attempts
+    def settings(self) -> Settings:
+        return Settings.here()

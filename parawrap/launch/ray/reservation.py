@@ -1,0 +1,219 @@
+"""Reserve the resources of a launch on a Ray cluster: a placement group with one bundle per node."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from parawrap.backends.cpu_backend import usable_cores
+from parawrap.errors import LaunchError
+from parawrap.launch._devices import Device
+from parawrap.launch._platform import Platform
+from parawrap.launch.ray import _node_actor
+
+__all__ = ["Reservation", "join_cluster"]
+
+_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
+_ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
+_GB = 1 << 30  # bytes
+_ACTOR_THREADS = 4  # one waits for the end of the actor
+_JOINING = threading.Lock()  # ray.init raises if another thread has called it
+
+
+def join_cluster(platform: Platform) -> Any:
+    """Join a Ray cluster and return the ray module.
+
+    Use the cluster that this process has joined already, or else the one at RAY_ADDRESS, or else the one that runs on this
+    machine. Otherwise start a new cluster.
+
+    Raises:
+        LaunchError: If ray is not installed, or the cluster cannot be joined.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+        importlib.import_module("ray.util.client")
+    except ImportError as error:
+        msg = "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]'"
+        raise LaunchError(msg) from error
+    with _JOINING:
+        if not ray.is_initialized():
+            _join(ray, platform)
+    if ray.util.client.ray.is_connected():
+        msg = (
+            "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot reach it: run the script on "
+            "a node of the cluster, or with 'ray job submit'"
+        )
+        raise LaunchError(msg)
+    return ray
+
+
+def _join(ray: Any, platform: Platform) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        _check_answers(address or "")
+        ray.init(address=address or "auto", **quiet)
+        return
+    except Exception as error:
+        if address is not None or not isinstance(error, ConnectionError):
+            where = "that runs here" if address is None else f"at RAY_ADDRESS={address}"
+            msg = f"the Ray cluster {where} cannot be joined: {error}"
+            raise LaunchError(msg) from error
+    try:
+        ray.init(address="local", num_cpus=max(usable_cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
+    except Exception as error:
+        msg = f"no Ray cluster runs here, and none can be started: {error}"
+        raise LaunchError(msg) from error
+
+
+def _check_answers(address: str) -> None:
+    """Check that an address accepts connections, because Ray itself would retry for minutes.
+
+    Raises:
+        OSError: If the address does not accept connections.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+
+
+class Reservation:
+    """A launch's share of the cluster's resources. `request` requests it; `end` releases it. Used by one thread.
+
+    Args:
+        ray: The ray module.
+        platform: The launch's platform.
+
+    Raises:
+        LaunchError: If the cluster is too small for the launch, even when idle.
+    """
+
+    def __init__(self, ray: Any, platform: Platform) -> None:
+        self._ray = ray
+        self._platform = platform
+        self._bundle = _bundle(platform)
+        self._group: Any = None
+        self._ready: Any = None
+        self._check_size()
+
+    def request(self) -> None:
+        """Request the resources without waiting for them. Ray moves the share of a lost node to another node.
+
+        Not called by the main thread, where a Ctrl-C could come between the request and the assignment.
+        """
+        strategy = "STRICT_SPREAD" if self._platform.n_nodes > 1 else "STRICT_PACK"
+        self._group = self._ray.util.placement_group([self._bundle] * self._platform.n_nodes, strategy=strategy)
+
+    def is_ready(self) -> bool:
+        """Wait a moment for the resources. Return True if the launch has them.
+
+        Raises:
+            LaunchError: If Ray was shut down.
+        """
+        self._ready = self._ready or self._group.ready()
+        return self.is_done(self._ready)
+
+    def is_done(self, reference: Any) -> bool:
+        """Wait a moment for the value of a reference. Return True if it is there.
+
+        Raises:
+            LaunchError: If Ray was shut down.
+        """
+        self.check_ray()
+        ready, _ = self._ray.wait([reference], timeout=_LOOK_S)
+        return bool(ready)
+
+    def start_actor(self, node: int) -> Any:
+        """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources."""
+        platform, bundle = self._platform, self._bundle
+        threads = int(bundle["CPU"] // platform.ranks_per_node)
+        actor = _actor_class(self._ray).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            memory=bundle.get("memory"),
+            max_restarts=0,
+            scheduling_strategy=self._place_of(node),
+        )
+        return actor.remote(threads)
+
+    def options_of_rank(self, rank: int) -> dict[str, Any]:
+        """Return the options of an actor that takes the share of one rank, on the node of that rank."""
+        per_node = self._platform.ranks_per_node
+        return {
+            "num_cpus": self._bundle["CPU"] // per_node,
+            "num_gpus": self._bundle.get("GPU", 0) // per_node,
+            "memory": int(self._bundle["memory"] // per_node) if "memory" in self._bundle else None,
+            "scheduling_strategy": self._place_of(rank // per_node),
+        }
+
+    def end(self) -> None:
+        """Release the resources. Ray kills the actors that still use them."""
+        if self._group is not None and self._ray.is_initialized():  # after a shutdown, any call would start Ray again
+            self._ray.util.remove_placement_group(self._group)
+
+    def check_ray(self) -> None:
+        """Check that this process is still in the cluster.
+
+        Raises:
+            LaunchError: If Ray was shut down.
+        """
+        if not self._ray.is_initialized():
+            msg = "ray.shutdown() was called before the nodes of the launch were ready"
+            raise LaunchError(msg)
+
+    def _place_of(self, node: int) -> Any:
+        return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=node
+        )
+
+    def _check_size(self) -> None:
+        """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
+        platform = self._platform
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
+        if len(fitting) >= platform.n_nodes:
+            return
+        wanted = _list_resources(self._bundle, self._bundle)
+        found = "; ".join(
+            f"{node['NodeManagerHostname']} has {_list_resources(node['Resources'], self._bundle)}" for node in nodes
+        )
+        msg = (
+            f"the platform needs {platform.n_nodes} node(s) with {wanted} each, but only {len(fitting)} of the Ray "
+            f"cluster's nodes have that: {found}"
+        )
+        raise LaunchError(msg)
+
+
+@cache
+def _actor_class(ray: Any) -> Any:
+    """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
+    ray.cloudpickle.register_pickle_by_value(_node_actor)
+    return ray.remote(max_concurrency=_ACTOR_THREADS)(_node_actor.NodeActor)
+
+
+def _bundle(platform: Platform) -> dict[str, float]:
+    """Return the resources that one node needs."""
+    has_gpus = platform.device == Device.GPU
+    bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
+    if has_gpus:
+        bundle["GPU"] = platform.ranks_per_node
+    if platform.ram is not None:
+        bundle["memory"] = int(platform.ram * _GB)
+    return bundle
+
+
+def _list_resources(resources: dict[str, float], names: Iterable[str]) -> str:
+    amounts = {name: resources.get(name, 0) for name in names}
+    return ", ".join(
+        f"{amount / _GB:.1f} GB of memory" if name == "memory" else f"{amount:g} {name}" for name, amount in amounts.items()
+    )
+
+
+def _holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
+    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())

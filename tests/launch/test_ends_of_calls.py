@@ -1,0 +1,181 @@
+"""Calls that end ranks which stay: deaths, limits, deadlocks, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
+from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_scripts
+from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+def test_waiting_for_a_returned_rank(monkeypatch):
+    """LaunchError has the stack of the rank that waits, and the ranks answer the next call."""
+    monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
+
+    def return_early():
+        if my_rank() == 1:
+            all_sum()
+
+    with ranks().open() as opened:
+        with pytest.raises(LaunchError) as caught:
+            opened(return_early)
+        assert type(caught.value) is LaunchError
+        for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in all_sum":
+            assert text in str(caught.value)
+        assert opened(all_sum) == (2.0, 2.0)
+        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
+            opened[0](all_sum)
+        assert opened(all_sum) == (2.0, 2.0)
+
+
+# -- deaths
+
+
+def die(how):
+    if my_rank() == 1:
+        if how == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(3)
+    all_sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "code", "text"),
+    [("sigkill", signal.SIGKILL, None, "was killed by SIGKILL"), ("exit", None, 3, "called sys.exit(3)")],
+)
+def test_a_death_ends_all_ranks(how, number, code, text):
+    """The call and all that wait raise RankDiedError, no rank survives, and later calls name the first death."""
+    opened = ranks(grace_s=1).open()
+    pids = opened(os.getpid)
+    launches = opened.submit(die, how), opened.submit(all_sum)
+    for launch in launches:
+        with pytest.raises(RankDiedError) as caught:
+            launch.results(PATIENCE_S)
+        assert (caught.value.rank, caught.value.signal, caught.value.exit_code) == (1, number, code)
+        assert text in str(caught.value)
+    assert_gone(pids)
+    assert opened.state == "ended"
+    for call in (opened, opened[0], opened.submit):
+        with pytest.raises(RankDiedError) as later:
+            call(all_sum)
+        for part in "these ranks have ended, and cannot call all_sum", "rank 1", text:
+            assert part in str(later.value)
+        assert (later.value.rank, later.value.signal, later.value.exit_code) == (1, number, code)
+    opened.close()
+    with pytest.raises(LaunchError, match="closed"):
+        opened(all_sum)
+
+
+def test_a_death_between_two_calls():
+    """A rank that is killed while idle ends all ranks; the next call names it."""
+    with ranks(grace_s=1).open() as opened:
+        pids = opened(os.getpid)
+        os.kill(pids[0], signal.SIGKILL)
+        assert_gone(pids)
+        eventually(lambda: opened.state == "ended", "the end of the ranks")
+        with pytest.raises(RankDiedError, match=r"cannot call all_sum.* rank 0 .*was killed by SIGKILL") as caught:
+            opened(all_sum)
+        assert (caught.value.rank, caught.value.signal) == (0, signal.SIGKILL)
+
+
+# -- time limits
+
+
+@pytest.mark.parametrize(("field", "limit"), [("timeout_min", SILENT_S / 60), ("hang_timeout_s", SILENT_S)])
+def test_a_time_limit_counts_per_call(field, limit):
+    """Neither earlier calls nor the time between calls count. A call that exceeds the limit ends the ranks."""
+    with ranks(grace_s=0.5, **{field: limit}).open() as opened:
+        pids = opened(os.getpid)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 1.2 * SILENT_S:  # longer than the limit
+            if field == "timeout_min":
+                opened(time.sleep, 0.05)
+        with pytest.raises(LaunchTimeoutError, match=field) as caught:
+            opened(lambda: threading.Event().wait())
+        assert ["in <lambda>" in caught.value.stacks[rank] for rank in (0, 1)] == [True, True]
+        assert_gone(pids)
+        with pytest.raises(LaunchError, match=f"(?s)cannot call all_sum.*{field}"):
+            opened(all_sum)
+
+
+# -- Ctrl-C
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from parawrap import LaunchError, Platform, current_rank
+
+how, folder = sys.argv[1:]
+
+def waits(how, folder):
+    report_pid(folder)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            Path(folder, f"{current_rank().global_rank}.interrupted").touch()
+            if how == "group":
+                raise
+
+if __name__ == "__main__":
+    grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
+    ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False).open()
+    pids = ranks(os.getpid)
+    try:
+        ranks(waits, how, folder)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    try:
+        print(ranks(dist.barrier), ranks(os.getpid) == pids)
+    except LaunchError as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory):
+    """Scripts with ranks that stay, started together, because each of them loads torch."""
+    ways = ["group", "ignores", "ignores once"]
+    cases = {how: lambda folder, how=how: (PARENT, how, folder) for how in ways}
+    with running_scripts(tmp_path_factory.mktemp("parents"), cases) as started:
+        yield started
+
+
+def interrupted_in(folder):
+    return sorted(path.name for path in folder.glob("*.interrupted"))
+
+
+def test_ranks_that_answer_ctrl_c(parents):
+    """Each rank's function raises KeyboardInterrupt, and the same processes answer the next call."""
+    parent, folder = parents["group"]
+    pids = pids_in(folder, 2)
+    os.killpg(parent.pid, signal.SIGINT)
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output.splitlines() == ["interrupted", "RankResults(None, None) True"]
+    assert interrupted_in(folder) == ["0.interrupted", "1.interrupted"]
+    assert parent.returncode == 0
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("how", ["ignores", "ignores once"])
+def test_ranks_that_ignore_ctrl_c(how, parents):
+    """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first. The next call says so."""
+    parent, folder = parents[how]
+    pids = pids_in(folder, 2)
+    os.kill(parent.pid, signal.SIGINT)
+    if how == "ignores":
+        eventually(lambda: len(interrupted_in(folder)) == 2, "KeyboardInterrupt in both ranks")
+        os.kill(parent.pid, signal.SIGINT)
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output.startswith("interrupted\nthese ranks have ended, and cannot call barrier")
+    assert how == "ignores" or "did not stop within grace_s=0.5" in output
+    assert_gone(pids)

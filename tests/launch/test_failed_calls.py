@@ -1,0 +1,239 @@
+"""Failed calls of ranks that stay: the error arrives, and the ranks answer the next call with working process groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from parawrap import LaunchCancelledError, LaunchError, current_rank
+from tests.helpers.processes import assert_gone, notes_of, ranks
+from tests.helpers.ranks import all_sum, my_rank
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+STATE = {}
+
+
+def block(how):
+    """Block forever if only some ranks call it, and leave the file ``blocked``."""
+    work = dist.all_reduce(torch.ones(3), async_op=True) if how == "all_reduce" else None
+    while how == "ignore":
+        try:
+            Path("blocked").touch()
+            time.sleep(0.1)
+        except BaseException:
+            continue
+    Path("blocked").touch()
+    if work is not None:
+        work.wait()
+    elif how == "recv":
+        dist.recv(torch.ones(3), src=(my_rank() + 1) % dist.get_world_size())
+    elif how == "event":
+        threading.Event().wait()
+    while how == "compute":
+        pass
+
+
+def keep_group():
+    STATE["group"] = dist.group.WORLD
+
+
+@pytest.fixture(scope="module")
+def shared_world():
+    with ranks(seed=0).open() as opened:
+        yield opened
+
+
+@pytest.fixture
+def world(shared_world):
+    """Two ranks, shared unless a failing test has ended them. They answer after the test, from the same processes."""
+    with ranks(seed=0).open() if shared_world.state == "ended" else nullcontext(shared_world) as opened:
+        opened(keep_group)
+        before = opened(os.getpid)
+        yield opened
+        assert opened.submit(os.getpid).results(PATIENCE_S) == before
+        assert opened(all_sum) == (2.0, 2.0)
+
+
+def fail_beside(failing, how):
+    """Raise in one rank while the other one is blocked, or about to block."""
+    if my_rank() == failing:
+        eventually(Path("blocked").exists, "the block")
+        Path("blocked").unlink()
+        raise KeyError("weight", 7)  # the user's line
+    block(how)
+
+
+@pytest.mark.parametrize(("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("compute", 1)])
+def test_an_error_beside_a_blocked_rank(world, how, failing):
+    """The exception has a note with its rank and traceback. The process groups are new after a broken collective."""
+    with pytest.raises(KeyError) as caught:
+        world(fail_beside, failing, how)
+    assert caught.value.args == ("weight", 7)
+    assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in notes_of(caught.value)
+    assert 'raise KeyError("weight", 7)  # the user\'s line' in notes_of(caught.value)
+    assert world(all_sum) == (2.0, 2.0)
+    if how != "recv":  # the rank may not have waited yet
+        assert world(lambda: STATE["group"] is dist.group.WORLD) == (how != "all_reduce",) * 2
+
+
+def resources(pids):
+    gc.collect()
+    found = [psutil.Process(pid) for pid in pids]
+    counts = [count for each in found for count in (each.num_fds(), each.num_threads())]
+    return counts, [each.memory_info().rss for each in found]
+
+
+def use(value):
+    return value
+
+
+@pytest.mark.stress
+def test_calls_leave_nothing_behind(world):
+    """Hundreds of calls and some failures leave descriptors, threads, and memory of all processes as they were."""
+    pids = [os.getpid(), *world(os.getpid)]
+    tensor = torch.ones(1 << 16)
+
+    def calls(count):
+        for number in range(count):
+            world(all_sum, float(number))
+            world[number % 2](use, number)
+            world(use, {"large": tensor, "text": "x" * 1000})
+            if number % 25 == 0:
+                with pytest.raises(KeyError):
+                    world(fail_beside, number % 2, "all_reduce")
+                world.submit(use, tensor).results()
+
+    measured = []
+    for _ in range(3):
+        calls(26)
+        measured.append(resources(pids))
+    before_counts = [max(each) for each in zip(*(counts for counts, _ in measured), strict=True)]
+    before_memory = measured[-1][1]
+    calls(201)
+
+    def has_not_grown():  # a thread may end a moment after its call
+        return all(now <= before for now, before in zip(resources(pids)[0], before_counts, strict=True))
+
+    eventually(has_not_grown, f"counts up to {before_counts}")
+    memory = resources(pids)[1]
+    grown = [after - before for before, after in zip(before_memory, memory, strict=True)]
+    assert max(grown) < 10 << 20, grown
+
+
+def prepare():
+    torch.manual_seed(0)
+    STATE["model"] = DistributedDataParallel(torch.nn.Linear(4, 1))
+
+
+def train():
+    model = STATE["model"]
+    model.zero_grad()
+    model(torch.ones(2, 4) * (1 + my_rank())).sum().backward()
+    return model.module.weight.grad.tolist()
+
+
+def test_a_model_after_a_failed_call(world):
+    """A model stays usable if no rank was blocked. One of old process groups raises, and a note says to make it again."""
+
+    def fail_everywhere():
+        dist.barrier()
+        raise LookupError(f"in rank {my_rank()}")
+
+    def fail_alone():
+        raise LookupError("alone")
+
+    world(prepare)
+    before = world(train)
+    with pytest.raises(LookupError, match="in rank"):
+        world(fail_everywhere)
+    with pytest.raises(LookupError, match="alone") as caught:
+        world[1](fail_alone)
+    assert "raised in rank 1 of 2" in notes_of(caught.value)
+    assert world(train) == before
+    with pytest.raises(KeyError):
+        world(fail_beside, 0, "all_reduce")
+    with pytest.raises(RuntimeError) as caught:
+        world(train)
+    reason = "the process groups of these ranks were made again after a failed call"
+    assert reason in notes_of(caught.value)
+    assert "Make them again" in notes_of(caught.value)
+    world(prepare)
+    assert world(train) == before == ([[3.0] * 4],) * 2
+
+
+# -- no operation of a failed call meets one of a later call
+
+
+def begin_and_fail():
+    if my_rank() == 0:
+        STATE["work"] = dist.all_reduce(torch.ones(3), async_op=True)
+    raise LookupError
+
+
+def test_operations_of_a_failed_call(world):
+    """A collective that a single rank has begun is not mixed up with those of the next call."""
+    with pytest.raises(LookupError):
+        world(begin_and_fail)
+    assert world(all_sum, 5.0) == (10.0, 10.0)
+
+
+def test_a_rank_that_does_not_stop():
+    """All ranks end. The first error has a note, and later calls say why the ranks have ended."""
+    with ranks(grace_s=0.5).open() as opened:
+        pids = opened(os.getpid)
+        opened(keep_group)  # imports this module, so that the next call is interrupted in the function
+        with pytest.raises(KeyError) as caught:
+            opened(fail_beside, 0, "ignore")
+        assert "the ranks were ended: rank(s) 1 did not stop within grace_s=0.5" in notes_of(caught.value)
+        assert_gone(pids)
+        with pytest.raises(LaunchError, match=r"cannot call all_sum.*rank\(s\) 1 did not stop"):
+            opened(all_sum)
+
+
+def test_a_wait_in_a_group_of_the_function():
+    """The error arrives, and the ranks end, since nothing else ends a wait in `new_group`."""
+
+    def fail():
+        group = dist.new_group([0, 1])
+        if my_rank() == 1:
+            dist.barrier(group)
+            raise KeyError("weight")
+        dist.barrier(group)
+        dist.barrier(group)
+
+    with ranks(grace_s=0.5).open() as opened:
+        pids = opened(os.getpid)
+        with pytest.raises(KeyError, match="weight"):
+            opened(fail)
+        assert_gone(pids)
+
+
+def test_a_cancelled_collective_ends(world):
+    def waits():
+        print("waits", flush=True)
+        block("recv")
+
+    launch = world.submit(waits)
+    eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
+    launch.cancel()
+    with pytest.raises(LaunchCancelledError):
+        launch.results()
+
+
+def test_preemption_of_ranks_that_stay(world):
+    """`preempt` has no effect, and `requeue` raises, because such ranks cannot restart."""
+    launch = world.submit(lambda: current_rank().should_checkpoint())
+    launch.preempt()
+    assert launch.results(PATIENCE_S) == (False, False)
+    with pytest.raises(LaunchError, match=r"requeue\(\) was called in ranks that stay, which cannot restart"):
+        world(lambda: current_rank().requeue())

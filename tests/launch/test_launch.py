@@ -1,0 +1,179 @@
+"""The handle of a launch: states, results, output, cancel, and ``upon_finish``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchCancelledError, current_rank, wrapper
+from parawrap.processes.server import stop_server
+from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, running_script
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+def test_handle_follows_the_launch(tmp_path):
+    """`submit` does not wait; `state`, `done`, `logs`, and `results` show how far the launch is."""
+
+    def waits(go):
+        print("in rank", current_rank().global_rank, flush=True)
+        eventually(go.exists, "go")
+        return current_rank().global_rank
+
+    launch = wrapper(ranks())(waits).submit(tmp_path / "go")
+    assert (launch.state, launch.done()) == ("running", False)
+    eventually(lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"], "both lines")
+    with pytest.raises(TimeoutError, match=r"still run after 0\.01 seconds"):
+        launch.results(timeout=0.01)
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == (0, 1)
+    assert launch.results() is launch.results()
+    launch.cancel()  # too late
+    assert (launch.state, launch.done(), launch.logs(1)) == ("finished", True, "in rank 1\n")
+    with pytest.raises(IndexError, match="rank=2: this launch has the ranks 0 to 1"):
+        launch.logs(2)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_arguments_are_those_at_submit(size):
+    """The caller may change a tensor once `submit` has returned."""
+    tensor = torch.ones(size)
+    launch = wrapper(ranks(1))(lambda given: given.sum().item()).submit(tensor)
+    tensor.zero_()
+    assert launch.results(PATIENCE_S) == (size,)
+
+
+# -- cancel
+
+
+def test_cancel_waits_for_the_ranks(tmp_path):
+    """Rank 0 waits in a collective, and rank 1 holds the GIL."""
+    report_pid = report_pid_function()
+
+    def waits(folder):
+        report_pid(folder)
+        if current_rank().global_rank == 0:
+            dist.all_reduce(torch.ones(1))
+        ctypes.PyDLL(None).sleep(600)
+
+    launch = wrapper(ranks(grace_s=0.5))(waits).submit(tmp_path)
+    pids = pids_in(tmp_path, 2)
+    launch.cancel()
+    assert all(map(is_gone, pids))
+    launch.cancel()
+    assert (launch.state, launch.done()) == ("cancelled", True)
+    with pytest.raises(LaunchCancelledError, match="waits was cancelled"):
+        launch.results()
+
+
+def test_deaf_thread_launches():
+    """Many servers block signals in their threads. Ranks still clean up and end."""
+    stop_server()  # the next one inherits the mask
+
+    def waits():
+        try:
+            print("begun", flush=True)
+            time.sleep(600)
+        finally:
+            print("cleaned up", flush=True)
+
+    def launches():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        launch = wrapper(ranks(1))(waits).submit()
+        eventually(lambda: "begun" in launch.logs(0), "the call")
+        launch.cancel()
+        return launch.state, launch.logs(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(launches).result(PATIENCE_S) == ("cancelled", "begun\ncleaned up\n")
+
+
+def test_upon_finish_may_use_its_launch(tmp_path, caplog):
+    """It can read the results of its launch, cancel it without effect, and start another launch. Its error is logged."""
+    calls = []
+
+    def finish():
+        launch.cancel()
+        calls.append((launch.results(), wrapper(ranks(1))(lambda: 2)()))
+        raise LookupError("in finish")
+
+    launch = wrapper(ranks(1, upon_finish=finish))(lambda go: eventually(go.exists, "go")).submit(tmp_path / "go")
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == launch.results() == (True,)
+    assert (calls, launch.state) == ([((True,), (2,))], "finished")
+    assert "LookupError: in finish" in caplog.text
+
+
+# -- two Ctrl-C during the start of a launch
+
+INTERRUPTS = """
+import contextlib, os, signal, sys, time
+import psutil
+from parawrap import Platform, wrapper
+
+os.environ["PARAWRAP_TEST_MARK"] = sys.argv[1]  # of the warm process and its ranks
+launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False))(lambda: time.sleep(600))
+returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
+
+def are_over():
+    '''True if only the warm process runs.'''
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = [each.status() != psutil.STATUS_ZOMBIE for each in psutil.Process().children(recursive=True)]
+        return sum(found) <= 1
+
+def interrupt(*_):
+    received.append(1)
+    if len(received) == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # the second Ctrl-C
+    raise KeyboardInterrupt
+
+def launch(delay_s):
+    '''Launch, with two Ctrl-C after a delay.'''
+    received.clear()
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    launchable()
+
+def catch(delay_s):
+    '''Keep the exceptions, and launch again.'''
+    try:
+        try:
+            launch(delay_s)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        while len(received) < 2:
+            time.sleep(0.01)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    while not are_over():
+        time.sleep(0.01)
+    print(*returns(), flush=True)
+
+kept, received = [], []
+signal.signal(signal.SIGALRM, interrupt)
+catch(0.2)  # the warm process starts
+for number in range(int(sys.argv[2])):
+    catch(0.001 + 0.002 * number)
+launch(0.01)
+"""
+
+
+def processes_with_mark(mark):
+    found = psutil.process_iter(["environ"])
+    return [each for each in found if (each.info["environ"] or {}).get("PARAWRAP_TEST_MARK") == mark]
+
+
+def test_two_interrupts_leave_nothing(tmp_path):
+    """At any moment of a start: a script can catch them and launch again, or end, although it keeps the exceptions."""
+    rounds = int(os.environ.get("PARAWRAP_CHAOS", "8"))
+    with running_script(tmp_path, INTERRUPTS, tmp_path, rounds) as script:
+        output, _ = script.communicate(PATIENCE_S)
+        assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), output
+        assert output.splitlines()[-1].startswith("KeyboardInterrupt")
+        eventually(lambda: not processes_with_mark(str(tmp_path)), "the end of all processes")

@@ -1,0 +1,65 @@
+"""Functions and classes of modules that only the launching process has go to ranks by value."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+from parawrap import wrapper
+from tests.helpers.processes import failure_of, notes_of, ranks
+
+SOURCE = """
+import functools
+
+SCALE = 4
+
+class Row:
+    def scaled(self):
+        return SCALE
+
+@functools.cache
+def compute():
+    return Row().scaled() + 4
+"""
+
+
+def test_private_modules_are_sent(monkeypatch):
+    """Functions, functions that use them, cached functions, and instances of classes of a module without a file arrive."""
+    module = types.ModuleType("parent_only")
+    exec(SOURCE, vars(module))
+    monkeypatch.setitem(sys.modules, "parent_only", module)
+    (found,) = wrapper(ranks(1))(lambda row: (module.compute(), row.scaled(), row))(module.Row())
+    assert (found[:2], type(found[2])) == ((8, 4), module.Row)
+    assert wrapper(ranks(1))(module.compute)() == (8,)
+
+
+def test_a_file_with_the_name_of_another_module(tmp_path, monkeypatch):
+    """The module of the script is used, and not the one that ranks would import."""
+    for folder, scale in (("path", 1), ("elsewhere", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config_of_test.py").write_text(f"def scale(): return {scale}")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    spec = importlib.util.spec_from_file_location("config_of_test", tmp_path / "elsewhere" / "config_of_test.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "config_of_test", module)
+    spec.loader.exec_module(module)
+    assert wrapper(ranks(1))(module.scale)() == (2,)
+
+
+def test_import_hook_is_explained(tmp_path, monkeypatch):
+    (tmp_path / "content.py").write_text(SOURCE)
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            return importlib.util.spec_from_file_location(name, tmp_path / "content.py") if name == "hooked" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    import hooked  # pyright: ignore[reportMissingImports]
+
+    try:
+        error, _ = failure_of(hooked.compute)
+    finally:
+        monkeypatch.delitem(sys.modules, "hooked")
+    assert type(error) is ModuleNotFoundError
+    assert "have no import hooks of the script" in notes_of(error)

@@ -1,0 +1,103 @@
+"""The choice of the failure to raise, and the text of its exception."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from parawrap.errors import LaunchError
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Raised,
+    Requeued,
+    description_of,
+    error_of,
+    first_failure,
+    is_echo,
+    pack_exception,
+)
+from tests.helpers.processes import notes_of
+
+PLACE = "node 3, a-host"
+ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
+
+
+def raised(error, at=1.0):
+    return Raised(at, *description_of(error)[1:], memoryview(pack_exception(error).to_bytes()))
+
+
+def died(at=1.0, number=None):
+    return Died(at, 4711, None if number is None else -number)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "rank"),
+    [
+        ({0: raised(ValueError(), 1), 1: raised(KeyError(), 1)}, 0),
+        ({0: raised(ECHO, 1), 1: raised(KeyError(), 2)}, 1),
+        ({0: raised(ECHO, 2), 1: raised(ECHO, 1)}, 1),
+        ({0: raised(ECHO, 1), 1: died(2, number=signal.SIGKILL)}, 1),
+        ({0: raised(ValueError(), 2), 1: died(1)}, 1),
+        ({0: Requeued(1), 1: raised(ECHO, 2)}, None),
+        ({0: Requeued(3), 1: raised(ECHO, 1), 2: raised(KeyError(), 2)}, 2),
+    ],
+)
+def test_earliest_cause_is_raised(outcomes, rank):
+    """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is not a failure."""
+    assert first_failure(outcomes) == rank
+
+
+def test_other_failures_are_noted():
+    outcomes = {4: died(4, number=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
+    (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
+    assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
+    (_, note) = error_of(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE).__notes__
+    assert note.count("raised") == 8
+    assert note.endswith("; and 11 more")
+
+
+@pytest.mark.parametrize(("code", "text"), [(-40, "was killed by signal 40"), (None, "ended with an unknown exit code")])
+def test_unusual_end_is_described(code, text):
+    assert Died(1.0, 1, code).summary == text
+
+
+def test_unreadable_error_is_told():
+    error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, memoryview(bytes(99)))}, 2, PLACE)
+    assert type(error) is LaunchError
+    assert "rank 1 raised OddError: odd" in str(error)
+    assert "the traceback" in notes_of(error)
+
+
+# -- echoes
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6534: Connection reset by peer. This is"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+        dist.DistBackendError("socketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"),
+        ConnectionResetError("Connection reset by peer"),
+    ],
+    ids=["gloo", "store", "NCCL", "socket"],
+)
+def test_lost_connection_is_echo(error):
+    wrapping = RuntimeError("training failed in step 5")
+    wrapping.__cause__ = error
+    assert is_echo(error)
+    assert is_echo(wrapping)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("connection closed by peer"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+    ],
+)
+def test_user_error_is_no_echo(error):
+    assert not is_echo(error)

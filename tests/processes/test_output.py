@@ -1,0 +1,184 @@
+"""Transcripts keep the complete output of ranks, show it line by line, and never fail a launch."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from parawrap import LaunchError, current_rank, wrapper
+from parawrap.processes.output import Printer, Transcript
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
+
+PREFIX = "[rank 3] "
+
+
+def written(*chunks, folder=None):
+    printer = Printer()
+    transcript = Transcript(printer, PREFIX, None if folder is None else folder / "rank-3.log")
+    for data in chunks:
+        transcript.write(1, data)
+    transcript.finish()
+    printer.finish()
+    return transcript
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"o", b"ne\nt", b"wo\n"], "[rank 3] one\n[rank 3] two\n"),
+        ([b"one\npartial"], "[rank 3] one\n[rank 3] partial\n"),
+        ([b"10%\r20%\r", b"30%\n"], "[rank 3] 10%\r[rank 3] 20%\r[rank 3] 30%\n"),
+        ([b"dos\r", b"\nunix\n"], "[rank 3] dos\r\n[rank 3] unix\n"),
+        (["€".encode()[:1], "€".encode()[1:]], "[rank 3] €\n"),
+        ([b"\xff\xfe\ncaf\xc3"], "[rank 3] ��\n[rank 3] caf�\n"),
+        (["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()], "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"),
+    ],
+)
+def test_each_line_has_a_prefix(chunks, lines, capsys):
+    """Only newlines and carriage returns end a line. Chunks may end within a line end or a character."""
+    written(*chunks)
+    assert capsys.readouterr().out == lines
+
+
+# -- log files
+
+
+def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
+    """One warning is logged, and all output is kept and shown."""
+    (tmp_path / "rank-3.log").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, "parawrap.launch"):
+        transcript = written(*[b"line\n"] * 3, folder=tmp_path)
+    (record,) = caplog.records
+    assert "No space left" in record.getMessage()
+    assert transcript.text() == "line\n" * 3
+    assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
+
+
+def test_unusable_log_is_named(tmp_path):
+    (tmp_path / "rank-3.log").mkdir()
+    with pytest.raises(LaunchError, match=r"console_logs: .*rank-3\.log cannot be written to: .*; give another folder"):
+        written(folder=tmp_path)
+    with pytest.raises(LaunchError, match=f"console_logs='{__file__}' cannot be written to: .*; give another folder"):
+        wrapper(ranks(console_logs=__file__))(len).submit("")
+
+
+def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):
+    """``~`` is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    launchable = wrapper(ranks(console_logs="~/a/b"))(lambda word: print(word, current_rank().global_rank))
+    launches = {word: launchable.submit(word) for word in ("one", "two")}
+    for word, launch in launches.items():
+        launch.results()
+        assert {path.name: path.read_text() for path in launch.log_folder.iterdir()} == {
+            "rank-0.log": f"{word} 0\n",
+            "rank-1.log": f"{word} 1\n",
+        }
+    assert len(list((tmp_path / "a/b").iterdir())) == 2
+
+
+# -- launches
+
+
+def write_lines():
+    rank = current_rank().global_rank
+    print("out", rank)
+    print("err", rank, file=sys.stderr)
+    os.write(1, b"raw\n")
+    logger = logging.getLogger("mine")
+    logger.info("info")
+    logger.warning("warning")
+
+
+@pytest.mark.parametrize(
+    ("given", "verbose", "shown"), [([1], True, [1]), ((), True, []), (None, True, [0, 1]), (None, False, [])]
+)
+def test_lines_of_print_ranks_are_shown(given, verbose, shown, capfd):
+    """Lines appear on the same stream as in the rank, also those of C code. Only rank 0 logs below WARNING."""
+    launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(write_lines).submit()
+    launch.results(timeout=PATIENCE_S)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")]
+    logged = {0: ["INFO:mine:info", "WARNING:mine:warning"], 1: ["WARNING:mine:warning"]}
+    assert sorted(err.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in shown for text in (*logged[rank], f"err {rank}")
+    ]
+    assert "err 1\n" in launch.logs(1)
+
+
+def test_lone_rank_has_no_prefix(capfd):
+    """A progress bar is shown, and a last line without a newline is not lost."""
+
+    def draws():
+        sys.stdout.write("50%\r")
+        sys.stdout.write("100%\r\nend")
+
+    wrapper(ranks(1, verbose=True))(draws)()
+    assert capfd.readouterr()[0].replace("\r\n", "\n") == "50%\r100%\nend\n"
+
+
+def test_lines_of_ranks_never_mix(capfd):
+
+    def pours():
+        rank = current_rank().global_rank
+        for i in range(2000):
+            os.write(1, f"{rank} {i}".encode())
+            os.write(1, b" end\n")
+
+    wrapper(ranks(verbose=True, ipc_groups=None))(pours)()
+    lines = capfd.readouterr()[0].splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
+    assert len(lines) == 4000
+
+
+UNREAD = """
+import os, time
+from parawrap import Platform, wrapper
+from parawrap.errors import LaunchTimeoutError
+
+def talk(then_s):
+    for _ in range(3000):
+        print("x" * 1000, flush=True)
+    time.sleep(then_s)
+
+fields = dict(device="cpu", n_cpus=2, ipc_groups=None, grace_s=0)
+try:
+    wrapper(Platform(timeout_min=1 / 60, **fields))(talk)(600)
+except LaunchTimeoutError:
+    os.write(2, b"timed out")
+wrapper(Platform(**fields))(talk)(0)
+os.write(2, b", done")
+"""
+
+
+def test_unread_output_stops_no_launch():
+    """A launch reaches its time limit even if its output is not read. All of it is printed before the interpreter exits."""
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        expected = b"timed out, done"
+        assert script.stderr.read(len(expected)) == expected
+        assert script.stdout.read().count(b"\n") >= 6000
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_any_sys_stdout_is_used(monkeypatch):
+    """Notebooks and tests replace it while ranks run. It may be missing or broken, or lack a character."""
+    printer, raw, last = Printer(), io.BytesIO(), io.StringIO()
+    transcript = Transcript(printer, PREFIX)
+    for stream in None, BrokenPipe(), io.TextIOWrapper(raw, encoding="ascii", write_through=True), last:
+        monkeypatch.setattr(sys, "stdout", stream)
+        transcript.write(1, "µs\nnext\n".encode())
+        printer.flush()
+    printer.finish()
+    assert raw.getvalue().splitlines() == [b"[rank 3] \\xb5s", b"[rank 3] next"]
+    assert last.getvalue() == f"{PREFIX}µs\n{PREFIX}next\n"

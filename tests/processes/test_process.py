@@ -1,0 +1,225 @@
+"""The process of a rank: what it shares with the launching process, and how it differs from it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchError, Platform, PlatformError, current_rank, wrapper
+from parawrap.launch.set_up import Place, set_up
+from tests.helpers.processes import failure_of, notes_of, ranks
+from tests.helpers.waiting import PATIENCE_S
+
+
+def test_a_node_without_cuda(monkeypatch):
+    """A GPU rank on a node with a CPU build of torch raises PlatformError with what to install."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    place = Place(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
+    with pytest.raises(PlatformError, match=r"CUDA.*[Ii]nstall.*torch"):
+        set_up(place, Platform(device="slurm", n_gpus=1))
+
+
+# -- one launch for several tests
+
+
+def interrupt_subprocess():
+    """Return the exit code of a subprocess that got SIGINT. The rank gets it too."""
+    code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"  # a long sleep would miss a signal
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    return child.returncode
+
+
+def count_threads():
+    """Return the number of threads of torch and of a subprocess."""
+    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return {torch.get_num_threads(), int(child)}
+
+
+KEPT = []
+
+
+def leave_open(folder):
+    """Leave temporary files, exit handlers, and finalizers, and return the names of the files."""
+    owner = type("Owner", (), {})()
+    files = [tempfile.TemporaryDirectory(), *map(tempfile.NamedTemporaryFile, ("wb", "w"))]
+    KEPT.extend([*files, owner])
+    current_rank.kept = KEPT  # in a module, like the globals of a script
+    files[2].write("text")
+    weakref.finalize(owner, Path(folder, "finalized").touch)
+    Finalize(None, Path(folder, "finalized by multiprocessing").touch, exitpriority=1)
+    atexit.register(Path(folder, "exited").touch)
+    return [each.name for each in files]
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """Observations of one rank, and the folder that it wrote into."""
+    folder = tmp_path_factory.mktemp("rank")
+
+    def observe():
+        return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "files": leave_open(folder)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        (found,) = wrapper(ranks(1))(observe)()
+    return found | {"folder": folder}
+
+
+def test_sigint_ends_a_subprocess(observed):
+    """The rank ignores it: the launching process decides."""
+    assert observed["subprocess"] == -signal.SIGINT
+
+
+def test_libraries_share_the_cores(observed):
+    """Subprocesses get the threads that torch gets."""
+    assert observed["threads"] == {len(os.sched_getaffinity(0))}
+
+
+def test_ranks_exit_as_interpreters_do(observed):
+    """A rank runs its exit handlers and finalizers, and removes the temporary files that its function left open."""
+    written = {each.name for each in observed["folder"].iterdir()}
+    assert written == {"finalized", "finalized by multiprocessing", "exited"}
+    assert [Path(name).exists() for name in observed["files"]] == [False] * 3
+
+
+def test_omp_num_threads_holds(monkeypatch):
+    assert wrapper(ranks(2 * len(os.sched_getaffinity(0))))(count_threads)()[0] == {1}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert wrapper(ranks(3))(count_threads)() == ({2},) * 3
+
+
+# -- prompts
+
+
+def test_a_debugger_names_inline():
+    """LaunchError says to call ``inline``, and no rank waits for a terminal."""
+    error, _ = failure_of(lambda: breakpoint())
+    assert type(error) is LaunchError
+    assert "a rank has no terminal. Call .inline(...) of the decorated function" in str(error)
+
+
+def test_standard_input_is_empty():
+    """`input` raises EOFError. The callable that PYTHONBREAKPOINT names runs in the rank."""
+    error, _ = failure_of(lambda: input("continue? "))
+    assert type(error) is EOFError
+    assert wrapper(ranks(1))(lambda: sys.stdin.read())() == ("",)
+
+
+# -- files
+
+
+def test_open_files_are_written(tmp_path):
+    """Files that the function left open are complete once the rank has ended."""
+
+    def leave_files_open():
+        globals()["_kept"] = text, update = (tmp_path / "text").open("w"), (tmp_path / "update").open("w+b")
+        text.write("text")
+        update.write(b"update")
+
+    wrapper(ranks(1))(leave_files_open)()
+    assert [(tmp_path / name).read_text() for name in ("text", "update")] == ["text", "update"]
+
+
+# -- options of the interpreter
+
+OPTIONS = """
+import json, sys, warnings
+from parawrap import Platform, wrapper
+
+def look():
+    import torch
+    def warns(category):
+        with warnings.catch_warnings(record=True) as caught:
+            try:
+                warnings.warn("seen", category)
+            except Warning:
+                return "error"
+        return len(caught)
+
+    names = "dev_mode", "bytes_warning", "utf8_mode", "dont_write_bytecode"
+    flags = [getattr(sys.flags, name) for name in names]
+    return [*flags, warns(UserWarning), warns(DeprecationWarning)]
+
+if __name__ == "__main__":
+    print(json.dumps([look(), *wrapper(Platform(device="cpu"))(look)()]))
+"""
+
+
+def test_options_of_the_interpreter(tmp_path):
+    """Flags, warning filters, and ``-X`` options of the script hold in ranks."""
+    (tmp_path / "script.py").write_text(OPTIONS)
+    options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8"
+    command = [sys.executable, *options, "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    script, *of_ranks = json.loads(ended.stdout or ended.stderr)
+    assert of_ranks == [script]
+
+
+# -- process groups that the function makes
+
+
+def init_group():
+    """Make the default process group with the variables of torchrun, and return the sum of the ranks."""
+    dist.init_process_group("gloo")
+    total = torch.tensor(current_rank().global_rank)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_a_function_makes_own_groups():
+    """Also launches at the same time. If the platform has made groups, torch refuses it."""
+    launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
+    assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
+    error, _ = failure_of(init_group)
+    assert type(error) is ValueError
+
+
+def test_a_failed_meeting_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing")
+    error, _ = failure_of(int)
+    assert "raised while the ranks met at the store file " in notes_of(error)
+
+
+# -- memory
+
+
+def test_memory_of_arguments_is_shared():
+    """Reading a tensor of 64 MiB costs a rank a part of that in private memory, and writing it costs its size."""
+
+    def measure(rows):
+        def private_bytes():
+            lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+        rows[: 1 << 18].sum()  # starts torch's threads
+        dist.barrier()
+        before = private_bytes()
+        rows.sum()
+        dist.barrier()
+        read = private_bytes()
+        rows.add_(1)
+        return read - before, private_bytes() - read
+
+    for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
+        assert read < 1 << 24
+        assert written > 7 << 23  # seven eighths: a few pages may be private already

@@ -1,0 +1,103 @@
+"""The hint on ranks without progress, and the end of ranks that wait for ranks that have returned."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+import time
+from types import FunctionType
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from parawrap import current_rank, wrapper
+from parawrap.processes import pool
+from parawrap.processes.main_thread import _waits_in
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+
+@pytest.fixture
+def hints(monkeypatch, caplog):
+    """Shorten the time until a hint, and return a function that reads the hints."""
+    monkeypatch.setattr(pool, "STILL_S", 0.5)
+    monkeypatch.setattr(pool, "_IDLE_S", 0.2)
+    return lambda: [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
+
+
+def test_hint_names_waiting_ranks(hints, tmp_path):
+    """The hint appears once, shows the source line of each rank, and does not end the launch."""
+
+    def lopsided(go):
+        if current_rank().global_rank == 1:
+            while not go.exists():
+                time.sleep(0.01)
+        dist.barrier()
+        return "done"
+
+    launch = wrapper(ranks())(lopsided).submit(tmp_path / "go")
+    eventually(hints, "the hint")
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == ("done", "done")
+    (hint,) = hints()
+    assert "the launch continues" in hint
+    # A rank on a busy machine may use so much processor time that it counts as busy at a line where it waits.
+    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
+    assert re.search(r"rank 1 .*(time\.sleep\(0\.01\)|while not go\.exists)", hint)
+
+
+def test_hint_without_line_numbers(hints):
+    """Code that belongs to no line, such as generated code, is named by its first line."""
+
+    def waits():
+        def generated():
+            threading.Event().wait()
+
+        FunctionType(generated.__code__.replace(co_linetable=b""), globals())()
+
+    launch = wrapper(ranks(1, grace_s=0.2))(waits).submit()
+    (hint,) = eventually(hints, "the hint")
+    launch.cancel()
+    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in generated", hint)
+
+
+def test_hint_without_source_lines(hints, tmp_path):
+    """Another thread, or the user's code, may leave an odd entry in the cache of source lines."""
+
+    def spoil(go):
+        linecache.cache[spoil.__code__.co_filename] = (0, None, None, "")
+        while not go.exists():
+            threading.Event().wait(5)
+        return "done"
+
+    launch = wrapper(ranks(1))(spoil).submit(tmp_path / "go")
+    (hint,) = eventually(hints, "the hint")
+    assert "in spoil" in hint
+    assert "its source cannot be read: TypeError" in launch.stacks()[0]
+    (tmp_path / "go").touch()
+    assert launch.results(PATIENCE_S) == ("done",)
+
+
+def test_wait_for_busy_rank_is_allowed(monkeypatch):
+    """After one rank has returned, a second rank can wait for a third rank that is busy."""
+    monkeypatch.setattr(pool, "STUCK_S", 0.3)
+
+    def waits():
+        rank = current_rank().global_rank
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            return store.get("key")
+        if rank == 2:
+            time.sleep(1.5)  # longer than STUCK_S, and than the process of a returned rank stays
+            store.set("key", "value")
+        return rank
+
+    assert wrapper(ranks(3))(waits).submit().results(timeout=PATIENCE_S) == (0, b"value", 2)
+
+
+def test_checkpoint_is_no_wait():
+    """It may wait for a disk."""
+    assert _waits_in(dist.distributed_c10d.__file__)
+    assert not _waits_in(dcp.__file__)

@@ -1,0 +1,414 @@
+"""Functions of a script in ranks that stay: which globals stay in the ranks, which are sent again, and which are refused.
+
+One script runs all sections, each with new ranks. A section checks itself.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.helpers.processes import run_script
+
+HEAD = """
+import copy, dataclasses, enum, json, math, threading, time, traceback
+import torch, torch.distributed as dist
+from parawrap import Platform, UnsendableError, current_rank
+
+def error_of(call, *args):
+    try:
+        found = call(*args)
+    except Exception as error:
+        return error
+    raise AssertionError(found)
+
+def refuses(call, *args, texts):
+    error = error_of(call, *args)
+    assert type(error) is UnsendableError, repr(error)
+    for text in texts:
+        assert text in str(error), (text, str(error))
+
+def same(value, expected):
+    assert value == expected, (value, expected)
+"""
+
+SECTIONS = {
+    # ``global model`` in one call is there in the next, in each rank its own, and not here.
+    "assigned in ranks": """
+def load(size):
+    global model
+    model = [current_rank().global_rank] * size
+
+def total():
+    return sum(model)
+
+with platform.open() as ranks:
+    ranks(load, 3)
+    same([ranks(total), ranks(lambda: len(model))], [(0, 3), (3, 3)])
+    ranks(lambda: model.append(5))
+    same([ranks(total), ranks[1](total), "model" in globals()], [(5, 8), 8, False])
+    ranks[1](load, 1)
+    same(ranks(total), (5, 1))
+""",
+    # A number, and a small dict that changed in place, arrive. A dataclass that changed in place does not.
+    "settings": """
+@dataclasses.dataclass
+class Setting:
+    depth: int
+
+LR, CONFIG, setting = 1, {"width": [1, 2]}, Setting(3)
+
+def read():
+    return LR, CONFIG["width"], setting.depth
+
+with platform.open() as ranks:
+    same(ranks(read)[0], (1, [1, 2], 3))
+    LR, setting.depth = 2, 4
+    CONFIG["width"].append(3)
+    same(ranks(read)[1], (2, [1, 2, 3], 3))
+    setting = Setting(5)
+    same(ranks(lambda: read()[2]), (5, 5))
+""",
+    # A global that the ranks assigned is theirs until a function deletes it there.
+    "owned": """
+STEP = 1
+
+def advance():
+    global STEP
+    STEP += 1
+    return STEP
+
+def forget():
+    global STEP
+    del STEP
+
+with platform.open() as ranks:
+    same(ranks(advance), (2, 2))
+    STEP = 10
+    same(ranks(advance), (3, 3))
+    ranks(forget)
+    same(ranks(advance), (11, 11))
+""",
+    # Redefined functions and classes arrive, also those that others use. Children and objects of a redefined class keep it.
+    "definitions": """
+def helper():
+    return 1
+
+class Thing:
+    def name(self):
+        return "first"
+
+class Child(Thing):
+    pass
+
+Thing.child, thing = Child, Thing()
+
+def make():
+    def inner():
+        return 1 if helper else unset
+    return inner
+    unset = 0
+
+made = make()
+
+def use():
+    return helper(), Thing().name(), Child().name()
+
+def outer():
+    return use()
+
+with platform.open() as ranks:
+    same([ranks(outer)[0], ranks(use)[1]], [(1, "first", "first")] * 2)
+    same(ranks(lambda: (Thing.child is Child, thing.name(), made())), ((True, "first", 1),) * 2)
+
+    def helper():
+        return 2
+
+    class Thing:
+        def name(self):
+            return "second"
+
+    same(ranks(outer)[0], (2, "second", "first"))
+    same(ranks(lambda: thing.name()), ("first", "first"))
+
+    def helper():
+        return math.sqrt(9)
+
+    same(ranks(outer)[0][0], 3.0)
+""",
+    # Globals of one call share their objects.
+    "shared": """
+net = torch.nn.Linear(2, 1)
+trained = [net.weight]
+
+def is_tied():
+    return trained[0] is net.weight
+
+with platform.open() as ranks:
+    same([ranks(is_tied), ranks(is_tied)], [(True, True)] * 2)
+""",
+    # A function may use a global that is defined after the ranks received the function.
+    "defined later": """
+def use(is_defined):
+    return later if is_defined else 0
+
+with platform.open() as ranks:
+    same(ranks(use, False), (0, 0))
+    same(type(error_of(ranks, use, True)), NameError)
+    later = 5
+    same(ranks(use, True), (5, 5))
+""",
+    # A global that cannot be unpickled is sent again with the next call that uses it.
+    "cursed": """
+class Cursed:
+    def __reduce__(self):
+        return int, ("no number",)
+
+cursed, plain = Cursed(), 3
+
+def use():
+    return cursed, plain
+
+with platform.open() as ranks:
+    for _ in range(2):
+        error = error_of(ranks, use)
+        same(type(error), ValueError)
+        assert "unpickled the function, its arguments, and its globals" in error.__notes__[0], error.__notes__
+    cursed = 5
+    same(ranks(use), ((5, 3), (5, 3)))
+""",
+    # A global that cannot be pickled is named if the call uses it.
+    "unsendable": """
+LOCKS = {"rows": [threading.Lock()]}
+
+with platform.open() as ranks:
+    sending = " cannot be sent to another process: "
+    refuses(ranks, lambda: LOCKS, texts=["the global 'LOCKS'", "['rows'][0]", sending + "lock"])
+    refuses(ranks, lambda: ranks(max, 1, 2), texts=["the global 'ranks'", sending + "Ranks"])
+""",
+    # Instances keep their class as argument, as result, in a global of the rank, and between ranks. So do methods.
+    "classes": """
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+    def moved(self, by):
+        return Point(self.x + by)
+
+    @classmethod
+    def make(cls, x):
+        return cls(x)
+
+class Color(enum.Enum):
+    RED = 1
+
+    def shade(self):
+        return f"dark {self.name}"
+
+def move(point):
+    global last
+    last = point.moved(current_rank().global_rank)
+    return type(point) is Point, last
+
+def color(value):
+    return value is Color.RED, Color.RED, value.shade()
+
+def gather(point):
+    points = [None] * 2
+    dist.all_gather_object(points, point)
+    return [type(each) is Point and each.x for each in points]
+
+with platform.open() as ranks:
+    moved = ranks(move, Point(1))
+    same([(is_point, type(point) is Point, point.x) for is_point, point in moved], [(True, True, 1), (True, True, 2)])
+    same([point.x for _, point in ranks(move, moved[1][1])], [2, 3])
+    same(ranks(lambda: isinstance(last, Point)), (True, True))
+    same(ranks(gather, Point(3)), ([3, 3], [3, 3]))
+    same([each.x for each in (*ranks(Point(1).moved, 5), *ranks(Point.make, 7))], [6, 6, 7, 7])
+    is_red, red, shade = ranks(color, Color.RED)[1]
+    assert (is_red, red is Color.RED, shade) == (True, True, "dark RED")
+""",
+    # Large globals that are unchanged are not pickled again.
+    "large": """
+class Counted:
+    pickled = 0
+    def __init__(self, rows):
+        self.rows = rows
+    def __reduce__(self):
+        Counted.pickled += 1
+        return Counted, (self.rows,)
+
+table, rows = Counted([1] * 10), list(range(100_000))
+
+def use():
+    return len(table.rows) + len(rows)
+
+with platform.open() as ranks:
+    same([ranks(use) for _ in range(3)], [(100_010, 100_010)] * 3)
+    same(Counted.pickled, 1)
+""",
+    # A class that came back has its own globals here, and those of its methods are the script's.
+    "methods": """
+SCALE = 2
+
+class Row:
+    def scaled(self):
+        return SCALE
+
+with platform.open() as ranks:
+    row = ranks(lambda: Row())[0]
+    SCALE = 3
+    same([type(row) is Row, row.scaled(), Row().scaled()], [True, 3, 3])
+""",
+    # Globals of methods of a global object, of functions in a container, and of a metaclass.
+    "through objects": """
+SCALE = 1
+
+class Meta(type):
+    def scaled(cls):
+        return SCALE
+
+class Model(torch.nn.Module, metaclass=Meta):
+    def forward(self):
+        return SCALE
+
+class Plain:
+    def scaled(self):
+        return SCALE
+
+model, plain, handlers = torch.nn.Sequential(Model()), Plain(), {"a": [lambda: SCALE]}
+
+def use():
+    return model[0](), plain.scaled(), handlers["a"][0](), Model.scaled()
+
+with platform.open() as ranks:
+    same(ranks(use)[1], (1, 1, 1, 1))
+    SCALE = 2
+    same(ranks(use)[1], (2, 2, 2, 2))
+""",
+    # A small dict with a value that cannot be compared, and one of a subclass, are sent if an item changed.
+    "dicts": """
+import collections
+config, ordered = {"lr": 1, "activation": lambda x: x}, collections.OrderedDict(lr=1)
+
+def use():
+    return config["lr"], ordered["lr"]
+
+with platform.open() as ranks:
+    same(ranks(use)[0], (1, 1))
+    config["lr"] = ordered["lr"] = 2
+    same(ranks(use)[0], (2, 2))
+""",
+    # A deleted global no longer hides a builtin.
+    "deleted": """
+sum = 3
+def use():
+    return sum if isinstance(sum, int) else sum([1, 1])
+
+with platform.open() as ranks:
+    same(ranks(use), (3, 3))
+    del sum
+    same(ranks(use), (2, 2))
+""",
+    # A class that notes its subclasses in a global.
+    "registry": """
+REGISTRY = {}
+
+class Base:
+    def __init_subclass__(cls):
+        REGISTRY[cls.__name__] = cls
+
+class Child(Base):
+    value = 5
+
+def use():
+    return REGISTRY["Child"].value, Child().value
+
+with platform.open() as ranks:
+    same(ranks(use), ((5, 5), (5, 5)))
+""",
+    # Classes that cloudpickle refuses, or makes without their slots.
+    "odd classes": """
+import functools, typing
+
+class Pair(typing.NamedTuple):
+    a: int
+
+class Cached:
+    @functools.cached_property
+    def value(self):
+        return 3
+
+with platform.open() as ranks:
+    same(ranks(lambda pair: (pair, Pair(2), Cached().value), Pair(1))[0], (Pair(1), Pair(2), 3))
+""",
+    # A class that was defined again goes by the name of the new one.
+    "defined again": """
+import pickle
+
+class Q:
+    pass
+
+def by_name(q):
+    return type(pickle.loads(pickle.dumps(q))).__name__, hasattr(q, "new")
+
+with platform.open() as ranks:
+    same(ranks(by_name, Q())[0], ("Q", False))
+    class Q:
+        new = 1
+    same(ranks(by_name, Q())[0], ("Q", True))
+""",
+    # Another namespace with the name of the script has globals of its own.
+    "two scripts": """
+X = 1
+def own():
+    return X
+
+other = {"__name__": "__main__", "X": 2}
+exec("def own(): return X", other)
+
+def both(f):
+    return own(), f()
+
+with platform.open() as ranks:
+    same(ranks(both, other["own"])[0], (1, 2))
+""",
+    # A global that one call sends to one rank arrives in the others with their calls, as it was when the call was made.
+    "order": """
+VALUE = 3
+
+def pick():
+    return VALUE
+
+with platform.open() as ranks:
+    same([ranks[1](pick), ranks(pick), ranks[0](pick)], [3, (3, 3), 3])
+    VALUE = 5
+    launch = ranks.submit(pick)
+    VALUE = 6
+    same([launch.results(), ranks(pick)], [(5, 5), (6, 6)])
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The error of each section, or None."""
+    text = HEAD
+    for name in SECTIONS:
+        body = SECTIONS[name].replace("\n", "\n    ")
+        text += f"""
+raised = None
+platform = Platform(device="cpu", n_cpus=2, verbose=False)
+try:{body}
+except BaseException:
+    raised = traceback.format_exc()
+print(json.dumps(raised), flush=True)
+"""
+    output = run_script(tmp_path_factory.mktemp("script"), text)
+    return dict(zip(SECTIONS, map(json.loads, output.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_globals_of_a_script(case, outcomes):
+    assert outcomes[case] is None
