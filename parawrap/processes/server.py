@@ -62,8 +62,13 @@ _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 # -- in the server
 
 
-def serve() -> NoReturn:
-    """Serve requests from standard input, which is a socket, until it is closed and the last rank has ended."""
+def serve(modules: Sequence[str]) -> NoReturn:
+    """Serve requests from standard input, which is a socket, until it is closed and the last rank has ended.
+
+    `modules` are imported first, so that ranks do not import them.
+    """
+    for name in modules:
+        importlib.import_module(name)
     requests = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3))
     requests.settimeout(None)
     null = os.open(os.devnull, os.O_RDWR)
@@ -367,7 +372,7 @@ class ForkServer:
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
         script = (
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "  # collection would take a sixth of the time to import
-            "from parawrap.processes.server import serve; serve()"
+            f"from parawrap.processes.server import serve; serve({_own_modules()!r})"
         )
         command = [sys.executable, *interpreter_options(), "-P", "-c", script]
         # Most ranks have one thread. To lower the number after a fork would start the threads first; ranks can raise it.
@@ -448,6 +453,11 @@ class ForkServer:
 
 _server: ForkServer | None = None
 _starting = threading.Lock()
+
+
+def _own_modules() -> list[str]:
+    """Return the modules of this package that this process has imported: most ranks need them."""
+    return [name for name in list(sys.modules) if name.partition(".")[0] == __name__.partition(".")[0]]
 
 
 def fork_server() -> ForkServer:
