@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
+from parawrap.launch._job import Job, Preview
 from parawrap.launch._launcher_registry import LAUNCHERS
-from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._world import find_world
-from parawrap.launch.coordinator._launch import Launch
+from parawrap.launch.launch import Launch
 
 __all__ = ["Launcher", "launch", "launch_array", "launcher_name", "preview", "runs_here"]
 

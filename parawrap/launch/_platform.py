@@ -25,7 +25,7 @@ from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._world import find_world
 
 if TYPE_CHECKING:
-    from parawrap.launch.coordinator._ranks import Ranks
+    from parawrap.launch.ranks import Ranks
 
 __all__ = ["Platform"]
 
@@ -207,7 +207,7 @@ class Platform:
         ...     ranks(lambda scale: scale * current_rank().global_rank, 10)
         RankResults(0, 10)
         """
-        from parawrap.launch.coordinator._ranks import open_ranks
+        from parawrap.launch.ranks import open_ranks
 
         return open_ranks(self)
 

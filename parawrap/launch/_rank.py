@@ -11,7 +11,7 @@ import torch
 from parawrap._public import public
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.rank._preemption import Preemption, RequeueRequested
+from parawrap.processes.preemption import Preemption, RequeueRequested
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._packed_call import Job
+from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
-from parawrap.launch.rank._preemption import Preemption, RequeueRequested, at_signal
-from parawrap.launch.rank._process_groups import leave_groups
+from parawrap.processes.groups import leave_groups
+from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
 
 __all__ = ["run_inline"]
 

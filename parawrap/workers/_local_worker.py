@@ -11,7 +11,8 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, add_note
-from parawrap.launch import Job, Line, Message, Platform, launch
+from parawrap.launch import Job, Platform, launch
+from parawrap.workers._line import Line, Message
 from parawrap.workers._serve import serve_lane
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 

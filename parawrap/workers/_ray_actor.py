@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from parawrap.launch import pickle_apart, traceback_of, unpack_from
+from parawrap.processes.outcomes import traceback_of
+from parawrap.processes.pickling import pickle_apart, unpack
 from parawrap.workers._server import Server, pack_error
 
 __all__ = ["Actor", "PickleAndBuffers"]
@@ -35,7 +36,7 @@ class Actor:
 
     def take_model(self, packed: Any) -> tuple[bool, int, PickleAndBuffers]:
         """Take a packed model."""
-        return self._answer("model", lambda: unpack_from(memoryview(bytearray(packed))))
+        return self._answer("model", lambda: unpack(memoryview(bytearray(packed))))
 
     def answer(self, word: str, parcel: PickleAndBuffers) -> tuple[bool, int, PickleAndBuffers]:
         """Return True if the request raised, the nanoseconds that it took, and the value or the exception."""

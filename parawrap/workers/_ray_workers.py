@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
-from parawrap.launch import Device, Platform, Reservation, join_cluster
+from parawrap.launch import Device, Platform
+from parawrap.launch.ray._reservation import Reservation, join_cluster
 from parawrap.workers._ray_actor import Actor, loaded, pack_apart
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
@@ -27,7 +28,6 @@ _REMEDIES = {
     "seed": "seed torch before the block",
     "max_restarts": "use parallel(..., retries=...)",
     "timeout_min": "use future.result(timeout)",
-    "trace": "use p.trace(...)",
 }
 
 

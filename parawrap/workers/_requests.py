@@ -14,7 +14,7 @@ import torch
 
 from parawrap.engine.call import Lane, Modes
 from parawrap.errors import UnsendableError
-from parawrap.launch import pickle_apart
+from parawrap.processes.pickling import pickle_apart
 from parawrap.workers._server import Answered, CallOutput, SentModes, SentWarning, WorkerCall, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 

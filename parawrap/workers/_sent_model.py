@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import io
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +18,7 @@ from parawrap.engine.holdings import Holdings
 from parawrap.engine.replicas import buffers_of, home_of, is_written_unseen, version_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
-from parawrap.launch import packed
+from parawrap.processes.pickling import Packed, ValuePickler, pack
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._captured_values import CapturedValues
@@ -41,6 +42,7 @@ class SentModel:
         self.refreshes = self.copied_bytes = 0
         self.is_unsent = True
         self._changing = threading.Lock()
+        self._packed: Packed | None = None
         self._file: ModelFile | None = None
         self._built: bytes | None = None
         self._tensors: list[torch.Tensor] = []
@@ -126,7 +128,8 @@ class SentModel:
                 model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
                 sent: list[FunctionType | type] = []
                 try:
-                    self._file = ModelFile(packed(model, "model", "", sent))
+                    self._packed = pack(model, "", partial(_NotingPickler, sent))
+                    self._file = ModelFile(self._packed.file())
                 except UnsendableError as error:
                     msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
                     raise UnsendableError(msg) from error.__cause__
@@ -196,9 +199,22 @@ class SentModel:
     def _drop_file(self) -> None:
         with self._changing:
             if self._file is not None:
-                os.close(self._file.number)
-                self._file = None
+                self._file = self._packed = None
             self._built = None
+
+
+class _NotingPickler(ValuePickler):
+    """Notes the functions and classes that it pickles with their code, closures, and globals."""
+
+    def __init__(self, sent: list[FunctionType | type], stream: io.BytesIO, buffers: list[memoryview]) -> None:
+        super().__init__(stream, buffers)
+        self._sent = sent
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, (FunctionType, type)) and reduced is not NotImplemented:
+            self._sent.append(obj)
+        return reduced
 
 
 def _answer_of(worker: Worker) -> Any:

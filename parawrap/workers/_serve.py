@@ -11,7 +11,9 @@ from time import perf_counter_ns
 
 import torch
 
-from parawrap.launch import Arrival, Line, Message, traceback_of, unpack
+from parawrap.processes.outcomes import traceback_of
+from parawrap.processes.pickling import map_file, unpack
+from parawrap.workers._line import Arrival, Line, Message
 from parawrap.workers._server import Server, pack_error
 
 __all__ = ["serve_lane"]
@@ -56,7 +58,7 @@ def _value_of(request: Arrival) -> object:
     if request.file is None:
         return request.load()
     try:
-        return unpack(request.file)
+        return unpack(map_file(request.file))
     finally:
         os.close(request.file)
 

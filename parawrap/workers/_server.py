@@ -20,9 +20,12 @@ from parawrap.engine.call import Modes
 from parawrap.engine.replicas import Replica, Replicas, buffers_of, is_written_unseen, version_of
 from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
-from parawrap.launch import pack_exception, pickle_apart, pickle_value, seed_all, traceback_of
+from parawrap.launch import seed_all
+from parawrap.processes.outcomes import pack_exception, traceback_of
+from parawrap.processes.pickling import pickle_apart
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers._given_arguments import Changed, Contents, Written, find_written
+from parawrap.workers._line import pickle_value
 
 __all__ = [
     "Answered",
@@ -379,11 +382,7 @@ def unpickle(data: bytes) -> Any:
 
 def pack_error(error: BaseException) -> bytes:
     """Return a packed exception."""
-    file = pack_exception(error)
-    try:
-        return os.pread(file, os.fstat(file).st_size, 0)
-    finally:
-        os.close(file)
+    return pack_exception(error).to_bytes()
 
 
 def _pickle_together(pickled: memoryview, buffers: Sequence[memoryview]) -> bytes:

@@ -26,7 +26,7 @@ import torch
 from parawrap.engine.call import Lane, here
 from parawrap.engine.device_streams import LaneFuture
 from parawrap.errors import ParawrapError, SessionError, UnsendableError, add_note
-from parawrap.launch import unpack_from
+from parawrap.processes.pickling import unpack
 
 __all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane", "raise_from_worker"]
 
@@ -428,7 +428,7 @@ class WorkerLane(Lane):
 
 def raise_from_worker(packed: bytes, traceback: str, label: str) -> NoReturn:
     """Raise an exception that a request raised in a worker."""
-    error = unpack_from(memoryview(bytearray(packed)))
+    error = unpack(memoryview(bytearray(packed)))
     add_note(error, f"raised in {label}, with this traceback:\n{traceback}")
     raise error
 

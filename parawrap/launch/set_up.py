@@ -1,0 +1,184 @@
+"""Turn a process into a rank: its variables, threads, device, seeds, and process groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from parawrap.backends import neuron_is_device
+from parawrap.backends.cpu_backend import usable_cores
+from parawrap.errors import PlatformError
+from parawrap.launch._devices import Device, core_of, make_current, rank_device, visible
+from parawrap.launch._platform import Platform
+from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
+from parawrap.launch._seeds import seed
+from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, leave_groups, stay_on_loopback
+from parawrap.processes.preemption import Preemption
+
+_RISK = ". Any program that can connect to it can disturb it"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's numbers in its world."""
+
+    global_rank: int
+    local_rank: int
+    node: int
+    world_size: int
+    ranks_per_node: int
+    restart: int = 0
+
+    @classmethod
+    def of(cls, rank: int, platform: Platform, restart: int = 0) -> Place:
+        """Return the place of a rank on a platform, whose nodes have consecutive ranks."""
+        node, local_rank = divmod(rank, platform.ranks_per_node)
+        return cls(rank, local_rank, node, platform.world_size, platform.ranks_per_node, restart)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if all ranks run on one machine."""
+        return self.ranks_per_node == self.world_size
+
+
+@dataclass(frozen=True)
+class RankSetUp:
+    """The set-up of a rank. Frozen, and pickled by plain pickle.
+
+    Attributes:
+        platform: The launch's platform.
+        place: The rank's place.
+        store: The store where the ranks meet; None if they form no process groups and run on several machines.
+        interface: The network interface that leads to the other nodes.
+    """
+
+    platform: Platform
+    place: Place
+    store: StoreAddress | None
+    interface: str | None = None
+
+    def enter(self, preemption: Preemption) -> None:
+        """Make this process the rank."""
+        place, platform = self.place, self.platform
+        logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
+        if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
+            os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
+        share_cores(platform, place.ranks_per_node)
+        os.environ |= self._variables()
+        if self.interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
+        if place.is_on_one_machine:
+            stay_on_loopback()
+        become(set_up(place, platform, preemption))
+        if self.store is not None and platform.requires_ipc:
+            try:
+                self.regroup(0)
+            except Exception as error:
+                error.add_note(f"raised while the ranks met at the store {self.store}{'' if self.store.path else _RISK}")
+                raise
+
+    def regroup(self, generation: int) -> None:
+        """Leave all process groups, and join new ones."""
+        assert self.store is not None
+        rank = current_rank()
+        leave_groups()
+        store = dist.PrefixStore(f"{self.place.restart}/{generation}", self.store.open(rank.world_size))
+        groups = groups_of(self.platform, is_on_one_machine=self.place.is_on_one_machine)
+        become(replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device)))
+
+    def _variables(self) -> dict[str, str]:
+        """Return the environment variables that torchrun sets, because libraries read them."""
+        place, store = self.place, self.store
+        variables = {
+            "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+            "RANK": str(place.global_rank),
+            "LOCAL_RANK": str(place.local_rank),
+            "WORLD_SIZE": str(place.world_size),
+            "LOCAL_WORLD_SIZE": str(place.ranks_per_node),
+            "GROUP_RANK": str(place.node),
+            IN_RANK: str(os.getpid()),
+        }
+        if store is not None:
+            has_agent = self.platform.requires_ipc and store.path is None
+            variables |= {
+                "MASTER_ADDR": store.host or LOOPBACK,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": str(has_agent),
+            }
+        return variables
+
+
+def groups_of(platform: Platform, *, is_on_one_machine: bool) -> Groups:
+    """Return the process groups that a platform describes."""
+    return Groups(platform.process_group_backend, platform.ipc_groups or (), platform.ipc_timeout, is_on_one_machine)
+
+
+def set_up(place: Place, platform: Platform, preemption: Preemption | None = None) -> Rank:
+    """Set the device and the seeds of this process, and return its rank, without process groups.
+
+    Raises:
+        PlatformError: If the rank's device is not on this node.
+    """
+    device = rank_device(Device(platform.device), place.local_rank)
+    if device.type == "cuda":
+        _check_cuda(place)
+    if device.type == "neuron":
+        _check_neuron(place)
+    make_current(device)
+    seed(platform.seed)
+    return Rank(
+        place.global_rank,
+        place.local_rank,
+        place.node,
+        place.world_size,
+        device,
+        platform,
+        restart=place.restart,
+        preemption=preemption,
+    )
+
+
+def share_cores(platform: Platform, ranks_per_node: int) -> None:
+    """Give this rank its share of the cores. OMP_NUM_THREADS holds for libraries that it loads later."""
+    threads = _threads_per_rank(platform, ranks_per_node)
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
+    """Return the number of threads: the user's setting, or an equal share of the cores."""
+    if platform.device != Device.CPU and platform.n_cpus > 1:
+        return platform.n_cpus
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return int(os.environ["OMP_NUM_THREADS"])
+    return max(1, usable_cores() // ranks_per_node)
+
+
+def _check_cuda(place: Place) -> None:
+    there = torch.cuda.device_count()
+    if place.local_rank < there:
+        return
+    lacks = (
+        f"its torch {torch.__version__} is built without CUDA: install a CUDA build of torch there (https://pytorch.org)"
+        if torch.version.cuda is None
+        else f"{there} CUDA device(s) are visible: reduce n_gpus, or check CUDA_VISIBLE_DEVICES and `nvidia-smi` there"
+    )
+    msg = (
+        f"rank {place.global_rank} needs GPU {place.local_rank} of node {place.node} ({socket.gethostname()}), but {lacks}"
+    )
+    raise PlatformError(msg)
+
+
+def _check_neuron(place: Place) -> None:
+    there = visible(Device.NEURON)
+    if place.local_rank >= there:
+        msg = (
+            f"rank {place.global_rank} needs neuron:{place.local_rank} of node {place.node} ({socket.gethostname()}), but "
+            f"torch sees {there} NeuronCore(s) there: reduce n_gpus, or check NEURON_RT_VISIBLE_CORES and `neuron-ls` there"
+        )
+        raise PlatformError(msg)

@@ -1,0 +1,217 @@
+"""The store where ranks meet, the process groups that they form, and the end of collectives that wait for a failed rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from parawrap.errors import LaunchError
+from parawrap.processes.private_names import sequence_number_of
+
+LOOPBACK = "127.0.0.1"
+_EVERYWHERE = "0.0.0.0"
+_BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
+_OPEN_FILES = Path("/dev/fd")
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """The store where the ranks of one launch meet: at a host and port, or in a file.
+
+    With a file, host and port are a free address for MASTER_ADDR and MASTER_PORT. User code on rank 0 may open a store
+    there.
+    """
+
+    host: str | None = None
+    port: int = 0
+    path: str | None = None
+
+    def __str__(self) -> str:
+        return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
+
+    def open(self, world_size: int) -> dist.Store:
+        """Connect a rank to the store.
+
+        Raises:
+            LaunchError: If the store cannot be reached.
+        """
+        if self.path is not None:
+            if not Path(self.path).parent.exists():  # torch would wait for the folder while it holds the GIL
+                msg = "the launch of this rank has ended already, and its store is gone"
+                raise LaunchError(msg)
+            return dist.FileStore(self.path, world_size)
+        try:
+            return dist.TCPStore(str(self.host), self.port, is_master=False, wait_for_workers=False)
+        except (RuntimeError, dist.DistError) as error:
+            msg = (
+                f"this rank cannot reach the store of its launch at {self.host}:{self.port}: {error}. The store accepts "
+                "connections from any process, so another program may have disturbed it"
+            )
+            raise LaunchError(msg) from error
+
+
+@contextlib.contextmanager
+def open_file_store() -> Iterator[StoreAddress]:
+    """Keep a file for ranks of this machine, in a folder that only this user may enter."""
+    folder = tempfile.mkdtemp(prefix="parawrap-store-")
+    try:
+        yield StoreAddress(LOOPBACK, free_port(), str(Path(folder, "store")))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreAddress]:
+    """Keep a store at a port, or a free one, of this machine. It gets the bound socket, so no other process has the port.
+
+    Args:
+        host: The address that ranks connect to.
+        port: The port; 0 for a free one.
+        everywhere: True to listen on all interfaces instead of the one of `host`.
+
+    Raises:
+        LaunchError: If the store cannot listen there.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((_EVERYWHERE if everywhere else host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        msg = f"the ranks' store cannot listen on {host}:{port}: {error}; leave out master_addr and master_port"
+        raise LaunchError(msg) from error
+    with listener:
+        listener.settimeout(None)
+        port = int(listener.getsockname()[1])
+        file = os.dup(listener.fileno())
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+    yield StoreAddress(host, port)
+    del store
+
+
+def free_port() -> int:
+    """Return a free port of the loopback interface."""
+    with socket.create_server((LOOPBACK, 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a world.
+
+    Attributes:
+        backend: The backend for torch.distributed.
+        lists: The ranks of each group; empty for one group of all ranks.
+        timeout: The timeout of collectives; None for torch's default.
+        on_loopback: True if all ranks run on one machine.
+    """
+
+    backend: str
+    lists: Sequence[Sequence[int]]
+    timeout: timedelta | None
+    on_loopback: bool
+
+    def join(self, store: dist.Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup | None:
+        """Join the world's process group and this rank's own group. Return the latter; None if it is in no list."""
+        if self.on_loopback:
+            stay_on_loopback()
+        before = _connections()
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                device_id=device if device.type == "cuda" else None,
+                timeout=self.timeout,
+            )
+        except Exception:
+            _number_groups_anew()
+            raise
+        group = self.make_own(rank) if self.lists else cast("dist.ProcessGroup", dist.group.WORLD)
+        _links.clear()
+        _links.update(_connections() - before)
+        return group
+
+    def make_own(self, rank: int) -> dist.ProcessGroup | None:
+        """Make all groups, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.lists:
+            made = dist.new_group(list(ranks), timeout=self.timeout)
+            if rank in ranks:
+                mine = cast("dist.ProcessGroup", made)
+        return mine
+
+
+def leave_groups() -> None:
+    """Destroy all process groups of this process."""
+    with contextlib.suppress(Exception):  # a group with dead peers may raise
+        dist.destroy_process_group()
+
+
+def _number_groups_anew() -> None:
+    """Make torch number the next groups as the first ones.
+
+    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks with
+    different numbers of groups would wait for each other forever.
+    """
+    with contextlib.suppress(Exception):  # the first error is raised
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    leave_groups()
+
+
+def stay_on_loopback() -> None:
+    """Restrict gloo and NCCL to the loopback interface, unless the user set their variables."""
+    (loopback,) = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1] or ["lo"]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def count_operations() -> int | None:
+    """Return the number of collectives that this rank has begun in the world's group; None without a group."""
+    if not dist.is_initialized():
+        return None
+    try:
+        return sequence_number_of(dist.group.WORLD)
+    except Exception:  # noqa: BLE001 (not every backend counts)
+        return 0
+
+
+# -- broken connections
+
+_Link = tuple[str, int]  # the name of a socket in /dev/fd, which tells it from later ones, and its descriptor
+
+_links: set[_Link] = set()  # the connections of this rank to others
+
+
+def break_links() -> None:
+    """Shut down the connections to other ranks, and abort NCCL. Collectives that wait in gloo then raise.
+
+    torch offers this for NCCL only (`ProcessGroup.abort`). Listening sockets stay: gloo ends the process without them.
+    """
+    if dist.is_initialized() and torch.cuda.is_initialized():
+        with contextlib.suppress(Exception):  # a group without a backend for the device
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+    for _, number in _links & _connections():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as link:
+            link.getpeername()  # raises for a listening socket
+            link.shutdown(socket.SHUT_RDWR)
+
+
+def _connections() -> set[_Link]:
+    found = set()
+    for file in os.listdir(_OPEN_FILES):  # noqa: PTH208 (names only)
+        with contextlib.suppress(OSError):
+            name = os.readlink(_OPEN_FILES / file)  # noqa: PTH115
+            if name.startswith("socket:"):
+                found.add((name, int(file)))
+    return found

@@ -1,0 +1,138 @@
+"""The main thread of a rank, as its control thread sees it: where it is, and for how long it has been idle there."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_OWN_FILES = str(Path(__file__).parent.parent)
+_LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))  # its code may wait for a disk instead of other ranks
+_AUTOGRAD = str(Path(torch.autograd.__file__).parent)
+_IDLE = 0.02  # an idle thread uses at most this share of a processor: polling a file store takes some time
+
+
+class Status(NamedTuple):
+    """The state of a rank's main thread.
+
+    Attributes:
+        idle_s: Seconds that the thread has been at one place of its code, almost without using a processor.
+        waits_s: Seconds of these in one call that waits for other ranks.
+        place: The line of user code that the thread executes.
+        interrupted: The number of the last call in which an interrupt was raised.
+    """
+
+    idle_s: float
+    waits_s: float
+    place: str
+    interrupted: int
+
+
+class MainThread:
+    """Observes the main thread of this process from another thread.
+
+    Attributes:
+        idle_s: As in `Status`, at the last look.
+        waits_s: As in `Status`, at the last look.
+    """
+
+    def __init__(self) -> None:
+        self._ident = threading.main_thread().ident or 0
+        self._stopped = self._wait_began = self._observe()
+        self.idle_s = self.waits_s = 0.0
+
+    def look(self) -> None:
+        """Observe the thread, and compare it with earlier observations."""
+        now = self._observe()
+        if now.place != self._stopped.place or not _was_idle(self._stopped, now):
+            self._stopped = now
+        is_same_wait = now.waits_for_ranks and now.before_wait == self._wait_began.before_wait
+        if not is_same_wait or not _was_idle(self._wait_began, now):
+            self._wait_began = now
+        self.idle_s = now.at - self._stopped.at
+        self.waits_s = now.at - self._wait_began.at
+
+    def _observe(self) -> _Look:
+        frame = sys._current_frames().get(self._ident)
+        frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
+        waits = [_waits_in(each.f_code.co_filename) for each in frames]
+        outside = waits.index(False) if False in waits else len(frames)
+        place = tuple((id(each), each.f_lasti) for each in frames)
+        return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
+
+    def _processor_s(self) -> float:
+        """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
+        if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
+
+
+class _Look(NamedTuple):
+    """One observation of the main thread."""
+
+    at: float
+    processor_s: float
+    place: tuple[tuple[int, int], ...]
+    before_wait: tuple[tuple[int, int], ...]  # the place, without the innermost frames that wait for ranks
+    waits_for_ranks: bool
+
+
+def _was_idle(then: _Look, now: _Look) -> bool:
+    return now.processor_s - then.processor_s <= _IDLE * (now.at - then.at)
+
+
+def _waits_in(filename: str) -> bool:
+    """True for files whose code waits for other ranks.
+
+    These are files of torch.distributed, and of autograd: the backward of DistributedDataParallel waits in C++ code.
+    """
+    if filename.startswith(_AUTOGRAD):
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return filename.startswith(_DISTRIBUTED) and not filename.startswith(_CHECKPOINT)
+
+
+def stacks() -> str:
+    """Return the stacks of all threads except the calling one, without parawrap's own frames."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{_stack_text(frame)}"
+        for ident, frame in sys._current_frames().items()
+        if ident != mine
+    )
+
+
+def place_of_main_thread() -> str:
+    """Return the line that the main thread executes: the innermost outside parawrap, torch, and the standard library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+    users = [each for each in frames if not each[0].co_filename.startswith(_LIBRARIES)] or frames
+    if not users:
+        return "an unknown place"
+    code, number = users[0]
+    number = number or code.co_firstlineno  # some bytecode belongs to no line
+    place = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
+    try:
+        return f"{place}: {linecache.getline(code.co_filename, number).strip()}"
+    except Exception:  # noqa: BLE001 (another thread may change the cache of lines, and other code may fill it)
+        return place
+
+
+def _stack_text(frame: FrameType) -> str:
+    try:
+        stack = traceback.extract_stack(frame)
+        own = [i for i, each in enumerate(stack) if each.filename.startswith(_OWN_FILES)]
+        shown = stack[own[-1] + 1 :] if own and own[-1] + 1 < len(stack) else stack
+        return "".join(traceback.StackSummary.from_list(shown).format())
+    except Exception as error:  # noqa: BLE001 (as above; a rank does not end because of it)
+        return f"  its source cannot be read: {error!r}\n"

@@ -1,0 +1,351 @@
+"""How ranks end a call, which of several failures is reported, and the exception for it.
+
+When a rank fails, the collectives of the other ranks break. These follow-up errors are called echoes, and may arrive before
+the original failure. The earliest failure that is not an echo is reported; if all are echoes, the earliest echo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from parawrap.backends import user_frames
+from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, add_note
+from parawrap.processes.pickling import Packed, pack, unpack
+
+_MOST_NAMED = 8  # ranks in a message: more would not fit a line
+_LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
+
+# Messages of gloo, NCCL, and the store about a lost connection to another rank.
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|remote process exited|"
+    r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE)
+
+Signal = signal.Signals | int
+
+
+# -- the exception of a rank, on its way to the launching process
+
+
+def pack_exception(error: BaseException) -> Packed:
+    """Pickle an exception. If it cannot be rebuilt, pickle a LaunchError that describes it."""
+    with contextlib.suppress(Exception):  # classes may raise anything
+        packed = pack(error, type(error).__qualname__)
+        if type(unpack(memoryview(bytearray(packed.to_bytes())))) is type(error):
+            return packed
+    return pack(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception")
+
+
+def summary_of(error: BaseException) -> str:
+    """Return the line of the traceback that names the exception."""
+    lines = [line.strip() for line in traceback.format_exception_only(error)]
+    name = type(error).__qualname__
+    return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback as text, from its first frame outside parawrap on; all of it without such a frame."""
+    trace = user_frames(error.__traceback__) or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def is_echo(error: BaseException) -> bool:
+    """True if the exception, or one in its chain of causes, reports a lost connection to another rank."""
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return False
+        if isinstance(link, (RuntimeError, OSError, dist.DistError)) and _ECHO.search(summary_of(link)):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def description_of(error: BaseException) -> tuple[float, str, str, bool]:
+    """Return the time, and the summary, traceback, and kind of an exception, for `Raised`."""
+    return time.time(), summary_of(error), traceback_of(error), is_echo(error)
+
+
+# -- outcomes
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The function returned."""
+
+    at: float
+    value: memoryview = field(repr=False)
+    summary: ClassVar[str] = "returned"
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The function raised."""
+
+    at: float
+    summary: str
+    traceback: str
+    is_echo: bool
+    error: memoryview = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process ended without an answer: by a signal, by ``sys.exit``, by an exit in C code, or with its node.
+
+    Attributes:
+        code: The exit code, or the negative number of a signal; None if it is unknown.
+        by_sys_exit: True if the function called ``sys.exit``.
+        lost_with: The thing that the process was lost with, such as its node.
+    """
+
+    at: float
+    pid: int
+    code: int | None
+    by_sys_exit: bool = False
+    last_words: str = ""
+    lost_with: str = ""
+
+    @property
+    def signal(self) -> Signal | None:
+        """The signal that killed the process."""
+        return None if self.code is None or self.code >= 0 else _signal(-self.code)
+
+    @property
+    def summary(self) -> str:
+        """How the rank died, to complete a sentence that starts with the rank's name."""
+        if self.signal is not None:
+            return exit_text(self.code or 0)
+        if self.by_sys_exit:
+            return f"called sys.exit({self.code}) and returned nothing"
+        if self.lost_with:
+            return f"was lost with {self.lost_with}"
+        if self.code is None:
+            return "ended with an unknown exit code"
+        return f"exited with code {self.code} and returned nothing"
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """The function requested a restart of the launch."""
+
+    at: float
+    summary: ClassVar[str] = "requested a restart"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The rank was ended, or its call was interrupted, before the function had ended."""
+
+    at: float
+    summary: ClassVar[str] = "was ended"
+
+
+Failure = Raised | Died
+Outcome = Returned | Raised | Died | Requeued | Ended
+
+
+def exit_of(error: SystemExit) -> tuple[int, str]:
+    """Return the exit code of ``sys.exit``, and what it was to print."""
+    given = error.code
+    if given is None or isinstance(given, int):
+        return given or 0, ""
+    return 1, str(given)
+
+
+def exit_text(code: int) -> str:
+    """Describe how a process ended, from its exit code or a negative signal number."""
+    if code >= 0:
+        return f"exited with code {code}"
+    number = _signal(-code)
+    return f"was killed by {getattr(number, 'name', f'signal {number}')}"
+
+
+def _signal(number: int) -> Signal:
+    """Return the enum member of a signal, or the number if it has no name, like most real-time signals."""
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return number
+
+
+def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
+    """Return the rank to report as failed, or None if no rank failed.
+
+    If a rank exited to be restarted, the echoes of its exit do not count as failures.
+    """
+    failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
+    if any(isinstance(each, Requeued) for each in outcomes.values()):
+        failures = {rank: each for rank, each in failures.items() if not counts_as_echo(each)}
+    return min(failures, key=lambda rank: (counts_as_echo(failures[rank]), failures[rank].at, rank), default=None)
+
+
+def counts_as_echo(outcome: Outcome) -> bool:
+    """True if an outcome is the consequence of another rank's end."""
+    return isinstance(outcome, Raised) and outcome.is_echo
+
+
+# -- the results of a call, or its error
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a call of ranks ended.
+
+    Attributes:
+        outcomes: How each rank ended.
+        places: The node and host of each rank, such as ``"node 0, worker-17"``.
+        history: How earlier attempts ended.
+        stacks: The stacks of the ranks at a time limit or a deadlock.
+        timed_out: The time limit that ended the call.
+        deadlocked: True if it was ended because its ranks waited for ranks that do not take part.
+        cancelled: True if it was cancelled.
+        lost: Another reason why the ranks had to be ended.
+    """
+
+    outcomes: Mapping[int, Outcome]
+    places: Mapping[int, str] = field(default_factory=dict)
+    history: Sequence[str] = ()
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    timed_out: str = ""
+    deadlocked: bool = False
+    cancelled: bool = False
+    lost: str = ""
+
+    @property
+    def is_success(self) -> bool:
+        """True if every rank returned and nothing else ended the call."""
+        given_up = self.cancelled or self.timed_out or self.deadlocked or self.lost
+        return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
+
+
+def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) -> list[Any]:
+    """Return the value of each of these ranks.
+
+    Raises:
+        BaseException: The exception of the rank that failed first, or another error that says how the call ended.
+    """
+    if ending.cancelled:
+        msg = f"the launch of {name} was cancelled: it has no results"
+        raise LaunchCancelledError(msg)
+    if ending.timed_out:
+        raise _timeout_error(name, ending)
+    if ending.deadlocked:
+        raise _deadlock_error(name, ending)
+    failed = first_failure(ending.outcomes)
+    if failed is not None:
+        error = error_of(failed, ending.outcomes, world_size, ending.places.get(failed, ""))
+        for attempt in ending.history:
+            add_note(error, attempt)
+        if ending.lost:
+            add_note(error, f"the ranks were ended: {ending.lost}")
+        raise error
+    values = []
+    for rank in ranks:
+        outcome = ending.outcomes.get(rank)
+        if not isinstance(outcome, Returned):
+            raise LaunchError(ending.lost or f"rank {rank} of {name} ended without an answer")
+        try:
+            values.append(unpack(outcome.value))
+        except Exception as error:
+            add_note(error, f"raised while the result of rank {rank} of {world_size} was unpickled")
+            raise
+    return values
+
+
+def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str) -> BaseException:
+    """Return the exception to raise for a failed rank. Its notes name the rank, its place, and the other failed ranks."""
+    failure = outcomes[rank]
+    if isinstance(failure, Raised):
+        error = _open_failure(failure, rank)
+        returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+        if failure.is_echo and returned:
+            error = make_collective_error(rank, returned, error)
+        if _TIMED_OUT.search(failure.summary):
+            add_note(error, "Platform(ipc_timeout_min=...) sets how many minutes a collective waits for other ranks")
+        add_note(
+            error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indent(failure.traceback)}"
+        )
+    else:
+        assert isinstance(failure, Died)
+        msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
+        code = None if failure.signal is not None else failure.code
+        error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=code)
+        if failure.last_words:
+            error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words)}")
+        if failure.signal is signal.SIGKILL:
+            error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
+    for note in _on_others(rank, outcomes):
+        add_note(error, note)
+    return error
+
+
+def make_collective_error(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
+    """Return an error that says that a collective broke because other ranks had returned. Its cause is `error`."""
+    named = f"rank {returned[0]}" if len(returned) == 1 else f"ranks {', '.join(map(str, returned))}"
+    msg = (
+        f"{named} had returned already: in a collective, every rank of the group has to take part. Rank {rank} waited in "
+        f"one and raised {summary_of(error)}"
+    )
+    explained = LaunchError(msg)
+    explained.__cause__ = error
+    return explained
+
+
+def _open_failure(failure: Raised, rank: int) -> BaseException:
+    try:
+        error: BaseException = unpack(failure.error)
+    except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
+        return LaunchError(f"rank {rank} raised {failure.summary}; this process cannot rebuild the exception: {reason!r}")
+    return error
+
+
+def _on_others(rank: int, outcomes: Mapping[int, Outcome]) -> list[str]:
+    """Return a note on how the other ranks failed, in rank order. Empty if no other rank failed."""
+    said = []
+    for other, outcome in sorted(outcomes.items()):
+        if other != rank and isinstance(outcome, Raised):
+            said.append(f"rank {other} raised {outcome.summary}")
+        elif other != rank and isinstance(outcome, Died):
+            said.append(f"rank {other} {outcome.summary}")
+    more = len(said) - _MOST_NAMED
+    shown = "; ".join(said[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    return [f"other failed ranks: {shown}"] if said else []
+
+
+def _timeout_error(name: str, ending: Ending) -> LaunchTimeoutError:
+    stacks = dict(ending.stacks)
+    msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{_stacks_of(ending)}"
+    error = LaunchTimeoutError(msg, stacks=stacks)
+    if returned := sorted(set(ending.outcomes) - set(stacks)):
+        error.add_note(f"these ranks had ended before the time limit: {', '.join(map(str, returned))}")
+    return error
+
+
+def _deadlock_error(name: str, ending: Ending) -> LaunchError:
+    returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
+    how = f"rank(s) {returned} have returned, and all others wait" if returned else "the ranks that were called wait"
+    msg = (
+        f"{name} is deadlocked: {how} in torch.distributed. In a "
+        f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
+    )
+    return LaunchError(msg)
+
+
+def _stacks_of(ending: Ending) -> str:
+    return "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
+
+
+def _indent(text: str) -> str:
+    return "\n".join("  | " + line for line in text.splitlines())

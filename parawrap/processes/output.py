@@ -1,0 +1,217 @@
+"""The output of ranks: kept for `Launch.logs`, written to log files, and printed line by line with the rank in front."""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import contextlib
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+from parawrap.displays import last_shown_line
+from parawrap.errors import LaunchError
+
+_log = logging.getLogger("parawrap.launch")
+
+_IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
+_LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
+_LAST_WORDS = 4000  # bytes, enough for a traceback
+_LONGEST_LINE = 1 << 16  # characters that are held back; a longer line is shown in parts
+_LINE_END = re.compile(r"(\r\n|\n|\r)")
+_PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on then
+
+
+class Printer:
+    """Prints the output of launches in a thread, so that a reader that does not drain it cannot stop supervision."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, show: Callable[[], object]) -> None:
+        """Call `show` after the output that was added before. Any thread may call it."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="parawrap-printer", daemon=True)
+                self._thread.start()
+        self._jobs.put(show)
+
+    def flush(self, timeout: float | None = _PATIENCE_S) -> None:
+        """Wait until the output so far is printed, for at most this many seconds."""
+        if self._thread is not None:
+            printed = threading.Lock()
+            printed.acquire()
+            self._jobs.put(printed.release)
+            printed.acquire(timeout=-1 if timeout is None else timeout)
+
+    def finish(self) -> None:
+        """Print all output, for at most a second, and end the thread then."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        while (show := self._jobs.get()) is not None:
+            with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
+                show()
+
+
+class _Lines:
+    """Splits a stream into lines, which end with a newline or a carriage return, and prints only whole lines."""
+
+    def __init__(self, prefix: str, stream: str) -> None:
+        self._prefix = prefix
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = ""
+        self._returned = False
+
+    def take(self, data: bytes, *, final: bool = False) -> None:
+        """Print the lines that end in `data`. Keep the rest until its end arrives, or print it if it is `final`."""
+        text = self._begun + self._decoder.decode(data, final)
+        shown = []
+        if self._returned and text.startswith("\n"):  # the second half of a split "\r\n"
+            shown.append("\n")
+            text = text[1:]
+        *lines, self._begun = _LINE_END.split(text)
+        shown += [self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
+        if self._begun and (final or len(self._begun) > _LONGEST_LINE):
+            shown.append(self._prefix + self._begun + "\n")
+            self._begun = ""
+        if text:
+            self._returned = text.endswith("\r")
+        self._write("".join(shown))
+
+    def _write(self, text: str) -> None:
+        target: Any = getattr(sys, self._stream)  # looked up each time, because notebooks and tests replace it
+        if text and target is not None:
+            encoding = getattr(target, "encoding", None) or "utf-8"
+            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            target.flush()
+
+
+class Transcript:
+    """The output of one rank, from both streams, in order of arrival. Output beyond 1 MiB is kept on disk.
+
+    Args:
+        printer: Prints the output; None prints nothing.
+        prefix: Stands in front of each printed line.
+        path: The log file, or None.
+
+    Raises:
+        LaunchError: If the log file cannot be opened.
+    """
+
+    def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
+        self._access = threading.Lock()
+        self._printer = printer
+        self._kept = bytearray()
+        self._spilled: int | None = None  # a file with all that follows, once that is more than `_IN_MEMORY`
+        self._size = self._words_from = 0
+        self._file = None if path is None else _open_file(path)
+        self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
+
+    def write(self, stream: int, data: bytes) -> None:
+        """Add output of stream 1 (standard output) or 2 (standard error)."""
+        self._keep(data)
+        if self._printer is not None:
+            self._printer.add(partial(self._lines[stream - 1].take, data))
+
+    def record(self, text: str) -> None:
+        """Add a text that the rank did not write. It is not printed."""
+        self._keep(f"{text}\n".encode(errors="backslashreplace"))
+
+    def _keep(self, data: bytes) -> None:
+        try:
+            with self._access:
+                if self._spilled is None and self._size + len(data) > _IN_MEMORY:
+                    self._spill()
+                if self._spilled is None:
+                    self._kept += data
+                else:
+                    os.write(self._spilled, data)
+                self._size += len(data)
+            if self._file is not None:
+                self._file.write(data)
+        except OSError as error:  # a full disk
+            _log.warning("output of a rank is lost: %s", error)
+
+    def _spill(self) -> None:
+        with tempfile.TemporaryFile() as file:
+            self._spilled = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._spilled)
+
+    def _read(self, start: int) -> bytes:
+        """Return the output from this position on."""
+        start = max(0, start)
+        with self._access:
+            kept = bytes(self._kept[start:])
+            if self._spilled is None:
+                return kept
+            return kept + os.pread(self._spilled, self._size - start, max(0, start - len(self._kept)))
+
+    def text(self) -> str:
+        """Return all output so far."""
+        return self._read(0).decode(errors="replace")
+
+    def last_line(self) -> str:
+        """Return the last line of output that is not blank, or the end of a long one, as a terminal shows it."""
+        return last_shown_line(self._read(self._size - _LAST_LINE).decode(errors="replace"))
+
+    def begin_call(self) -> None:
+        """Leave the output so far out of `last_words`."""
+        self._words_from = self._size
+
+    def last_words(self) -> str:
+        """Return the end of the output, in whole lines if possible."""
+        start = max(self._words_from, self._size - _LAST_WORDS)
+        text = self._read(start).decode(errors="replace")
+        cut, newline, rest = text.partition("\n")
+        return rest if start > self._words_from and newline and rest else cut + newline + rest
+
+    def show_unfinished(self) -> None:
+        """Print the last lines of both streams, although they have not ended."""
+        if self._printer is not None and self._size:
+            for lines in self._lines:
+                self._printer.add(partial(lines.take, b"", final=True))
+
+    def finish(self) -> None:
+        """Print the unfinished last lines, and close the log file. `text` still works."""
+        self.show_unfinished()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _open_file(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        msg = f"console_logs: {path} cannot be written to: {error}; give another folder, or None"
+        raise LaunchError(msg) from error
+
+
+printer = Printer()
+"""Prints the output of all launches of this process."""
+
+
+def _forget_thread() -> None:
+    """Make a new printer in a forked child: the thread stays in the parent."""
+    printer.__init__()  # type: ignore[misc]
+
+
+atexit.register(lambda: printer.flush(None))  # output that is not printed yet blocks the exit, as it does without parawrap
+os.register_at_fork(after_in_child=_forget_thread)

@@ -1,0 +1,462 @@
+"""Pickle values for another process, with the memory of tensors and arrays outside of the pickle.
+
+A packed value is one block of bytes: a head, a pickle, and aligned memory. A large block is written once into a memory
+file, and receivers map it: their tensors lie in the mapping, and writes stay private to a receiver. Functions and classes
+that the receiver cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import mmap
+import os
+import pickle
+import reprlib
+import struct
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import cloudpickle
+import torch
+
+from parawrap.errors import UnsendableError
+from parawrap.processes.private_names import class_of_id, id_of_class, names_in_code
+
+_HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
+_SPAN = struct.Struct("<QQ")  # a buffer's offset and length
+_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
+_MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_ATOMS = (*_PLAIN, complex)
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_CACHED: Any = type(functools.cache(len))
+_OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # also of higher order
+
+
+class Packed:
+    """A pickled value. The memory of its tensors is not copied until it is sent.
+
+    Attributes:
+        parts: The block in pieces: the head with the pickle, and the memory of tensors with the gaps between them.
+        size: The number of bytes of the block.
+    """
+
+    def __init__(self, pickled: memoryview, buffers: list[memoryview]) -> None:
+        end = _HEAD.size + len(buffers) * _SPAN.size + len(pickled)
+        spans, gaps = [], []
+        for each in buffers:
+            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            spans.append((offset, each.nbytes))
+            gaps.append(bytes(offset - end))
+            end = offset + each.nbytes
+        head = _HEAD.pack(len(pickled), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans)
+        self.parts: list[Any] = [head, pickled]
+        for gap, buffer in zip(gaps, buffers, strict=True):
+            self.parts += (gap, buffer)
+        self.size = end
+        self._file: int | None = None
+
+    def file(self) -> int:
+        """Return a memory file with the block. It is written at the first call, and closed with this object."""
+        if self._file is None:
+            file = memory_file()
+            try:
+                with open(file, "wb", closefd=False) as out:
+                    out.writelines(self.parts)
+            except BaseException:
+                os.close(file)
+                raise
+            self._file = file
+        return self._file
+
+    def detach(self) -> None:
+        """Copy the memory of tensors, so that the caller may change them."""
+        self.parts = [bytes(part) for part in self.parts]
+
+    def to_bytes(self) -> bytes:
+        """Return the block."""
+        return b"".join(self.parts)
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def memory_file() -> int:
+    """Make a file without a path, in memory if the system supports that. It disappears when it is closed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("parawrap")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def map_file(file: int) -> memoryview:
+    """Return the bytes of a file, writable and private. The caller may close the file afterwards."""
+    size = os.fstat(file).st_size
+    if size >= _WORTH_MAPPING:
+        return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): receivers share the file's position
+
+
+def pack(value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None) -> Packed:
+    """Pickle a value. Raises as `pickle_apart` does."""
+    if type(value) in _PLAIN:
+        return Packed(memoryview(pickle.dumps(value, 5)), [])
+    return Packed(*pickle_apart(value, address, make_pickler))
+
+
+def pickle_apart(
+    value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None
+) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle of a value, and the memory of its tensors, which is not copied.
+
+    Args:
+        value: The value.
+        address: Its name in error messages. If it is empty, the keys of `value` are the names of its parts.
+        make_pickler: Makes the pickler from a stream and a list for the memory of tensors.
+
+    Raises:
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    try:
+        (make_pickler or ValuePickler)(stream, buffers).dump(value)
+    except Exception as error:
+        buffers.clear()  # the frames of the traceback hold them
+        place, found, reason = _find_unpicklable(value, address)
+        why = str(reason or error) or repr(reason or error)
+        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
+        del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
+        raise UnsendableError(msg) from error
+    return stream.getbuffer(), buffers
+
+
+def unpack(memory: memoryview) -> Any:
+    """Return the value of a block. Its tensors lie in this memory."""
+    length, count = _HEAD.unpack_from(memory)
+    start = _HEAD.size + count * _SPAN.size
+    spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
+    buffers = [memory[offset : offset + size] for offset, size in spans]
+    return pickle.loads(memory[start : start + length], buffers=buffers)
+
+
+class _RefusedError(pickle.PicklingError):
+    """Raised for an object that must not be sent as a whole, so that its parts do not matter."""
+
+    def __init__(self, value: object, why: str) -> None:
+        super().__init__(why)
+        self.place = id(value)  # not the value: its memory would stay as long as the exception
+
+
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A cloudpickle pickler that keeps the memory of tensors out of the pickle."""
+
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        self._storages: dict[object, torch.UntypedStorage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
+        if (name := _name_of_module(obj)) is not None:  # before isinstance, which would load a lazy module
+            return resolve_name, (name,)
+        if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+            _check_module(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
+        if isinstance(obj, type) and obj in received_classes:
+            return _class_sent_before, (id_of_class[obj], obj.__qualname__)
+        if type(obj) in _FILES and obj is not sys.stdout and obj is not sys.stderr:
+            msg = "an open file belongs to its process: send the path, and open the file there"
+            raise _RefusedError(obj, msg)
+        if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+            msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
+            raise _RefusedError(obj, msg)
+        if isinstance(obj, BaseException):
+            return _reduce_exception(obj)
+        if type(obj) is _CACHED and obj.__module__ == "__main__":
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
+        if (name := _name_of_operator(obj)) is not None:
+            return resolve_name, (name,)
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
+        torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
+        here = tensor.detach().cpu()
+        storage = here.untyped_storage()
+        # All empty storages have the address 0. Others may be two objects for one memory, as with torch.from_numpy.
+        memory = (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else id(storage)
+        storage = self._storages.setdefault(memory, storage)
+        place = (here.storage_offset(), tuple(here.shape), here.stride())
+        return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
+
+
+# -- classes and modules
+
+received_classes: set[type] = set()
+"""Classes that another process sent by value to this one. Their objects go back as objects of the sender's class."""
+
+
+def _class_sent_before(identifier: str, name: str) -> type:
+    cls = class_of_id.get(identifier)
+    if cls is None:
+        msg = f"the class {name} of this object no longer exists here: it was defined again"
+        raise UnsendableError(msg)
+    return cls
+
+
+def _check_module(name: str) -> None:
+    """Have cloudpickle send a module's definitions by value if other processes cannot import it."""
+    module = sys.modules.get(name)
+    if module is None or name == "__main__" or name in _importable:
+        return
+    _importable.add(name)
+    if not _is_importable(name):
+        cloudpickle.register_pickle_by_value(module)
+
+
+_importable: set[str] = set()  # names that were checked
+
+
+def _is_importable(name: str) -> bool:
+    """True if the import path leads to the root of this module. Modules that were loaded from a file may be elsewhere."""
+    root = name.partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if isinstance(file, str):  # saves most searches
+        path = Path(file)
+        path = path.parent if path.stem == "__init__" else path
+        if path.name.partition(".")[0] == root and str(path.parent) in sys.path:
+            return True
+    for finder in sys.meta_path:
+        try:
+            if finder.find_spec(root, None) is not None:
+                return True
+        except Exception:  # noqa: BLE001 (finders may raise anything)
+            continue
+    return root in sys.builtin_module_names
+
+
+def _name_of_module(value: Any) -> str | None:
+    """Return the name to import a module by, if it has a class of its own, as torch.backends.cudnn does. Else None."""
+    if type(value) is types.ModuleType:
+        return None  # cloudpickle handles it
+    try:
+        name = object.__getattribute__(value, "__name__")  # getattr would load a lazy module
+    except Exception:  # noqa: BLE001 (classes may raise anything)
+        return None
+    if not isinstance(name, str) or not isinstance(value, types.ModuleType):
+        return None
+    if sys.modules.get(name) is value:
+        return name
+    before, _, last = name.rpartition(".")  # torch.ops.aten is an attribute of torch.ops, but not in sys.modules
+    parent = sys.modules.get(before)
+    return name if isinstance(parent, types.ModuleType) and vars(parent).get(last) is value else None
+
+
+def _name_of_operator(value: Any) -> str | None:
+    """Return the name of an operator of torch, such as ``torch.ops.aten.add.Tensor``. None for any other object."""
+    if not isinstance(value, _OPERATORS):
+        return None
+    name = f"{value.__module__}.{value.__name__}".replace("torch._ops.", "torch.ops.", 1)
+    try:
+        return name if resolve_name(name) is value else None
+    except (ImportError, AttributeError):  # its library has removed it
+        return None
+
+
+def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+# -- tensors
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if memory, shape, and strides describe the tensor completely. torch pickles other tensors."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__)
+    )
+
+
+def _tensor(
+    cls: type[torch.Tensor],
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return torch.nn.Parameter(tensor, requires_grad) if cls is torch.nn.Parameter else tensor.requires_grad_(requires_grad)
+
+
+def _storage(memory: Any) -> torch.UntypedStorage:
+    if len(memory) == 0:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the storage's memory without a copy. The memory keeps the storage alive, which may be a copy from a device."""
+    memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(memory).cast("B")
+
+
+# -- exceptions
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    """Reduce an exception to its class, arguments, attributes, and cause.
+
+    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. Parts that cannot be pickled are replaced
+    by their ``repr``. A class in C with its own state, such as pydantic's ValidationError, can be made only by its own
+    reduction.
+    """
+    base: Any = type(error)
+    while base.__module__ != "builtins":
+        base = base.__base__
+    _, made_from, *known = base.__reduce__(error)
+    try:
+        _new_exception(type(error), base, made_from)
+    except TypeError:
+        return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    state = {**(known[0] if known and isinstance(known[0], dict) else {}), **error.__dict__}
+    cause = error.__cause__
+    return _rebuild_exception, (
+        type(error),
+        base,
+        tuple(map(_sendable, made_from)),
+        tuple(map(_sendable, error.args)),
+        {name: _sendable(value) for name, value in state.items()},
+        cause if cause is not None and _refusal(cause) is None else None,
+    )
+
+
+def _sendable(value: Any) -> Any:
+    return value if _refusal(value) is None else repr(value)
+
+
+def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ...]) -> BaseException:
+    error: BaseException = base.__new__(cls, *made_from)
+    base.__init__(error, *made_from)
+    return error
+
+
+def _rebuild_exception(
+    cls: type[BaseException],
+    base: Any,
+    made_from: tuple[Any, ...],
+    args: tuple[Any, ...],
+    state: dict[str, Any],
+    cause: BaseException | None,
+) -> BaseException:
+    error = _new_exception(cls, base, made_from)
+    BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
+    error.__dict__.update(state)
+    if cause is not None:
+        error.__cause__ = cause
+    return error
+
+
+# -- the part of a value that cannot be pickled
+
+_Part = tuple[Any, str]
+
+
+def _refusal(value: Any) -> Exception | None:
+    """Return the exception from pickling this value, or None if it succeeds."""
+    if type(value) in _PLAIN:
+        return None
+    buffers: list[memoryview] = []
+    try:
+        ValuePickler(io.BytesIO(), buffers).dump(value)
+    except Exception as error:  # noqa: BLE001 (classes may raise anything)
+        return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
+    finally:
+        buffers.clear()
+    return None
+
+
+def _find_unpicklable(value: Any, address: str) -> tuple[str, Any, Exception | None]:
+    """Return the address of the innermost part that cannot be pickled, the part itself, and its exception."""
+    reason: Exception | None = None
+    seen = {id(value)}
+    for _ in range(_MOST_STEPS + (not address)):
+        if isinstance(reason, _RefusedError) and reason.place == id(value):
+            break
+        for part, place in _parts(value, address):
+            if id(part) not in seen and not isinstance(part, _ATOMS) and (found := _refusal(part)) is not None:
+                value, address, reason = part, place, found
+                seen.add(id(part))
+                break
+        else:
+            break
+    return address, value, reason
+
+
+def _parts(value: Any, address: str) -> Iterator[_Part]:
+    """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
+    if isinstance(value, Mapping):
+        for key, part in list(value.items()):
+            yield part, _within(address, f"[{reprlib.repr(key)}]") if address else str(key)
+    elif isinstance(value, (list, tuple)):
+        for i, part in enumerate(value):
+            yield part, _within(address, f"[{i}]")
+    elif isinstance(value, (set, frozenset)):
+        for part in value:
+            yield part, f"a member of {address}"
+    elif isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value, address)
+    elif isinstance(value, functools.partial):
+        for name in ("func", "args", "keywords"):
+            yield getattr(value, name), _within(address, f".{name}")
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, _within(address, ".__self__")
+    if isinstance(value, torch.nn.Module):
+        for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
+            yield part, _within(address, f"[{name}]" if name.isdecimal() else f".{name}")
+    if not isinstance(value, types.FunctionType):
+        for name, part in list(getattr(value, "__dict__", {}).items()):
+            yield part, _within(address, f".{name}")
+
+
+def _within(address: str, step: str) -> str:
+    """Append a step to an address. If the address is a phrase, put the step in front: ``.x of the global 'y'``."""
+    is_phrase = address.startswith(("the global ", "the variable ", "the default ", "a member "))
+    first, of, rest = address.partition(" of the ")
+    if of and first.startswith(("[", ".")):
+        return f"{first}{step}{of}{rest}"
+    return f"{step} of {address}" if is_phrase else address + step
+
+
+def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[_Part]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, f"the variable {name!r} captured by {address}"
+        except ValueError:  # an unassigned variable
+            continue
+    for name in names_in_code(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name], f"the global {name!r} used by {address}"
+    for i, part in enumerate(function.__defaults__ or ()):
+        yield part, f"the default of argument {i - len(function.__defaults__ or ())} of {address}"
+    for name, part in (function.__kwdefaults__ or {}).items():
+        yield part, f"the default of {address}'s parameter {name!r}"
+    for name, part in vars(function).items():
+        yield part, _within(address, f".{name}")

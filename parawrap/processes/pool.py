@@ -1,0 +1,813 @@
+"""Ranks of one machine, and the calls that they make, one after the other.
+
+    any thread ── post ──► the thread of the pool ── wires ──► ranks
+                                   ▲ ├── answers, status ◄─────┤
+                                   │ └── output ◄──────────────┤
+                                   └──── exits ◄── the server that forked them
+
+A launch is: start the ranks, make one call, close. Ranks that stay make any number of calls. The set-up of the ranks is the
+first call, with number 0. One thread uses a pool, except for `post`.
+
+Guarantee: after the first failure of a call, a time limit, or `cancel`, the call ends in bounded time. Ranks that stay are
+waited for as long as they run C code that an exception cannot interrupt. After `close`, no process of the pool is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from parawrap.errors import LaunchError
+from parawrap.processes.main_thread import Status
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Ending,
+    Outcome,
+    Raised,
+    Requeued,
+    Returned,
+    counts_as_echo,
+    first_failure,
+)
+from parawrap.processes.output import Transcript
+from parawrap.processes.pickling import Packed
+from parawrap.processes.process import AnswerBody, Assignment, CallBody
+from parawrap.processes.server import EXITED, FAILED, STARTED, STATUS, ForkServer, fork_server, signal_group
+from parawrap.processes.wire import Wire, close_in_forked_children
+
+STILL_S = 60.0
+"""Seconds that a rank may be idle before the hint."""
+
+STUCK_S = 20.0
+"""Seconds that ranks may wait in collectives for ranks that do not take part."""
+
+_LOOK_S = 1.0  # between two looks at the ranks of a call: often enough for limits of a few seconds
+_LOOKS_PER_S = 1000  # of all ranks together; a guess: one takes less than 0.1 ms here
+_ECHO_S = 1.0  # for the original failure to arrive after an echo of it
+_BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its connections are closed
+_LINGER_S = 1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
+_STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
+_STACKS_LOOK_S = 0.005  # between two looks for the answers
+_LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
+_GIVE_UP_S = 20.0  # for the server to report the end of killed ranks
+_LONGEST_WAIT_S = 3600.0  # selectors reject very long timeouts
+_PIECE = 1 << 16  # the size of a pipe in Linux
+_NEVER = float("inf")  # by the monotonic clock
+_IDLE_S = 5.0  # a rank that was at its place for less is busy
+_NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
+_log = logging.getLogger("parawrap.launch")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The time limits of a pool.
+
+    Attributes:
+        grace_s: Seconds for ranks to clean up before they are killed, and to save when they are preempted.
+        timeout_min: Minutes for each call.
+        hang_s: Seconds without output and without progress of any rank.
+        up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts it per call.
+    """
+
+    grace_s: float
+    timeout_min: float | None = None
+    hang_s: float | None = None
+    up_at: float | None = None
+
+    def end_of(self, began: float) -> float:
+        """Return the end of a call that began at this time."""
+        if self.up_at is not None or self.timeout_min is None:
+            return _NEVER if self.up_at is None else self.up_at
+        return began + 60 * self.timeout_min
+
+
+@dataclass
+class Call:
+    """One call of a function on some ranks.
+
+    Attributes:
+        name: The function's name.
+        ranks: The ranks that call the function. The others take the globals that come with it.
+        packed: The pickled call.
+        files: Descriptors that the function gets as its first arguments.
+        transcripts: Get a copy of the output during the call.
+        outcomes: How the ranks have ended, by rank.
+        has_begun: True once it was sent to the ranks.
+        is_cancelled: True if it was interrupted by `Pool.interrupt` and is to have no results.
+        has_output: True if a rank wrote output during the call.
+        took_s: Seconds between the begin and the end of the call.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    packed: Packed | None = None
+    files: Sequence[int] = ()
+    body: CallBody = field(default_factory=lambda: CallBody(0))
+    transcripts: Mapping[int, Transcript] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    has_begun: bool = False
+    is_cancelled: bool = False
+    has_output: bool = False
+    took_s: float = 0.0
+
+
+@dataclass
+class _Member:
+    """A rank, as the pool sees it."""
+
+    rank: int
+    wire: Wire
+    control: Wire
+    status: int
+    transcript: Transcript
+    streams: dict[int, int]
+    pid: int = 0
+    is_alive: bool = True  # the process, or one that it started
+    has_exited: bool = False
+    is_ready: bool = False
+    was_ordered: bool = False
+    stacks: str | None = None
+    wants_stacks: bool = False
+    looked: Status | None = None
+    looked_at: float = 0.0
+    dismiss_at: float = _NEVER  # a rank that has returned exits then
+    answered: int | None = None
+    operations: int | None = None
+
+
+@dataclass
+class _Progress:
+    """The state of the call that runs. Times are by the monotonic clock."""
+
+    call: Call
+    began: float
+    up_at: float
+    look_at: float = _NEVER
+    end_at: float = _NEVER  # the ranks are ordered to end
+    break_at: float = _NEVER  # connections of ranks that still run are closed
+    lost_at: float = _NEVER  # ranks that stay have not ended the call, and are ended
+    last_sign: float = 0.0
+    departed_at: float | None = None
+    is_halting: bool = False
+    by_user: bool = False
+    is_broken: bool = False
+    is_deadlocked: bool = False
+    has_hinted: bool = False
+
+
+class Pool:
+    """The ranks of one launch, or those that stay.
+
+    Args:
+        assignments: The first message of each rank, by rank.
+        transcripts: One per rank.
+        limits: The time limits.
+        host: The name of this machine.
+        stays: True if the ranks stay after a call.
+        wants_groups: True if the ranks need process groups at each call.
+        watches: False for ranks that may be idle in a call.
+
+    Attributes:
+        is_over: True once no process of the pool is alive.
+        preempted: True if the ranks were ordered to save and exit.
+        cancelled: True if `cancel` ended the ranks.
+        timed_out: The time limit that ended them.
+        lost: Another reason why they had to be ended.
+        owned: Called with the globals that functions of a rank have assigned, and those that they have deleted.
+    """
+
+    def __init__(
+        self,
+        assignments: Sequence[Assignment],
+        transcripts: Sequence[Transcript],
+        limits: Limits,
+        host: str,
+        *,
+        stays: bool = False,
+        wants_groups: bool = True,
+        watches: bool = True,
+    ) -> None:
+        self._assignments = assignments
+        self._transcripts = transcripts
+        self._limits = limits
+        self._host = host
+        self._stays = stays
+        self._wants_groups = wants_groups
+        self._watches = watches
+        self._selector = selectors.DefaultSelector()
+        self._posted: deque[Callable[[], object]] = deque()
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._run_posted)
+        self._server: ForkServer | None = None
+        self._members: list[_Member] = []
+        self._progress: _Progress | None = None
+        self._generation = 0
+        self._must_regroup = False
+        self._number = 0
+        self._kill_at = self._leave_at = _NEVER
+        self._has_killed = False
+        self._unanswered: set[int] = set()
+        self._stacks: dict[int, str] = {}
+        self.preempted = False
+        self.cancelled = False
+        self.timed_out = ""
+        self.lost = ""
+        self.owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
+
+    # -- any thread
+
+    def post(self, act: Callable[[], object]) -> None:
+        """Run `act` in the thread of the pool. After `close`, do nothing."""
+        self._posted.append(act)
+        with contextlib.suppress(OSError):  # closed, or woken already
+            os.write(self._waker, b"!")
+
+    def state_of(self, rank: int) -> str:
+        """Describe the state of a rank."""
+        if rank >= len(self._members):
+            return "starting"
+        member, progress = self._members[rank], self._progress
+        if not member.is_ready:
+            return "starting"
+        if progress is not None and rank in progress.call.ranks:
+            outcome = progress.call.outcomes.get(rank)
+            return "running" if outcome is None else outcome.summary
+        return "idle"
+
+    def pid_of(self, rank: int) -> int:
+        """Return the id of a rank's process; 0 before its start."""
+        return self._members[rank].pid if rank < len(self._members) else 0
+
+    # -- the thread of the pool
+
+    @property
+    def is_over(self) -> bool:
+        return not any(member.is_alive for member in self._members)
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the ranks were ordered to end."""
+        return self._kill_at != _NEVER
+
+    @property
+    def has_given_up(self) -> bool:
+        """True if the ranks were ended for another reason than an outcome of a rank."""
+        return bool(self.cancelled or self.timed_out or self.lost)
+
+    def fork(self) -> None:
+        """Start the processes.
+
+        Raises:
+            LaunchError: If a process cannot be started.
+        """
+        self._server = server = fork_server()
+        for rank, (assignment, transcript) in enumerate(zip(self._assignments, self._transcripts, strict=True)):
+            if not self.cancelled:
+                self._fork(server, rank, transcript).wire.send("assignment", assignment)
+
+    def set_up(self) -> Ending:
+        """Wait until all ranks are set up."""
+        ending = self._supervise(Call("the set-up", range(len(self._assignments)), has_begun=True))
+        for member in self._members if ending.is_success else ():
+            member.is_ready = True
+        return ending
+
+    def call(self, call: Call) -> Ending:
+        """Make a call, and wait until all its ranks have ended it. Return how they ended."""
+        self._number += 1
+        if self._must_regroup:
+            self._generation += 1
+        generation = self._generation if self._must_regroup else None
+        body = replace(call.body, number=self._number, generation=generation)
+        is_regrouping, self._must_regroup = self._must_regroup, False
+        for member in self._members:
+            is_called = member.rank in call.ranks
+            member.transcript.begin_call()
+            if is_called or is_regrouping or self._stays:
+                member.wire.send("call", replace(body, is_for_this_rank=is_called), call.packed, call.files)
+        call.body, call.packed, call.has_begun = body, None, True
+        return self._supervise(call)
+
+    def turn(self, until: float = _NEVER) -> None:
+        """Wait for events until a time, and handle them."""
+        patience_s = min(max(0.0, until - time.monotonic()), _LONGEST_WAIT_S)
+        for key, _ in self._selector.select(patience_s):
+            if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier handler
+                key.data()
+
+    def close(self) -> None:
+        """Let the ranks exit, and wait until no process is alive. Ranks that are late are killed."""
+        for member in self._members:
+            self._drop(member.wire)
+        self._kill_at = min(self._kill_at, time.monotonic() + self._limits.grace_s)
+        while not self.is_over:
+            self.turn(self._kill_at)
+            if time.monotonic() >= self._kill_at:
+                self._end_by_force()
+        self._selector.close()
+        woken, waker = self._woken, self._waker
+        self._waker = -1  # `post` may come in between
+        os.close(woken)
+        os.close(waker)
+
+    def end(self) -> None:
+        """Order every rank to end."""
+        if self._kill_at == _NEVER:
+            self._kill_at = time.monotonic() + self._limits.grace_s
+            for member in self._members:
+                member.was_ordered = True
+                member.control.send("end")
+
+    def cancel(self) -> None:
+        """End every rank, unless they are ending already."""
+        if self._kill_at == _NEVER:
+            self.cancelled = True
+            self.end()
+
+    def interrupt(self, call: Call, *, cancels: bool = False) -> None:
+        """Raise KeyboardInterrupt in the function of each rank that runs this call."""
+        call.is_cancelled = call.is_cancelled or cancels
+        if self._progress is not None and self._progress.call is call:
+            self._halt(self._progress, by_user=True)
+
+    def preempt(self, *, ends_late: bool = True) -> None:
+        """Order the ranks to save and exit. With `ends_late`, ranks that still run after ``grace_s`` are ended.
+
+        All ranks save in the same loop iteration: the first one that no rank has reached yet. So each rank reports how
+        often `should_checkpoint` has returned False, and further calls block until that iteration is known. The rank's
+        control thread reports it, because the main thread of a rank that is ahead may wait in a collective.
+        """
+        if self._kill_at != _NEVER or self._progress is None or self._progress.call.body.number == 0:
+            return
+        if ends_late and self._leave_at == _NEVER:
+            self._leave_at = time.monotonic() + self._limits.grace_s
+        if self.preempted:
+            return
+        self.preempted = True
+        running = self._running()
+        self._unanswered = {member.rank for member in running}
+        for member in running:
+            member.control.send("preempt")
+
+    def request_stacks(self) -> None:
+        """Ask each rank that runs a call for its stacks, unless a request is pending: a stopped process never answers."""
+        for member in self._running():
+            if not member.wants_stacks:
+                member.wants_stacks, member.stacks = True, None
+                member.control.send("stacks")
+
+    def stacks(self) -> dict[int, str | None]:
+        """Return the stacks of each rank that runs a call; None until it has answered."""
+        return {member.rank: member.stacks for member in self._running()}
+
+    def _running(self) -> list[_Member]:
+        progress = self._progress
+        if progress is None:
+            return []
+        return [self._members[rank] for rank in progress.call.ranks if rank not in progress.call.outcomes]
+
+    # -- starts
+
+    def _fork(self, server: ForkServer, rank: int, transcript: Transcript) -> _Member:
+        try:
+            data, its_data = socket.socketpair()
+            control, its_control = socket.socketpair()
+            pipes = os.pipe(), os.pipe()
+        except OSError as error:
+            msg = f"the process of rank {rank} cannot be started: {error}"
+            raise LaunchError(msg) from error
+        readers, writers = zip(*pipes, strict=True)
+        wire, control_wire = Wire(data), Wire(control)
+        try:
+            with its_data, its_control:
+                for each in (its_data, its_control):
+                    close_in_forked_children(each)
+                    each.settimeout(None)
+                status = server.fork(its_data.fileno(), its_control.fileno(), (writers[0], writers[1]))
+        except BaseException:
+            for file in readers:
+                os.close(file)
+            raise
+        finally:
+            for file in writers:
+                os.close(file)
+        member = _Member(rank, wire, control_wire, status, transcript, {1: readers[0], 2: readers[1]})
+        self._members.append(member)
+        self._watch(wire, partial(self._on_answer, member))
+        self._watch(control_wire, partial(self._on_word, member))
+        self._watch(status, partial(self._on_status, member))
+        for number, file in member.streams.items():
+            os.set_blocking(file, False)
+            self._watch(file, partial(self._on_output, member, number))
+        return member
+
+    def _watch(self, file: Any, act: Callable[[], object]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, act)
+
+    def _drop(self, wire: Wire) -> None:
+        if wire.fileno() >= 0:
+            self._selector.unregister(wire)
+            wire.close()
+
+    def _run_posted(self) -> None:
+        os.read(self._woken, 4096)
+        while self._posted:
+            self._posted.popleft()()
+
+    # -- the course of a call
+
+    def _supervise(self, call: Call) -> Ending:
+        now = time.monotonic()
+        look_at = now + self._look_s() if self._watches else _NEVER
+        progress = _Progress(call, now, self._limits.end_of(now), look_at, last_sign=now)
+        self._progress = progress
+        self._stacks = {}
+        for member in self._members:
+            member.looked, member.wants_stacks = None, False
+            if member.has_exited:
+                self._settle(member, self._death_of(member, None))
+        while len(call.outcomes) < len(call.ranks) and not (self.cancelled and self.is_over):
+            self.turn(self._next_moment(progress))
+            self._keep_time(progress)
+        self._progress = None
+        call.took_s = time.monotonic() - now
+        if self._stays and self._wants_groups and call.body.number > 0:
+            self._must_regroup = self._needs_groups(progress)
+        return Ending(
+            dict(sorted(call.outcomes.items())),
+            dict.fromkeys(call.ranks, f"node 0, {self._host}"),
+            stacks=self._stacks,
+            timed_out=self.timed_out,
+            deadlocked=progress.is_deadlocked,
+            cancelled=call.is_cancelled or (self.cancelled and not self.lost),
+            lost=self.lost,
+        )
+
+    def _needs_groups(self, progress: _Progress) -> bool:
+        """True if process groups are broken or destroyed, or if ranks are out of step after a failure."""
+        operations = {member.operations for member in self._members}
+        return progress.is_broken or None in operations or (progress.is_halting and len(operations) > 1)
+
+    def _settle(self, member: _Member, outcome: Outcome) -> None:
+        """Note how a rank has ended the call, and decide what happens to the others."""
+        progress = self._progress
+        if progress is None or member.rank in progress.call.outcomes or member.rank not in progress.call.ranks:
+            return
+        if isinstance(outcome, Raised):
+            member.transcript.record(outcome.traceback)
+            if self.preempted and member.was_ordered:  # the rank was late, and its clean-up failed
+                outcome = Ended(outcome.at)
+        outcomes = progress.call.outcomes
+        outcomes[member.rank] = outcome
+        progress.last_sign = progress.departed_at = time.monotonic()
+        self._agree_on_checkpoint(member.rank)
+        if isinstance(outcome, Died) and self._stays:
+            self.end()
+        elif isinstance(outcome, Requeued):
+            self._leave_at = min(self._leave_at, time.monotonic() + self._limits.grace_s)
+            progress.end_at = _NEVER  # the reported echo came from this exit
+        elif isinstance(outcome, (Raised, Died)) and (first := first_failure(outcomes)) is not None:
+            self._on_failure(progress, outcomes[first])
+
+    def _on_failure(self, progress: _Progress, first: Outcome) -> None:
+        """End the call of the other ranks. After an echo, first wait a moment for the original failure."""
+        if counts_as_echo(first):
+            if not progress.is_halting:
+                progress.end_at = min(progress.end_at, time.monotonic() + _ECHO_S)
+        else:
+            self._halt(progress)
+
+    def _halt(self, progress: _Progress, *, by_user: bool = False) -> None:
+        """End the call in the ranks that still run it: their processes end too, unless they stay."""
+        if not self._stays or progress.call.body.number == 0:
+            self.end()
+            return
+        if progress.is_halting and not (by_user and not progress.by_user):
+            return
+        progress.is_halting, progress.by_user = True, by_user
+        progress.end_at = _NEVER
+        now = time.monotonic()
+        progress.break_at, progress.look_at = now + _BREAK_S, min(progress.look_at, now + _BREAK_S)
+        progress.lost_at = now + max(self._limits.grace_s, 2 * _BREAK_S) if by_user else _NEVER
+        for member in self._running():
+            member.control.send("interrupt", (progress.call.body.number, by_user))
+
+    # -- the clock
+
+    def _look_s(self) -> float:
+        shortest_s = min(_LOOK_S, STILL_S / 4, STUCK_S / 4, (self._limits.hang_s or STILL_S) / 4)
+        return max(shortest_s, len(self._assignments) / _LOOKS_PER_S)
+
+    def _next_moment(self, progress: _Progress) -> float:
+        """Return the time of the next scheduled action, such as a kill or a time limit."""
+        if self._kill_at != _NEVER:
+            return self._kill_at
+        dismissals = [member.dismiss_at for member in self._members]
+        ends = (progress.end_at, progress.break_at, progress.lost_at, progress.up_at, self._leave_at)
+        return min(progress.look_at, *ends, *dismissals)
+
+    def _keep_time(self, progress: _Progress) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        if self._kill_at != _NEVER:
+            if now >= self._kill_at:
+                self._end_by_force()
+            return
+        if now >= progress.end_at:
+            progress.end_at = _NEVER
+            self._halt(progress)
+        elif now >= self._leave_at:
+            self._leave_at = _NEVER
+            self.end()
+        elif now >= progress.up_at:
+            progress.up_at = _NEVER
+            self._time_out(progress, f"not done after timeout_min={self._limits.timeout_min:g} minutes")
+        elif now >= progress.lost_at:
+            self._lose(progress)
+        if now >= progress.break_at:
+            progress.break_at, progress.is_broken = _NEVER, True
+            for member in self._running():
+                member.control.send("break")
+        for member in self._members:
+            if now >= member.dismiss_at:
+                member.dismiss_at = _NEVER
+                self._drop(member.wire)
+        if now >= progress.look_at:
+            late_s, progress.look_at = now - progress.look_at, now + self._look_s()
+            self._judge(progress, now, late_s)
+            for member in self._running():
+                member.control.send("look")
+
+    def _end_by_force(self) -> None:
+        """Kill the ranks. On the second call, give up those whose end the server has not reported."""
+        if self._has_killed:
+            self._kill_at = _NEVER
+            for member in self._members:
+                member.has_exited = True
+                self._settle(member, Ended(time.time()))
+                self._forget(member)
+            return
+        self._has_killed = True
+        self._kill_at = time.monotonic() + _GIVE_UP_S
+        for member in self._members:
+            self._kill(member)
+
+    def _lose(self, progress: _Progress) -> None:
+        progress.lost_at = _NEVER
+        running = ", ".join(str(member.rank) for member in self._running())
+        self.lost = (
+            f"rank(s) {running} did not stop within grace_s={self._limits.grace_s:g} after the call had failed or was "
+            "interrupted"
+        )
+        self.end()
+
+    def _time_out(self, progress: _Progress, reason: str) -> None:
+        """Ask the ranks that run for their stacks, then end all ranks."""
+        self.timed_out = reason
+        self._collect_stacks()
+        self._leave_at = time.monotonic() + _STACKS_S
+        progress.look_at = progress.up_at = _NEVER
+
+    def _collect_stacks(self) -> None:
+        self._stacks = {member.rank: _NO_ANSWER for member in self._running()}
+        for member in self._running():
+            member.wants_stacks = False
+        self.request_stacks()
+
+    # -- looks at ranks
+
+    def _judge(self, progress: _Progress, now: float, late_s: float) -> None:
+        """Act on the last looks: log a hint, or end ranks that hang or wait forever."""
+        running = self._running()
+        seen = [(member, member.looked) for member in running if member.looked is not None]
+        for member, looked in seen:
+            progress.last_sign = max(progress.last_sign, member.looked_at - looked.idle_s)
+        if progress.is_halting:
+            # In the others, C code runs, which is waited for.
+            if progress.lost_at == _NEVER and any(each.interrupted == progress.call.body.number for _, each in seen):
+                progress.lost_at = now + self._limits.grace_s
+            return
+        if progress.call.body.number == 0:
+            return
+        hang_s = self._limits.hang_s
+        if late_s > _LATE_S:  # this process was stopped, and has read nothing since
+            progress.last_sign = now
+        if hang_s is not None and now - progress.last_sign >= hang_s:
+            self._time_out(progress, f"silent for hang_timeout_s={hang_s:g} seconds")
+        elif len(running) < len(self._members) and self._wait_forever(progress, running, now):
+            self._end_waits(progress)
+        elif not progress.has_hinted and any(looked.idle_s >= STILL_S for _, looked in seen):
+            progress.has_hinted = True
+            places = "; ".join(f"rank {member.rank} {self._place_of(member, now)}" for member in running)
+            _log.warning("no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s", STILL_S, places)
+
+    def _end_waits(self, progress: _Progress) -> None:
+        """End ranks that wait for ranks which do not take part: to restart, or with an error that has their stacks."""
+        if self.preempted or any(isinstance(each, Requeued) for each in progress.call.outcomes.values()):
+            self.end()
+            return
+        progress.is_deadlocked = True
+        self._collect_stacks()
+        if self._stays:
+            self._halt(progress)
+        else:
+            self._leave_at = time.monotonic() + _STACKS_S
+            progress.look_at = _NEVER
+
+    def _place_of(self, member: _Member, now: float) -> str:
+        if member.looked is None or now - member.looked_at > 3 * self._look_s():
+            return "does not answer"
+        idle_s = member.looked.idle_s  # that of ranks in one collective differs by a second or two
+        return f"{f'idle for {idle_s:.0f} s at' if idle_s >= _IDLE_S else 'busy at'} {member.looked.place}"
+
+    def _wait_forever(self, progress: _Progress, running: Sequence[_Member], now: float) -> bool:
+        """True if all running ranks have waited for other ranks for `STUCK_S` since the last one ended the call."""
+        since = progress.began if progress.departed_at is None else progress.departed_at
+        return now - since >= STUCK_S and all(
+            member.looked is not None and member.looked.waits_s >= STUCK_S for member in running
+        )
+
+    def _agree_on_checkpoint(self, rank: int) -> None:
+        """Note that this rank has answered or ended. Once all have, send them the call that returns True."""
+        if self._unanswered == {rank}:
+            due_from = max((member.answered for member in self._members if member.answered is not None), default=0)
+            for member in self._running():
+                member.control.send("checkpoint", due_from)
+        self._unanswered.discard(rank)
+
+    # -- reports about ranks
+
+    def _on_answer(self, member: _Member) -> None:
+        message = member.wire.receive()
+        if message is None:  # it has exited, or is about to
+            self._drop(member.wire)
+            return
+        self._drain(member)
+        body: AnswerBody = message.body
+        member.operations = body.operations
+        if body.owned is not None:
+            self.owned(*body.owned)
+        if body.modules and self._server is not None:
+            self._server.load(list(body.modules))
+        progress = self._progress
+        if progress is None or body.number != progress.call.body.number:
+            return
+        if message.word == "returned":
+            assert message.value is not None
+            outcome: Outcome = Returned(body.at, message.value)
+            if not self._stays and body.number > 0:  # so that collectives of the others raise an error
+                member.dismiss_at = time.monotonic() + _LINGER_S
+        elif message.word == "raised":
+            assert message.value is not None
+            assert body.description is not None
+            outcome = Raised(*body.description, message.value)
+        elif message.word == "left":
+            assert body.exit_code is not None
+            code, said = body.exit_code
+            outcome = Died(body.at, member.pid, code, by_sys_exit=True, last_words=said)
+        elif message.word == "requeued":
+            outcome = Requeued(body.at)
+        elif member.was_ordered or progress.is_halting:
+            outcome = Ended(body.at)
+        else:  # sent from outside the launch
+            outcome = Died(body.at, member.pid, -signal.SIGTERM)
+        self._settle(member, outcome)
+
+    def _on_word(self, member: _Member) -> None:
+        message = member.control.receive()
+        if message is None:
+            self._drop(member.control)
+        elif message.word == "status":
+            member.looked, member.looked_at = message.body, time.monotonic()
+        elif message.word == "stacks":
+            self._on_stacks(member, message.body)
+        elif message.word == "answered":
+            member.answered = message.body
+            self._agree_on_checkpoint(member.rank)
+
+    def _on_stacks(self, member: _Member, text: str) -> None:
+        member.wants_stacks, member.stacks = False, text
+        if member.rank in self._stacks:
+            self._stacks[member.rank] = text
+            if self._leave_at != _NEVER and _NO_ANSWER not in self._stacks.values():
+                self._leave_at = time.monotonic()
+
+    def _on_output(self, member: _Member, number: int) -> bool:
+        """Read output, and return True if there was some."""
+        file = member.streams[number]
+        try:
+            data = os.read(file, _PIECE)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(file)
+            os.close(member.streams.pop(number))
+            return False
+        member.transcript.write(number, data)
+        progress = self._progress
+        if progress is not None:
+            progress.call.has_output = True
+            if member.rank in progress.call.transcripts:
+                progress.call.transcripts[member.rank].write(number, data)
+            progress.last_sign = time.monotonic()  # read the clock again: printing may have taken long
+        return True
+
+    def _drain(self, member: _Member) -> None:
+        """Read the output so far. Do not wait for end of file: a child of the rank may hold the pipes open."""
+        for number in list(member.streams):
+            while number in member.streams and self._on_output(member, number):
+                pass
+
+    def _on_status(self, member: _Member) -> None:
+        record = os.read(member.status, STATUS.size)
+        if len(record) < STATUS.size:  # all processes of the rank have ended, or the server died, which killed it
+            if not member.has_exited:
+                self._on_exit(member, None, self._server.describe() if self._server is not None else "")
+            self._forget(member)
+            return
+        word, number = STATUS.unpack(record)
+        if word == STARTED:
+            member.pid = number
+            if self._has_killed:
+                self._kill(member)
+        elif word == FAILED:
+            self.lost = f"the process of rank {member.rank} cannot be forked: {os.strerror(number)}"
+            self._on_exit(member, None)
+            self._forget(member)
+            self.end()
+        elif word == EXITED:
+            self._on_exit(member, number)
+
+    def _on_exit(self, member: _Member, code: int | None, lost_with: str = "") -> None:
+        """Handle the end of a process, after its last messages and output."""
+        member.has_exited = True
+        while member.wire.fileno() >= 0 and _is_readable(member.wire):
+            self._on_answer(member)
+        self._drain(member)
+        self._settle(member, self._death_of(member, code, lost_with))
+
+    def _death_of(self, member: _Member, code: int | None, lost_with: str = "") -> Outcome:
+        by_order = member.was_ordered and code in (None, 1, -signal.SIGTERM)
+        if not lost_with and (by_order or (self._has_killed and code == -signal.SIGKILL) or self.lost):
+            return Ended(time.time())
+        return Died(time.time(), member.pid, code, last_words=member.transcript.last_words(), lost_with=lost_with)
+
+    # -- the end of processes
+
+    def _kill(self, member: _Member) -> None:
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
+        if member.pid and not member.has_exited:
+            signal_group(member.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member.pid, signal.SIGKILL)
+
+    def _forget(self, member: _Member) -> None:
+        """Close the files of a rank."""
+        if not member.is_alive:
+            return
+        member.is_alive = False
+        self._drop(member.wire)
+        self._drop(member.control)
+        for file in (member.status, *member.streams.values()):
+            self._selector.unregister(file)
+            os.close(file)
+        member.streams.clear()
+
+
+def _is_readable(wire: Wire) -> bool:
+    poll = select.poll()  # select() is limited to descriptors below 1024
+    poll.register(wire, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def stacks_of(pool: Pool) -> dict[int, str]:
+    """Return the stacks of every rank that runs a call. Any other thread than the pool's may call it.
+
+    A rank that does not answer within a second has a text that says so.
+    """
+    until = time.monotonic() + _STACKS_S
+    asked = threading.Event()
+
+    def ask() -> None:
+        pool.request_stacks()
+        asked.set()
+
+    pool.post(ask)
+    asked.wait(_STACKS_S)
+    while None in (found := pool.stacks()).values() and time.monotonic() < until:
+        time.sleep(_STACKS_LOOK_S)
+    return {rank: text or _NO_ANSWER for rank, text in found.items()}

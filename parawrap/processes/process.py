@@ -1,0 +1,395 @@
+"""The process of a rank: it sets up, answers calls in its main thread, and exits.
+
+    data wire ────► main thread: set-up, then one call after the other, each with an answer
+    control wire ─► control thread: stacks, interrupts, preemption, and the end, while a call runs
+
+Guarantee: after an order to end, or the death of the launching process, the rank is gone once ``grace_s`` is over.
+
+- The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks run.
+- If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within three seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+from parawrap.errors import LaunchError, add_note
+from parawrap.processes.groups import break_links, count_operations
+from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
+from parawrap.processes.outcomes import description_of, exit_of, is_echo, pack_exception
+from parawrap.processes.pickling import Packed, pack, unpack
+from parawrap.processes.preemption import Preemption, RequeueRequested
+from parawrap.processes.private_names import join_threads, run_exit_handlers
+from parawrap.processes.script import ScriptOfRank
+from parawrap.processes.settings import Changes, Settings
+from parawrap.processes.wire import Message, Wire
+
+_REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
+_FORCED = 1  # the exit code of a rank that its control thread ended
+_kept: list[Any] = []  # until the process exits
+
+
+class EndOrdered(BaseException):
+    """Raised in a rank's main thread if the launch ends before the function returns."""
+
+
+class CallHalted(BaseException):
+    """Raised in the function of a rank if the call has failed in another rank."""
+
+
+class SetUp(Protocol):
+    """The set-up of a rank, and of new process groups. Its functions are pickled by name."""
+
+    def enter(self, preemption: Preemption) -> None:
+        """Set up the rank in its process."""
+
+    def regroup(self, generation: int) -> None:
+        """Leave all process groups, and join new ones. The ranks of a generation meet each other."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The first message to a rank.
+
+    Attributes:
+        settings: The settings of the launching process.
+        set_up: The set-up of the rank.
+        grace_s: Seconds for the function to clean up at an order to end.
+        stays: True if the rank answers any number of calls. The threads of the function then go on after its answer.
+        modules: Modules to report once they are imported.
+    """
+
+    settings: Settings
+    set_up: SetUp
+    grace_s: float
+    stays: bool
+    modules: Sequence[str]
+
+
+@dataclass(frozen=True)
+class CallBody:
+    """The part of a call that is not pickled as the user's values.
+
+    Attributes:
+        number: Calls are numbered from 1; the set-up has number 0.
+        changes: Changed settings of the script, for ranks that stay.
+        is_for_this_rank: False if the rank only takes the globals that come with the call.
+        generation: The generation of process groups that the rank is to join before the call; None keeps its groups.
+    """
+
+    number: int
+    changes: Changes | None = None
+    is_for_this_rank: bool = True
+    generation: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerBody:
+    """The part of an answer that is not pickled as the user's values.
+
+    Attributes:
+        number: The number of the call.
+        at: The time at the end of the function.
+        description: The summary, traceback, and kind of an exception.
+        exit_code: The code of ``sys.exit``, and what it was to print.
+        owned: Globals that functions of this rank have assigned, and those that they have deleted.
+        operations: The number of collectives that the rank has begun; None if it has no process group.
+        modules: Modules of the assignment that the rank has imported.
+    """
+
+    number: int
+    at: float
+    description: tuple[float, str, str, bool] | None = None
+    exit_code: tuple[int, str] | None = None
+    owned: tuple[list[Any], list[Any]] | None = None
+    operations: int | None = None
+    modules: Sequence[str] = ()
+
+
+def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> NoReturn:
+    """Run as the rank at this end of two connections, then exit. Never returns.
+
+    `streams` are the pipes for standard output and standard error.
+    """
+    gc.enable()
+    _start_session(streams)
+    wire = Wire(data)
+    message = wire.receive()
+    if message is None:  # the launching process died, or ended the launch before its start
+        os._exit(_FORCED)
+    assignment: Assignment = message.body
+    orders = Control(Wire(control), assignment.grace_s)
+    code = _FORCED
+    with contextlib.suppress(EndOrdered):  # between two calls
+        code = _Rank(wire, orders, assignment).run()
+    _leave(code)
+
+
+def _start_session(streams: Sequence[int]) -> None:
+    """Lead a session, so that Ctrl-C in the terminal does not reach the rank, with its own output and no input.
+
+    The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
+    """
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.siginterrupt(signal.SIGINT, False)
+    os.setsid()
+    _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # a freed stream writes text that was buffered before the fork
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    for number, (name, file) in enumerate(zip(("stdout", "stderr"), streams, strict=True), start=1):
+        os.dup2(file, number)
+        os.close(file)
+        os.set_inheritable(number, True)
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+    faulthandler.enable()
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = _refuse_breakpoint
+
+
+def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    msg = (
+        "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs the function in the "
+        "launching process, for a debugger"
+    )
+    raise LaunchError(msg)
+
+
+class _Rank:
+    """Answers calls. Used by the main thread."""
+
+    def __init__(self, wire: Wire, control: Control, assignment: Assignment) -> None:
+        self._wire = wire
+        self._control = control
+        self._assignment = assignment
+        self._script = ScriptOfRank()
+        self._modules = [name for name in assignment.modules if name not in sys.modules]
+        self._regrouped_after = ""
+        self._operations: int | None = None
+
+    def run(self) -> int:
+        """Set up, and answer calls until the connection closes. Return the exit code of the process."""
+        self._control.start()
+        self._assignment.settings.apply()
+        if not self._answer(CallBody(0), self._set_up):
+            return _FORCED
+        while (message := self._wire.receive()) is not None:
+            body: CallBody = message.body
+            if not self._answer(body, lambda message=message, body=body: self._call(message, body)):
+                return _FORCED
+            del message  # with the memory of the arguments
+        return 0
+
+    def _set_up(self) -> None:
+        self._assignment.set_up.enter(self._control.preemption)
+
+    def _call(self, message: Message, body: CallBody) -> Any:
+        """Run the function of a call, and return its value."""
+        if body.changes is not None:
+            body.changes.apply()
+        if body.generation is not None:
+            self._regrouped_after = "an earlier call"
+            self._assignment.set_up.regroup(body.generation)
+        assert message.value is not None
+        try:
+            function, args, kwargs = self._script.take(unpack(message.value))
+        except Exception as error:
+            add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
+            if isinstance(error, ModuleNotFoundError):
+                add_note(error, f"ranks import from sys.path, and have no import hooks of the script. It is {sys.path}")
+            raise
+        if not body.is_for_this_rank:
+            return None
+        value = function(*message.files, *args, **kwargs)
+        if not self._assignment.stays:
+            join_threads()  # of the function, as an interpreter does at its exit
+        return value
+
+    def _answer(self, body: CallBody, call: Callable[[], Any]) -> bool:
+        """Make a call and send its answer. Return False if the process is to end."""
+        word, packed, details, goes_on = "returned", None, {}, self._assignment.stays
+        value = None
+        try:
+            try:
+                self._control.begin(body.number)
+                value = call()
+                packed = pack(value, "the result")
+            finally:
+                self._control.end()
+            goes_on = True
+        except (CallHalted, EndOrdered) as error:
+            word, goes_on = "ended", goes_on and isinstance(error, CallHalted)
+        except KeyboardInterrupt as error:
+            if self._control.was_interrupted(body.number):
+                word = "ended"
+            else:
+                word, packed, details = self._raised(error)
+        except RequeueRequested:
+            word = "requeued"
+            if self._assignment.stays:
+                msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
+                word, packed, details = self._raised(LaunchError(msg))
+        except SystemExit as error:
+            word, details, goes_on = "left", {"exit_code": exit_of(error)}, False
+        except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
+            word, packed, details = self._raised(error)
+            goes_on = goes_on and body.number > 0
+        self._send(word, body.number, packed, details)
+        del value  # its tensors lend their memory until here
+        return goes_on
+
+    def _raised(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
+        if self._regrouped_after and is_echo(error):
+            note = (
+                "the process groups of these ranks were made again after a failed call: groups from before, and models in "
+                "DistributedDataParallel, no longer work. Make them again"
+            )
+            add_note(error, note)
+        return "raised", pack_exception(error), {"description": description_of(error)}
+
+    def _send(self, word: str, number: int, packed: Packed | None, details: dict[str, Any]) -> None:
+        loaded = [name for name in self._modules if name in sys.modules]
+        self._modules = [name for name in self._modules if name not in loaded]
+        owned = self._script.changes() if self._assignment.stays else None
+        _flush_streams()
+        body = AnswerBody(number, time.time(), owned=owned, operations=count_operations(), modules=loaded, **details)
+        self._wire.send(word, body, packed)
+
+
+class Control:
+    """The control thread of one rank, and the handlers of its SIGINT and SIGTERM.
+
+    Attributes:
+        preemption: The rank's part in the agreement on when to save.
+    """
+
+    def __init__(self, wire: Wire, grace_s: float) -> None:
+        self.preemption = Preemption()
+        self._wire = wire
+        self._grace_s = grace_s
+        self._running: int | None = None  # the number of the call
+        self._halted: tuple[int, type[BaseException]] | None = None
+        self._delivered = -1  # the number of the last call that was interrupted
+        self._is_ending = False
+        self._has_handled_end = threading.Event()
+        self._main_thread = MainThread()
+
+    def start(self) -> None:
+        """Install the handlers and start the thread."""
+        for number, handler in ((signal.SIGTERM, self._on_sigterm), (signal.SIGINT, self._on_sigint)):
+            signal.signal(number, handler)
+        os.register_at_fork(after_in_child=self._restore_handlers)
+        threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
+
+    def _restore_handlers(self) -> None:
+        """Give processes that the function forks the usual handlers: they are not ranks."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self._on_sigint:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def begin(self, number: int) -> None:
+        """Note the begin of a call. From now on it can be interrupted."""
+        self._running = number
+        if self._is_ending:
+            raise EndOrdered
+
+    def end(self) -> None:
+        """Note the end of the call: it is interrupted no more."""
+        self._running = None
+
+    def was_interrupted(self, number: int) -> bool:
+        """True if an exception was raised in the main thread to end this call."""
+        return self._delivered == number
+
+    def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
+        halted, self._halted = self._halted, None
+        if halted is not None and halted[0] == self._running:
+            self._delivered = halted[0]
+            raise halted[1]
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        self._has_handled_end.set()
+        if not self._is_ending or self._running is not None:
+            self._is_ending = True
+            self._running = None
+            raise EndOrdered
+
+    def _serve(self) -> None:
+        try:
+            while (message := self._wire.receive()) is not None and message.word != "end":
+                self._follow(message.word, message.body)
+            self._end_main_thread()
+        except Exception:  # noqa: BLE001 (without this thread, nothing could end the rank)
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            os._exit(_FORCED)
+
+    def _follow(self, word: str, body: Any) -> None:
+        if word == "look":
+            self._main_thread.look()
+            looked = self._main_thread
+            self._wire.send("status", Status(looked.idle_s, looked.waits_s, place_of_main_thread(), self._delivered))
+        elif word == "stacks":
+            self._wire.send("stacks", stacks())
+        elif word == "interrupt":
+            number, by_user = body
+            self._halted = number, KeyboardInterrupt if by_user else CallHalted
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        elif word == "break":
+            break_links()
+        elif word == "preempt":
+            self._wire.send("answered", self.preemption.hold_back())
+        elif word == "checkpoint":
+            self.preemption.decide(body)
+
+    def _end_main_thread(self) -> None:
+        """Raise an exception in the main thread. Return once its time to react, and to clean up, is over."""
+        until = time.monotonic() + self._grace_s
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        reaction_s = min(_REACTION_S, self._grace_s)
+        self._main_thread.look()
+        has_reacted = self._has_handled_end.wait(reaction_s)
+        self._main_thread.look()
+        if has_reacted or self._main_thread.waits_s < reaction_s / 2:
+            time.sleep(max(0.0, until - time.monotonic()))
+
+
+# -- the end of the process
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the function has closed or replaced it
+            stream.flush()
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
+    for step in (join_threads, run_exit_handlers, _flush_streams, _flush_files):
+        try:
+            step()
+        except BaseException:  # noqa: BLE001 (reported as the interpreter reports it)
+            traceback.print_exc()
+    os._exit(code)
+
+
+def _flush_files() -> None:
+    """Write the buffers of files that the function left open. Those of the server are frozen, and not listed."""
+    for file in gc.get_objects():
+        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(Exception):  # closed, detached, or on a full disk
+                file.flush()

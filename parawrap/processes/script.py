@@ -1,0 +1,273 @@
+"""The globals of functions that travel by value, in the launching process and in ranks that stay.
+
+A function keeps its globals in the rank, whatever module it is in. They follow three rules:
+
+1. A call brings the globals that its functions use, if they are bound to another object here than at the last call. Small
+   lists, dicts, and sets are also brought if their contents changed.
+2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a function deletes it there.
+3. Other objects that changed in place are not sent again.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import linecache
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from parawrap.processes.pickling import Packed, ValuePickler, pack, received_classes
+from parawrap.processes.private_names import goes_by_name, id_of_class, names_in_code
+
+_MAIN = "__main__"
+_LARGEST_COMPARED = 4096  # bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
+_CONTAINERS = (list, dict, set)
+_MISSING = object()
+
+Name = tuple[str, str]
+"""The key of a function's globals, and a name in them. The key of ``__main__`` is its name."""
+
+
+class SentScript:
+    """The globals that the ranks of one launch have, as the launching process knows them. One thread uses it at a time."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
+        self._sent: dict[Name, tuple[Any, bytes | None]] = {}  # the object, and the pickle of a small container
+        self._owned: set[Name] = set()
+        self._last: dict[Name, tuple[Any, bytes | None]] = {}
+
+    def pack_call(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bound_to: tuple[Any, ...] = ()
+    ) -> Packed:
+        """Pickle a call, with the globals that the ranks lack. `bound_to` is the object of a bound method.
+
+        Raises:
+            UnsendableError: If the function, an argument, or a global cannot be pickled.
+        """
+        new = {
+            name: (value, _contents_of(value))
+            for name, value in self._globals_used_by(function)
+            if name not in self._owned and self._differs(name, value)
+        }
+        globals_: dict[str, dict[str, Any]] = {}
+        for (space, name), (value, _) in new.items():
+            globals_.setdefault(space, {})[name] = value
+        call = {
+            "the globals": globals_,
+            "the function": function,
+            "the object": bound_to,
+            "args": args,
+            "kwargs": kwargs,
+            "notes": _Notes(),
+        }
+        packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
+        self._last = {name: self._sent.get(name, (_MISSING, None)) for name in new}
+        self._sent.update(new)
+        return packed
+
+    def forget_last(self) -> None:
+        """Forget the globals of the last call, which did not reach all ranks."""
+        for name, before in self._last.items():
+            if before[0] is _MISSING:
+                self._sent.pop(name, None)
+            else:
+                self._sent[name] = before
+        self._last = {}
+
+    def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
+        """Note the globals that functions of a rank have assigned, and those that they have deleted."""
+        self._owned.update(assigned)
+        for name in deleted:
+            self._owned.discard(name)
+            self._sent.pop(name, None)
+
+    def space_of(self, globals_: dict[str, Any]) -> str:
+        """Return the key of a function's globals."""
+        found = self._spaces.get(id(globals_))
+        if found is None:
+            name = str(globals_.get("__name__"))
+            found = self._spaces[id(globals_)] = (name if name == _MAIN else f"{name} {id(globals_)}", globals_)
+        return found[0]
+
+    def must_send(self, new: dict[Name, Any], name: Name, value: Any) -> bool:
+        """True for a global of a function among the arguments that the ranks lack."""
+        return name not in new and name not in self._owned and self._differs(name, value)
+
+    def _differs(self, name: Name, value: Any) -> bool:
+        sent, contents = self._sent.get(name, (_MISSING, None))
+        return sent is not value or (contents is not None and contents != _contents_of(value))
+
+    def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
+        """Yield the globals that a function uses, also through functions and classes that travel by value."""
+        seen: set[int] = set()
+        todo = [function]
+        while todo:
+            value = todo.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, types.FunctionType):
+                if goes_by_name(value):
+                    continue
+                todo += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+                todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+                for name in names_in_code(value.__code__):
+                    if name in value.__globals__:
+                        part = value.__globals__[name]
+                        yield (self.space_of(value.__globals__), name), part
+                        todo.append(part)
+            elif isinstance(value, type):
+                if not goes_by_name(value):
+                    todo += [*vars(value).values(), *value.__bases__]
+            elif isinstance(value, functools.partial):
+                todo += [value.func, *value.args, *value.keywords.values()]
+            elif isinstance(value, types.MethodType):
+                todo += [value.__func__, type(value.__self__)]
+            elif isinstance(value, (staticmethod, classmethod)):
+                todo.append(value.__func__)
+            elif isinstance(value, property):
+                todo += [value.fget, value.fset]
+            elif not isinstance(value, types.ModuleType) and "__wrapped__" in getattr(value, "__dict__", ()):  # decorated
+                todo.append(value.__wrapped__)
+
+
+def _is_bound(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 (raises if the variable is not assigned yet)
+    except ValueError:
+        return False
+    return True
+
+
+def _contents_of(value: Any) -> bytes | None:
+    """Return the pickle of a small container, to compare it later. None for any other value."""
+    if type(value) not in _CONTAINERS or len(value) > _LARGEST_COMPARED:
+        return None
+    try:
+        contents = pickle.dumps(value, 5)
+    except Exception:  # noqa: BLE001 (classes may raise anything)
+        return None
+    return contents if len(contents) <= _LARGEST_COMPARED else None
+
+
+class _Notes(dict[str, dict[str, Any]]):
+    """What the pickler noticed. It is pickled last, as a plain dict.
+
+    "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save, all_gather_object, and
+    other code that pickles by name finds them there. "sources" has the source lines of files that do not exist, so that
+    tracebacks show notebook cells.
+    """
+
+    def __reduce__(self) -> Any:
+        return dict, ({**self},)
+
+
+class _Globals(dict[str, Any]):
+    """Stands for the globals of a function: the rank has a dict for each key."""
+
+    def __init__(self, space: str, name: str) -> None:
+        super().__init__(__name__=name)
+        self.space = space
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self.space, self["__name__"])
+
+
+class _CallPickler(ValuePickler):
+    """Pickles a call. Functions that travel by value refer to their globals in the rank."""
+
+    def __init__(self, script: SentScript, new: dict[Name, Any], stream: io.BytesIO, buffers: list[memoryview]) -> None:
+        super().__init__(stream, buffers)
+        self._script = script
+        self._new = new
+        self._notes: dict[str, dict[str, Any]] = {"main": {}, "sources": {}}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Notes:
+            return dict, (self._notes,)
+        if isinstance(obj, types.FunctionType):
+            space = self._script.space_of(obj.__globals__)
+            self.globals_ref.setdefault(id(obj.__globals__), _Globals(space, str(obj.__globals__.get("__name__"))))
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, (type, types.FunctionType)) and reduced is not NotImplemented:
+            self._note(obj)
+            if isinstance(obj, types.FunctionType):
+                self._leave_out_known_globals(obj, reduced)
+        return reduced
+
+    def _leave_out_known_globals(self, function: types.FunctionType, reduced: Any) -> None:
+        slots = reduced[2][1]  # of cloudpickle's state of a function
+        space = self._script.space_of(function.__globals__)
+        slots["__globals__"] = {
+            name: value
+            for name, value in slots["__globals__"].items()
+            if self._script.must_send(self._new, (space, name), value)
+        }
+        for name, value in slots["__globals__"].items():
+            self._new[space, name] = value, _contents_of(value)
+
+    def _note(self, obj: Any) -> None:
+        if obj.__module__ == _MAIN and obj.__qualname__.isidentifier():
+            self._notes["main"][obj.__qualname__] = obj
+        if isinstance(obj, types.FunctionType):
+            file = obj.__code__.co_filename
+            if file not in self._notes["sources"] and not Path(file).exists() and (lines := linecache.getlines(file)):
+                self._notes["sources"][file] = lines
+
+
+# -- in the rank
+
+_spaces: dict[str, dict[str, Any]] = {}
+
+
+def _globals_of(space: str, name: str) -> dict[str, Any]:
+    if space == _MAIN:
+        return vars(sys.modules[_MAIN])
+    return _spaces.setdefault(space, {"__name__": name})
+
+
+class ScriptOfRank:
+    """The globals of functions that travelled by value to this rank."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, dict[str, Any]] = {}
+        self._owned: set[Name] = set()
+
+    def take(self, call: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Set the globals of a call, and return its function and arguments."""
+        for space, values in call["the globals"].items():
+            _globals_of(space, space.partition(" ")[0]).update(values)
+        notes = call["notes"]
+        main = vars(sys.modules[_MAIN])
+        for name, value in notes["main"].items():
+            main.setdefault(name, value)
+        linecache.cache.update((name, (0, None, lines, name)) for name, lines in notes["sources"].items())
+        received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
+        self._received = {space: dict(values) for space, values in self._all_spaces()}
+        return call["the function"], (*call["the object"], *call["args"]), call["kwargs"]
+
+    def changes(self) -> tuple[list[Name], list[Name]] | None:
+        """Return the globals that functions have assigned since the last call, and those that they have deleted."""
+        assigned, deleted = [], []
+        for space, values in self._all_spaces():
+            before = self._received.get(space, {})
+            for name, value in list(values.items()):  # threads may change it
+                if before.get(name, _MISSING) is not value and (space, name) not in self._owned and not _is_dunder(name):
+                    assigned.append((space, name))
+            deleted += [(space, name) for name in before if name not in values]
+        self._owned.update(assigned)
+        self._owned.difference_update(deleted)
+        return (assigned, deleted) if assigned or deleted else None
+
+    def _all_spaces(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield _MAIN, vars(sys.modules[_MAIN])
+        yield from list(_spaces.items())
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__")

@@ -1,0 +1,383 @@
+"""The process that forks ranks: it has torch imported, has a single thread, and forks one rank per request.
+
+Its guarantees:
+
+- The status pipe of a request reports the rank's process id and exit code. It is closed once the rank and all processes
+  that it started have ended.
+- If the launching process dies, the ranks end, and then this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from parawrap.errors import LaunchError
+from parawrap.processes.outcomes import exit_text
+from parawrap.processes.private_names import interpreter_options, keep_finalizers_from_exits
+from parawrap.processes.process import run_rank
+from parawrap.processes.wire import close_in_forked_children
+
+STATUS = struct.Struct("<ci")
+STARTED = b"s"  # with the process id
+FAILED = b"f"  # with the errno of the failed fork
+EXITED = b"e"  # with the exit code, or the negative signal number
+
+PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
+"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
+
+All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
+"""
+
+_REQUEST = struct.Struct("<B")  # _FORK, or the number of a module to import
+_FORK = 255
+_FILES = 5  # attached to _FORK: two sockets, the status pipe, standard output, and standard error
+_PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
+_LOOK_S = 0.02  # a leftover process ends soon after its signal
+_STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+
+
+# -- in the server
+
+
+def serve() -> NoReturn:
+    """Serve requests from standard input, which is a socket, until it is closed and the last rank has ended."""
+    requests = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3))
+    requests.settimeout(None)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    for number in (1, 2):  # the launching process may have closed them
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(null, number)
+    # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
+    warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
+    _Server(requests).run()
+    os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
+
+
+class _Ended(NamedTuple):
+    """A rank that has ended: its status pipe, and when its leftover processes are killed."""
+
+    status: int
+    kill_at: float
+
+
+class _Server:
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._ranks: dict[int, int] = {}  # process id: status pipe
+        self._ended: dict[int, _Ended] = {}
+        self._asked: set[int] = set()  # orphans that got SIGTERM
+        self._pid = os.getpid()
+        self._libc = ctypes.CDLL(None)
+        self._adopt_orphans()
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        if "numpy" in sys.modules:  # torch imports numpy; each rank seeds this module
+            importlib.import_module("numpy.random")
+        self._freeze()
+        gc.enable()
+
+    def run(self) -> None:
+        is_open = True
+        while is_open or self._ranks or self._ended:
+            poll = select.poll()  # select() is limited to descriptors below 1024
+            poll.register(self._woken, select.POLLIN)
+            if is_open:
+                poll.register(self._requests, select.POLLIN)
+            ready = {number for number, _ in poll.poll(1000 * _LOOK_S if self._ended else None)}
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._ended:
+                self._end_leftovers()
+            if self._requests.fileno() in ready:
+                is_open = self._take_request()
+
+    def _take_request(self) -> bool:
+        """Serve one request. Return False if the launching process closed the connection, or died."""
+        try:
+            request, files, _, _ = socket.recv_fds(self._requests, _REQUEST.size, _FILES)
+        except OSError:
+            return False
+        if not request:
+            return False
+        if request[0] != _FORK:
+            self._load(PRELOADABLE[request[0]])
+        elif len(files) == _FILES:
+            self._fork(files)
+        else:  # the kernel dropped descriptors: this process has reached its limit on open files
+            for file in files:
+                with contextlib.suppress(OSError):  # a socket, or a closed pipe
+                    os.write(file, STATUS.pack(FAILED, errno.EMFILE))
+                os.close(file)
+        return True
+
+    def _fork(self, files: list[int]) -> None:
+        status = files[0]
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _report(status, FAILED, error.errno or errno.EAGAIN)
+            os.close(status)
+        else:
+            if pid == 0:
+                self._become_rank(files)
+            self._ranks[pid] = status
+            _report(status, STARTED, pid)
+        for file in files[1:]:
+            os.close(file)
+
+    def _become_rank(self, files: list[int]) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if sys.platform == "linux":  # on macOS, the rank ends when its connection closes
+                self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os._exit(1)
+            self._adopt_orphans()  # when this rank ends, its orphans become children of the server
+            self._requests.close()
+            status, data, control, *streams = files
+            kept = (*self._ranks.values(), *(each.status for each in self._ended.values()))
+            for file in (self._woken, self._waker, status, *kept):
+                os.close(file)
+            run_rank(socket.socket(fileno=data), socket.socket(fileno=control), streams)
+        finally:  # this process must not go on as a second server
+            traceback.print_exc()
+            os._exit(1)
+
+    def _adopt_orphans(self) -> None:
+        """Become the parent of orphaned descendants. Otherwise they become children of init and survive the launch."""
+        if sys.platform == "linux":
+            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    def _load(self, name: str) -> None:
+        """Import a module that a rank has imported, so that later ranks start with it."""
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports the error itself
+                importlib.import_module(name)
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """Have ranks ignore the objects of this process: their collectors then do not copy pages.
+
+        The finalizers of torch's libraries would take a third of the time of a launch at the exit of each rank.
+        """
+        gc.freeze()
+        keep_finalizers_from_exits()
+
+    # -- the end of ranks
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._asked.discard(pid)
+            if (pipe := self._ranks.pop(pid, None)) is not None:  # else an orphan
+                _report(pipe, EXITED, os.waitstatus_to_exitcode(status))
+                signal_group(pid, signal.SIGTERM)
+                self._ended[pid] = _Ended(pipe, time.monotonic() + _PATIENCE_S)
+
+    def _end_leftovers(self) -> None:
+        """End what ended ranks left running, and close the status pipe of each rank that left nothing.
+
+        There are two kinds: members of the rank's process group, and orphans that had left the group. A running rank adopts
+        its own orphans. So an orphan that is a child of this process belongs to an ended rank.
+        """
+        orphans = self._find_orphans()
+        for pid in orphans - self._asked:
+            _signal(pid, signal.SIGTERM)
+        self._asked |= orphans
+        now = time.monotonic()
+        for pid, ended in list(self._ended.items()):
+            has_group = signal_group(pid, 0)
+            if now >= ended.kill_at:
+                signal_group(pid, signal.SIGKILL)
+                for each in orphans:
+                    _signal(each, signal.SIGKILL)
+            gave_up = now >= ended.kill_at + _PATIENCE_S  # its group has only zombies, whose parents live elsewhere
+            if gave_up or not (has_group or orphans):
+                os.close(ended.status)
+                del self._ended[pid]
+
+    def _find_orphans(self) -> set[int]:
+        if not self._has_children():
+            return set()
+        try:
+            children = Path(f"/proc/self/task/{self._pid}/children").read_text()
+        except OSError:  # macOS offers no way to find them
+            return set()
+        return {int(pid) for pid in children.split()} - self._ranks.keys()
+
+    def _has_children(self) -> bool:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True
+
+
+def _report(status: int, word: bytes, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launch no longer reads it
+        os.write(status, STATUS.pack(word, number))
+
+
+def signal_group(pid: int, number: int) -> bool:
+    """Send a signal to a process group. Return True if the group exists, even if all its members are zombies."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+        return True
+    return False
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+# -- in the launching process
+
+
+class ForkServer:
+    """The launching process's handle of the server. Any thread may use it."""
+
+    def __init__(self) -> None:
+        ours, its = socket.socketpair()
+        ours.settimeout(None)
+        self._socket = ours
+        close_in_forked_children(ours)
+        path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
+        script = (
+            f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "  # collection would take a sixth of the time to import
+            "from parawrap.processes.server import serve; serve()"
+        )
+        command = [sys.executable, *interpreter_options(), "-P", "-c", script]
+        # Most ranks have one thread. To lower the number after a fork would start the threads first; ranks can raise it.
+        environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
+        with its:
+            # It runs in the root folder, because imports fail in a deleted working folder.
+            self._process = subprocess.Popen(command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ)
+        self._sending = threading.Lock()
+        self._loaded: set[str] = set()
+
+    @property
+    def is_usable(self) -> bool:
+        """True if the server accepts requests from this process."""
+        return self._socket.fileno() >= 0 and self._process.poll() is None
+
+    def fork(self, data: int, control: int, streams: tuple[int, int]) -> int:
+        """Request a rank with the ends of two sockets, and of pipes for its output. Return its status pipe.
+
+        Raises:
+            LaunchError: If the server does not accept the request.
+        """
+        status, written = os.pipe()
+        try:
+            with self._sending:
+                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], [written, data, control, *streams])
+        except OSError as error:
+            os.close(status)
+            msg = f"{self.describe()} does not accept requests: {error}. The next launch starts another one"
+            raise LaunchError(msg) from error
+        finally:
+            os.close(written)
+        return status
+
+    def load(self, names: list[str]) -> None:
+        """Import modules in advance for later ranks."""
+        for name in set(names) - self._loaded:
+            self._loaded.add(name)
+            with self._sending, contextlib.suppress(OSError):
+                self._socket.sendall(_REQUEST.pack(PRELOADABLE.index(name)))
+
+    def describe(self) -> str:
+        """Describe the server and how it ended."""
+        code = self._process.poll()
+        name = f"the process that forks ranks (process {self._process.pid})"
+        return name if code is None else f"{name}, which {exit_text(code)},"
+
+    def stop(self) -> None:
+        """Close the connection, and wait until the server has ended."""
+        self._socket.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # its ranks have not ended
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """Never wait for the server: in a forked child it is a process of the parent."""
+        self._process.returncode = 0
+
+
+_server: ForkServer | None = None
+_starting = threading.Lock()
+
+
+def fork_server() -> ForkServer:
+    """Return the server of this process. Start it at first use, and again if it has ended.
+
+    Raises:
+        LaunchError: If it cannot be started.
+    """
+    global _server
+    with _starting:
+        if _server is None or not _server.is_usable:
+            if _server is not None:
+                _server.stop()
+            try:
+                _server = ForkServer()
+            except OSError as error:
+                msg = f"the process that forks ranks cannot be started: {error}"
+                raise LaunchError(msg) from error
+        return _server
+
+
+def stop_server() -> None:
+    """Stop the server. The next launch starts another one."""
+    global _server
+    with _starting:
+        stopping, _server = _server, None
+    if stopping is not None:
+        stopping.stop()
+
+
+def _forget_server() -> None:
+    """Forget the server in a forked child: it is a process of the parent."""
+    global _server, _starting
+    if _server is not None:
+        _server.forget()
+    _server, _starting = None, threading.Lock()  # another thread may have held the lock
+
+
+os.register_at_fork(after_in_child=_forget_server)

@@ -1,0 +1,179 @@
+"""The state of the launching process that ranks take over: environment, folder, import path, and settings of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import types
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from parawrap.processes.private_names import raw_environ
+
+_log = logging.getLogger("parawrap.launch")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a process that a function may rely on.
+
+    Attributes:
+        environ: The environment variables. None: ranks on other machines keep their own.
+        cwd: The working folder; None if it no longer exists.
+        path: The import path.
+        argv: The arguments of the script.
+        main_file: The script's file. With it, multiprocessing makes the script's classes available in what it spawns.
+        seed: The seed of torch's default generator.
+        dtype: The default dtype.
+        deterministic: True for deterministic algorithms, and True if they only warn.
+        precision: The precision of float32 matrix products; None if newer flags of torch set it.
+        cudnn_benchmark: True if cuDNN chooses algorithms by measurement.
+        sharing_strategy: How torch.multiprocessing shares memory.
+        start_method: The start method of multiprocessing; None for the default.
+        recursion_limit: Python's recursion limit.
+    """
+
+    environ: dict[str, str] | None
+    cwd: str | None
+    path: list[str]
+    argv: list[str]
+    main_file: str | None
+    seed: int
+    dtype: torch.dtype
+    deterministic: tuple[bool, bool]
+    precision: str | None
+    cudnn_benchmark: bool
+    sharing_strategy: str
+    start_method: str | None
+    recursion_limit: int
+
+    @classmethod
+    def here(cls) -> Settings:
+        """Return the settings of this process."""
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        return cls(
+            environ=dict(os.environ),
+            cwd=_working_folder(),
+            path=list(sys.path),
+            argv=list(getattr(sys, "argv", [""])),
+            main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
+            seed=torch.initial_seed(),
+            dtype=torch.get_default_dtype(),
+            deterministic=_determinism(),
+            precision=_precision(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
+            start_method=multiprocessing.get_start_method(allow_none=True),
+            recursion_limit=sys.getrecursionlimit(),
+        )
+
+    def for_other_machines(self) -> Settings:
+        """Return the part to send to other machines. Their environment is their own."""
+        return replace(self, environ=None)
+
+    def apply(self) -> None:
+        """Apply the settings to this process, with an empty ``__main__``."""
+        if self.environ is None:
+            if self.cwd is not None:
+                with contextlib.suppress(OSError):  # not on this machine
+                    os.chdir(self.cwd)
+            sys.path[:0] = [each for each in self.path if each not in sys.path]
+        else:
+            gone = dict.fromkeys(os.environ.keys() - self.environ.keys())
+            differs = {name: value for name, value in self.environ.items() if os.environ.get(name) != value}
+            Changes(gone | differs, self.cwd, self.path).apply()
+        sys.argv[:] = self.argv
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        if self.main_file is not None:
+            main.__file__ = self.main_file
+        sys.setrecursionlimit(self.recursion_limit)
+        torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
+        torch.set_default_dtype(self.dtype)
+        if self.deterministic != (False, False):  # the first call takes a second
+            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        if self.precision not in (None, _precision()):
+            torch.set_float32_matmul_precision(self.precision)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
+        if self.start_method is not None:
+            multiprocessing.set_start_method(self.start_method, force=True)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a script changed between two calls of ranks that stay.
+
+    Attributes:
+        environ: The environment variables that changed; None for those that are gone.
+        cwd: The working folder, or None if it is the same.
+        path: The import path, or None if it is the same.
+    """
+
+    environ: dict[str, str | None]
+    cwd: str | None
+    path: list[str] | None
+
+    def apply(self) -> None:
+        """Apply the changes to this process."""
+        for name, value in self.environ.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if self.environ:
+            time.tzset()
+        if self.cwd is not None:
+            with contextlib.suppress(OSError):  # deleted in the meantime, or not on this machine
+                os.chdir(self.cwd)
+        if self.path is not None:
+            sys.path[:] = self.path
+
+
+class Surroundings:
+    """The environment, the folder, and the import path that ranks had at their last call."""
+
+    def __init__(self) -> None:
+        self._raw = dict(raw_environ)
+        self._environ = dict(os.environ)
+        self._cwd = _working_folder()
+        self._path = list(sys.path)
+
+    def changes(self) -> Changes | None:
+        """Return the changes since the last time; None if there are none. Costs 2 us without changes."""
+        try:
+            cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
+        except FileNotFoundError:
+            cwd = self._cwd or ""
+        if raw_environ == self._raw and cwd == self._cwd and sys.path == self._path:
+            return None
+        before, environ, path = self._environ, dict(os.environ), list(sys.path)
+        changed = {name: environ.get(name) for name in before | environ if environ.get(name) != before.get(name)}
+        changes = Changes(changed, cwd if cwd != self._cwd else None, path if path != self._path else None)
+        self._raw, self._environ, self._cwd, self._path = dict(raw_environ), environ, cwd, path
+        return changes
+
+
+def _working_folder() -> str | None:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        _log.warning("the working folder of this process no longer exists: the ranks run in the root folder")
+        return None
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _precision() -> str | None:
+    """Return the precision of float32 matrix products, or None if newer flags have a value that it cannot express."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
