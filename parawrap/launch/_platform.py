@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from parawrap._public import public
 from parawrap.backends import neuron_is_device
-from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
 from parawrap.launch._launcher_registry import LAUNCHERS
@@ -31,7 +30,6 @@ __all__ = ["Platform"]
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
-_SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
 _BIGGEST_SEED = 2**32 - 1  # the limit of numpy
@@ -60,9 +58,6 @@ class Platform:
         n_cpus: With ``device="cpu"``, the number of ranks per node. Otherwise the number of CPU threads per rank; 1 gives
             each rank an equal share of the cores.
         ram: Memory per node in GB (1024 MB), for Slurm and Ray.
-        spawn_method: ``"forkserver"`` forks each rank from a warm process that has imported torch. ``"spawn"`` starts a
-            fresh interpreter per rank. ``"fork"`` forks this process: ranks then have one torch thread, and this process
-            must not have initialized CUDA.
         ipc_protocol: The store where ranks meet: ``"file"`` (in a private folder) or ``"tcp"`` (on a port). None selects
             ``"tcp"`` with several nodes, on Ray, or if `master_addr` or `master_port` is given, and ``"file"`` otherwise.
             All users of a machine can connect to a port.
@@ -81,9 +76,6 @@ class Platform:
             ``sbatch`` options by their long names.
         console_logs: A folder for log files. Each launch makes a subfolder with one file per rank: ``rank-0.log``, and so
             on.
-        trace: A path for a timeline of the start, meeting, run, and teardown of each rank: a page (``.html``), or a trace
-            for ui.perfetto.dev (``.json``). Each launch replaces the file at its end. The launches of ``map`` write one
-            file each, such as ``launch-0.html``. ``inline`` and ``"env"`` write none.
         verbose: True to show the ranks' output, with the rank in front of each line.
         print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the output of every rank.
         upon_finish: Called without arguments in this process after all ranks have returned. Its exceptions are logged.
@@ -114,7 +106,6 @@ class Platform:
     n_gpus: int | None = None
     n_cpus: int = 1
     ram: float | None = None
-    spawn_method: Literal["forkserver", "spawn", "fork"] = "forkserver"
     ipc_protocol: Literal["tcp", "file"] | None = None
     master_addr: str | None = None
     master_port: int = 0
@@ -124,7 +115,6 @@ class Platform:
     timeout_min: float | None = None
     slurm_additional_parameters: Mapping[str, Any] | None = None
     console_logs: str | Path | None = None
-    trace: str | Path | None = None
     verbose: bool = True
     print_ranks: Sequence[int] | None = None
     upon_finish: Callable[[], object] | None = None
@@ -195,7 +185,7 @@ class Platform:
     def open(self) -> Ranks:
         """Start the ranks, and return a handle that calls functions on them any number of times. See `Ranks`.
 
-        The fields of the platform hold for all calls: `seed` and `trace` for the life of the ranks, and `timeout_min` and
+        The fields of the platform hold for all calls: `seed` for the life of the ranks, and `timeout_min` and
         `hang_timeout_s` for each call.
 
         Raises:
@@ -277,10 +267,6 @@ def _optional(accepts: Callable[[Any], bool], allowed: str) -> _Rule:
     return _Rule(lambda value: value is None or accepts(value), f"{allowed}, or None")
 
 
-def _one_of(values: Sequence[str]) -> _Rule:
-    return _Rule(lambda value: isinstance(value, str) and value in values, _either(values))
-
-
 def _count(least: int, what: str) -> _Rule:
     return _Rule(lambda value: _is_int(value) and value >= least, f"give a number of {what}, at least {least}")
 
@@ -312,14 +298,9 @@ _RULES: dict[str, _Rule] = {
     "partition": _optional(_is_text, "give a non-empty string"),
     "master_addr": _optional(_is_text, "give a non-empty string"),
     "console_logs": _optional(_is_path, "give the path of a folder"),
-    "trace": _optional(
-        lambda value: isinstance(value, (str, Path)) and Path(value).suffix in TIMELINE_SUFFIXES,
-        f"give a path that ends with {' or '.join(TIMELINE_SUFFIXES)}",
-    ),
     "verbose": _Rule(lambda value: isinstance(value, bool), "give True or False"),
     "upon_finish": _optional(callable, "give a callable"),
     "slurm_additional_parameters": _optional(lambda value: isinstance(value, Mapping), "give a dict"),
-    "spawn_method": _one_of(_SPAWN_METHODS),
     "ipc_protocol": _optional(lambda value: isinstance(value, str) and value in _PROTOCOLS, _either(_PROTOCOLS)),
     "timeout_min": _time("minutes"),
     "hang_timeout_s": _time("seconds"),

@@ -20,7 +20,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
-from parawrap.processes.output import Transcript, printer
+from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.server import stop_server
 
 R = TypeVar("R", covariant=True)
@@ -102,7 +102,8 @@ class Launch(Generic[R]):
         self._summaries: dict[int, str] = {}
         if run is not None:
             self.log_folder = new_log_folder(job.platform, job.name)
-        self._transcripts = make_transcripts(job.platform, self.log_folder, job.number)
+        self._printer = Printer()
+        self._transcripts = make_transcripts(job.platform, self._printer, self.log_folder, job.number)
         self._watch = threading.Thread(target=self._watch_ranks, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
 
     def results(self, timeout: float | None = None) -> RankResults[R]:
@@ -264,7 +265,7 @@ class Launch(Generic[R]):
     def _finish_transcripts(self) -> None:
         for transcript in self._transcripts:
             transcript.finish()
-        printer.flush()
+        self._printer.finish()
 
     def _end(self) -> None:
         _running.discard(self)
@@ -359,7 +360,9 @@ def new_log_folder(platform: Platform, name: str) -> Path | None:
         raise LaunchError(msg) from error
 
 
-def make_transcripts(platform: Platform, folder: Path | None, number: int | None = None) -> list[Transcript]:
+def make_transcripts(
+    platform: Platform, printer: Printer, folder: Path | None, number: int | None = None
+) -> list[Transcript]:
     """Return a transcript for each rank. The launches of `map` have a number, which stands in front of the output."""
     has_prefix = platform.world_size > 1 or number is not None
     launch = "" if number is None else f"{number}/"

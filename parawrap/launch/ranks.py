@@ -32,7 +32,7 @@ from parawrap.launch.local import open_pool, open_store
 from parawrap.launch.lost_handles import is_lost
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
-from parawrap.processes.output import printer
+from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
 from parawrap.processes.process import CallBody
 from parawrap.processes.script import SentScript
@@ -65,8 +65,9 @@ class _RanksThread:
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
-        self.transcripts = make_transcripts(platform, new_log_folder(platform, _LABEL))
-        self.script = SentScript()
+        self.printer = Printer()
+        self.transcripts = make_transcripts(platform, self.printer, new_log_folder(platform, _LABEL))
+        self.script = SentScript(imports=True)
         self.ready = Latch()
         self.ended = Latch()
         self.error: BaseException | None = None  # of the start
@@ -154,6 +155,7 @@ class _RanksThread:
         finally:
             for transcript in self.transcripts:
                 transcript.finish()
+            self.printer.finish()
             self.ended.set()
             self.ready.set()
             self._fail_queue()
@@ -578,7 +580,7 @@ def _abandon(thread: _RanksThread, pid: int) -> None:
 def _show_output(thread: _RanksThread) -> None:
     for transcript in thread.transcripts:
         transcript.show_unfinished()
-    printer.flush()
+    thread.printer.flush()
 
 
 def _quiet(platform: Platform) -> Platform:

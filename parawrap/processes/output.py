@@ -32,7 +32,10 @@ _PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on th
 
 
 class Printer:
-    """Prints the output of launches in a thread, so that a reader that does not drain it cannot stop supervision."""
+    """Prints the output of one launch in a thread, so that a reader that does not drain it cannot stop supervision.
+
+    At the exit of the interpreter, output that is not printed yet blocks the exit, as it does without parawrap.
+    """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -45,15 +48,15 @@ class Printer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="parawrap-printer", daemon=True)
                 self._thread.start()
+                _printing.add(self)
         self._jobs.put(show)
 
     def flush(self, timeout: float | None = _PATIENCE_S) -> None:
         """Wait until the output so far is printed, for at most this many seconds."""
         if self._thread is not None:
-            printed = threading.Lock()
-            printed.acquire()
-            self._jobs.put(printed.release)
-            printed.acquire(timeout=-1 if timeout is None else timeout)
+            printed = threading.Event()
+            self._jobs.put(printed.set)
+            printed.wait(timeout)
 
     def finish(self) -> None:
         """Print all output, for at most a second, and end the thread then."""
@@ -61,6 +64,8 @@ class Printer:
         if thread is not None:
             self._jobs.put(None)
             thread.join(_PATIENCE_S)
+            if not thread.is_alive():
+                _printing.discard(self)
 
     def _run(self) -> None:
         while (show := self._jobs.get()) is not None:
@@ -204,14 +209,13 @@ def _open_file(path: Path) -> BinaryIO:
         raise LaunchError(msg) from error
 
 
-printer = Printer()
-"""Prints the output of all launches of this process."""
+_printing: weakref.WeakSet[Printer] = weakref.WeakSet()
 
 
-def _forget_thread() -> None:
-    """Make a new printer in a forked child: the thread stays in the parent."""
-    printer.__init__()  # type: ignore[misc]
+def _print_all() -> None:
+    for printer in list(_printing):
+        printer.flush(None)
 
 
-atexit.register(lambda: printer.flush(None))  # output that is not printed yet blocks the exit, as it does without parawrap
-os.register_at_fork(after_in_child=_forget_thread)
+atexit.register(_print_all)
+os.register_at_fork(after_in_child=_printing.clear)  # the threads stay in the parent

@@ -133,7 +133,7 @@ def pickle_apart(
         (make_pickler or ValuePickler)(stream, buffers).dump(value)
     except Exception as error:
         buffers.clear()  # the frames of the traceback hold them
-        place, found, reason = _find_unpicklable(value, address)
+        place, found, reason = _find_unpicklable(value, address, error)
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
         del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
@@ -222,14 +222,14 @@ def _check_module(name: str) -> None:
     if module is None or name == "__main__" or name in _importable:
         return
     _importable.add(name)
-    if not _is_importable(name):
+    if not is_importable(name):
         cloudpickle.register_pickle_by_value(module)
 
 
 _importable: set[str] = set()  # names that were checked
 
 
-def _is_importable(name: str) -> bool:
+def is_importable(name: str) -> bool:
     """True if the import path leads to the root of this module. Modules that were loaded from a file may be elsewhere."""
     root = name.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
@@ -393,9 +393,9 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
-def _find_unpicklable(value: Any, address: str) -> tuple[str, Any, Exception | None]:
+def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, Any, Exception | None]:
     """Return the address of the innermost part that cannot be pickled, the part itself, and its exception."""
-    reason: Exception | None = None
+    reason: Exception | None = error if isinstance(error, _RefusedError) else None
     seen = {id(value)}
     for _ in range(_MOST_STEPS + (not address)):
         if isinstance(reason, _RefusedError) and reason.place == id(value):

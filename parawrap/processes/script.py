@@ -6,11 +6,14 @@ A function keeps its globals in the rank, whatever module it is in. They follow 
    lists, dicts, and sets are also brought if their contents changed.
 2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a function deletes it there.
 3. Other objects that changed in place are not sent again.
+
+In ranks that stay, functions of a module that ranks can import use that module there, and nothing is sent for them.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import linecache
 import pickle
@@ -20,10 +23,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from parawrap.processes.pickling import Packed, ValuePickler, pack, received_classes
+from parawrap.processes.pickling import Packed, ValuePickler, is_importable, pack, received_classes
 from parawrap.processes.private_names import goes_by_name, id_of_class, names_in_code
 
 _MAIN = "__main__"
+_IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
 _LARGEST_COMPARED = 4096  # bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
 _CONTAINERS = (list, dict, set)
 _MISSING = object()
@@ -33,9 +37,13 @@ Name = tuple[str, str]
 
 
 class SentScript:
-    """The globals that the ranks of one launch have, as the launching process knows them. One thread uses it at a time."""
+    """The globals that the ranks of one launch have, as the launching process knows them. One thread uses it at a time.
 
-    def __init__(self) -> None:
+    `imports` is True for ranks that stay.
+    """
+
+    def __init__(self, *, imports: bool = False) -> None:
+        self._imports = imports
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
         self._sent: dict[Name, tuple[Any, bytes | None]] = {}  # the object, and the pickle of a small container
         self._owned: set[Name] = set()
@@ -91,7 +99,13 @@ class SentScript:
         found = self._spaces.get(id(globals_))
         if found is None:
             name = str(globals_.get("__name__"))
-            found = self._spaces[id(globals_)] = (name if name == _MAIN else f"{name} {id(globals_)}", globals_)
+            module = sys.modules.get(name)
+            key = f"{name} {id(globals_)}"
+            if name == _MAIN:
+                key = _MAIN
+            elif self._imports and module is not None and vars(module) is globals_ and is_importable(name):
+                key = _IMPORTED + name
+            found = self._spaces[id(globals_)] = (key, globals_)
         return found[0]
 
     def must_send(self, new: dict[Name, Any], name: Name, value: Any) -> bool:
@@ -99,6 +113,8 @@ class SentScript:
         return name not in new and name not in self._owned and self._differs(name, value)
 
     def _differs(self, name: Name, value: Any) -> bool:
+        if name[0].startswith(_IMPORTED):
+            return False
         sent, contents = self._sent.get(name, (_MISSING, None))
         return sent is not value or (contents is not None and contents != _contents_of(value))
 
@@ -228,6 +244,8 @@ _spaces: dict[str, dict[str, Any]] = {}
 def _globals_of(space: str, name: str) -> dict[str, Any]:
     if space == _MAIN:
         return vars(sys.modules[_MAIN])
+    if space.startswith(_IMPORTED):
+        return vars(importlib.import_module(name))
     return _spaces.setdefault(space, {"__name__": name})
 
 

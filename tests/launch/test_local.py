@@ -12,16 +12,13 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import PlatformError, RankDiedError, UnsendableError, functional, wrapper
-from tests.helpers.processes import notes_of, ranks, run_script, running_scripts
+from parawrap import RankDiedError, UnsendableError, functional, wrapper
+from tests.helpers.processes import notes_of, ranks, run_script, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
-
-METHODS = ["forkserver", "spawn", "fork"]
 
 
 def test_dry_run_shows_the_launch():
@@ -42,7 +39,7 @@ def test_ddp_model_is_no_result():
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """The launches of three functions, by spawn method: one that returns, one that raises, and one that is killed."""
+    """The launches of three functions: one that returns, one that raises, and one that is killed."""
     folder = tmp_path_factory.mktemp("ended")
     (folder / "user_module.py").write_text("VALUE = 'imported'")
 
@@ -63,9 +60,7 @@ def ended(tmp_path_factory):
         torch.rand(1 << 22).sum()  # starts this process's own threads
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as in some servers
         launches = {
-            (method, name): wrapper(ranks(2 if name == "looks" else 1, spawn_method=method))(function).submit()
-            for method in METHODS
-            for name, function in functions.items()
+            name: wrapper(ranks(2 if name == "looks" else 1))(function).submit() for name, function in functions.items()
         }
         for launch in launches.values():
             eventually(launch.done, "the end of the launch")
@@ -73,31 +68,23 @@ def ended(tmp_path_factory):
     return launches, folder
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_ranks_know_surroundings(method, ended):
+def test_ranks_know_surroundings(ended):
     """Environment, working directory, import path, and `sys.argv` are those of the parent at the call."""
     launches, folder = ended
-    threads = 1 if method == "fork" else max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
     expected = float(2 << 22), threads, "imported", "zweit\u00e9\udc80", folder, ["script.py", "--lr", "0.1"]
-    assert launches[method, "looks"].results() == (expected,) * 2
+    assert launches["looks"].results() == (expected,) * 2
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_failure_is_named(method, ended):
+def test_failure_is_named(ended):
     """The exception, and the signal that killed a rank, arrive also if the parent ignores SIGCHLD."""
     launches, _ = ended
     with pytest.raises(ZeroDivisionError) as raised:
-        launches[method, "raises"].results()
+        launches["raises"].results()
     assert "rank 0 of 1" in notes_of(raised.value)
     with pytest.raises(RankDiedError) as killed:
-        launches[method, "killed"].results()
+        launches["killed"].results()
     assert killed.value.signal is signal.SIGKILL
-
-
-def test_fork_after_cuda_raises(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(PlatformError, match=r"'fork': CUDA is initialized in this process already.*give 'forkserver'"):
-        wrapper(ranks(spawn_method="fork"))(lambda: None)()
 
 
 def test_fork_in_start_is_harmless(monkeypatch):
@@ -118,17 +105,6 @@ def test_fork_in_start_is_harmless(monkeypatch):
     finally:
         os.kill(children[0], signal.SIGKILL)
         os.waitpid(children[0], 0)
-
-
-def test_warm_processes_are_reaped(monkeypatch):
-    """A changed environment needs a new warm process; old ones do not accumulate, not even as zombies."""
-    launchable = wrapper(ranks(1))(torch.get_num_threads)
-    launchable()
-    before = len(psutil.Process().children())
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert launchable() == (3,)
-    # a launch may reap old processes
-    eventually(lambda: launchable() and len(psutil.Process().children()) == before, "only one warm process")
 
 
 def test_edited_module_is_imported(tmp_path, monkeypatch):
@@ -162,24 +138,19 @@ def loads(method):
     dataset.source = rows.ROWS  # of a class of a module
     (batch,) = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
     return batch.sum().item()
+
+if __name__ == "__main__":
+    print(*loads("forkserver"))
 """
 
 
 def test_rank_has_loader_workers(tmp_path):
-    """They find datasets of the script and modules of its folder. A script without a guard gets an error that names it."""
-    rows = "class Rows(list): pass\nROWS = Rows([1.0, 2.0])"
-    ends = {"guarded": "if __name__ == '__main__':\n    print(*loads('forkserver'))", "unguarded": "loads('spawn')"}
-
-    def script(folder, end):
-        (folder / "rows.py").write_text(rows)
-        return (f"{LOADER}\n{end}\n",)
-
-    cases = {name: lambda folder, end=end: script(folder, end) for name, end in ends.items()}
-    with running_scripts(tmp_path, cases) as started:
-        written = {name: running.communicate(2 * PATIENCE_S)[0] for name, (running, _) in started.items()}
-    assert written["guarded"].count("script __main__") == 1  # workers do not run the guarded part
-    assert "6.0\n" in written["guarded"]
-    assert 'put the script\'s actions under `if __name__ == "__main__":`' in written["unguarded"]
+    """They find datasets of the script and modules of its folder."""
+    (tmp_path / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
+    with running_script(tmp_path, LOADER) as script:
+        written = script.communicate(2 * PATIENCE_S)[0]
+    assert written.count("script __main__") == 1  # workers do not run the guarded part
+    assert "6.0\n" in written
 
 
 def test_child_of_rank_is_no_rank():
@@ -190,40 +161,6 @@ def test_child_of_rank_is_no_rank():
 
     (error,) = wrapper(ranks(1))(launch_in_process)()
     assert "LaunchError: len was launched in a process that a rank started" in error
-
-
-CLOSING = """
-    import json, os, sys
-    method, *closed = sys.argv[1:]
-    for number in map(int, closed):
-        os.close(number)
-    from parawrap import Platform, wrapper
-
-    class Result(str):
-        pass
-
-    @wrapper(Platform(device="cpu", n_cpus=2, spawn_method=method))
-    def works():
-        print("out")
-        os.write(2, b"err")
-        return Result(f"stdin: {sys.stdin.read()}")
-
-    launch = works.submit()
-    results = launch.results()
-    with open("found", "w") as file:
-        json.dump([results, sorted(launch.logs(1)), type(results[0]) is Result], file)
-    os._exit(0)  # the interpreter could not flush its output
-"""
-
-
-def test_parent_may_close_streams(tmp_path):
-    """With any standard streams closed, functions and classes of a script work, and output is kept."""
-    cases = {"forkserver": lambda _: (CLOSING, "forkserver", 0, 1, 2), "fork": lambda _: (CLOSING, "fork", 1, 2)}
-    with running_scripts(tmp_path, cases) as started:
-        for script, folder in started.values():
-            output = script.communicate(PATIENCE_S)
-            assert script.returncode == 0, output
-            assert json.loads((folder / "found").read_text()) == [["stdin: "] * 2, sorted("out\nerr"), True]
 
 
 LAUNCHES = """

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, current_rank, wrapper
+from parawrap.processes.server import stop_server
 from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -63,10 +64,9 @@ def test_cancel_waits_for_the_ranks(tmp_path):
         launch.results()
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_deaf_thread_launches(method, monkeypatch):
+def test_deaf_thread_launches():
     """Many servers block signals in their threads. Ranks still clean up and end."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # needs a new warm process, which inherits the mask
+    stop_server()  # the next one inherits the mask
 
     def waits():
         try:
@@ -77,7 +77,7 @@ def test_deaf_thread_launches(method, monkeypatch):
 
     def launches():
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        launch = wrapper(ranks(1, spawn_method=method))(waits).submit()
+        launch = wrapper(ranks(1))(waits).submit()
         eventually(lambda: "begun" in launch.logs(0), "the call")
         launch.cancel()
         return launch.state, launch.logs(0)
