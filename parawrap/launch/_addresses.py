@@ -7,7 +7,7 @@ import fcntl
 import socket
 import struct
 
-from parawrap.launch.rank._process_groups import LOOPBACK
+from parawrap.processes.groups import LOOPBACK
 
 __all__ = ["interface_of", "list_addresses"]
 

@@ -22,26 +22,26 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._packed_call import Job, Preview, preview
+from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
-from parawrap.launch.coordinator._launch import Launch, make_ended_launch
-from parawrap.launch.messages._first_rank_failure import Died, Requeued
-from parawrap.launch.rank._exchange_outcomes import Exchange, agree_on_session
-from parawrap.launch.rank._preemption import RequeueRequested, at_signal
-from parawrap.launch.rank._preemption_store import StoreAgreement
-from parawrap.launch.rank._process_groups import leave_groups
-from parawrap.launch.rank._set_up_rank import Place, set_up
-from parawrap.launch.rank._signed_values import SignedStore, Signer
+from parawrap.launch.launch import Launch, make_ended_launch
+from parawrap.launch.set_up import Place, groups_of, set_up
 from parawrap.launch.slurm._job_commands import requeue_job
+from parawrap.launch.worlds._exchange_outcomes import Exchange, agree_on_session
+from parawrap.launch.worlds._preemption_store import StoreAgreement
+from parawrap.launch.worlds._signed_values import SignedStore, Signer
+from parawrap.processes.groups import leave_groups
+from parawrap.processes.outcomes import Died, Requeued, exit_of
+from parawrap.processes.preemption import RequeueRequested, at_signal
 
 __all__ = ["launcher"]
 
 _REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
-_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None, "trace": None}
+_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
 _calls = count()
@@ -69,8 +69,8 @@ class _Env:
     def preview(self, job: Job) -> Preview:
         world = _world()
         fitted = replace(job, platform=_fit_platform(job.platform, world))
-        made = preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started")
-        return replace(made, meeting=made.meeting and f"tcp {world.master_addr}:{world.master_port}")
+        meeting = f"tcp {world.master_addr}:{world.master_port}" if fitted.platform.requires_ipc else None
+        return preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started", meeting=meeting)
 
 
 launcher = _Env()
@@ -171,14 +171,7 @@ def _run_rank(
             with agreement, at_signal(agreement.request), preserved_generators(device):
                 if job.platform.seed == "script":
                     torch.manual_seed(exchange.share_seed(torch.initial_seed()))
-                result = _call(
-                    job,
-                    exchange,
-                    replace(
-                        set_up(place, job.platform, meeting if own_group else None, group), preemption=agreement.preemption
-                    ),
-                    group,
-                )
+                result = _call(job, exchange, _enter(place, job, agreement, meeting if own_group else None, group), group)
             exchange.report_result(result)
         except RequeueRequested as wanted:
             traceback.clear_frames(wanted.__traceback__)
@@ -186,7 +179,8 @@ def _run_rank(
             exchange.report_requeue()
         return exchange.results(hang_up)
     except SystemExit as error:
-        return exchange.report_exit(Died.by_exit(error, pid=os.getpid()))
+        code, said = exit_of(error)
+        return exchange.report_exit(Died(time.time(), os.getpid(), code, by_sys_exit=True, last_words=said))
     except BaseException as error:  # noqa: BLE001 (reported to the other ranks)
         outcome = exchange.report_error(error)
         traceback.clear_frames(error.__traceback__)
@@ -195,6 +189,19 @@ def _run_rank(
         hang_up()
         if own_group:
             sys.excepthook = hook
+
+
+def _enter(
+    place: Place, job: Job, agreement: StoreAgreement, store: dist.Store | None, group: dist.ProcessGroup | None
+) -> Rank:
+    """Make this process the rank, in new process groups that meet at the store, or in those of the user."""
+    rank = set_up(place, job.platform, agreement.preemption)
+    groups = groups_of(job.platform, is_on_one_machine=place.is_on_one_machine)
+    if store is not None:
+        return replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device))
+    if group is not None and job.platform.ipc_groups:
+        return replace(rank, group=groups.make_own(rank.global_rank))
+    return replace(rank, group=group)
 
 
 def _keep_group() -> None:

@@ -27,8 +27,9 @@ from parawrap.launch._job import DECORATED, Job, check_function, check_signature
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
+from parawrap.launch.attempts import Machines, World, make_pool
 from parawrap.launch.launch import CallLaunch, Launch, make_transcripts, new_log_folder
-from parawrap.launch.local import open_pool, open_store
+from parawrap.launch.local import LocalMachines
 from parawrap.launch.lost_handles import is_lost
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
@@ -36,7 +37,7 @@ from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
 from parawrap.processes.process import CallBody
 from parawrap.processes.script import SentScript
-from parawrap.processes.settings import Settings, Surroundings
+from parawrap.processes.settings import Surroundings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,8 +64,9 @@ class _Request:
 class _RanksThread:
     """Owns the pool of ranks that stay. Any thread may call its methods, except `_run` and those below it."""
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: Platform, machines: Machines) -> None:
         self.platform = platform
+        self._machines = machines
         self.printer = Printer()
         self.transcripts = make_transcripts(platform, self.printer, new_log_folder(platform, _LABEL))
         self.script = SentScript(imports=True)
@@ -74,8 +76,7 @@ class _RanksThread:
         self.last: Ending | None = None  # that ended the ranks
         self.last_name = ""
         self.current: _Request | None = None
-        self._settings = Settings.here()
-        self._sent = Job(platform, _serve).sent_platform
+        self._settings = machines.settings()
         self._queue: deque[_Request] = deque()
         self._pool: Pool | None = None
         self._is_closing = False
@@ -133,32 +134,39 @@ class _RanksThread:
 
     def _run(self) -> None:
         try:
-            with open_store(self.platform) as store:
-                platform = self.platform
-                limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s)
-                pool = open_pool(platform, self._sent, self._settings, store, self.transcripts, limits, stays=True)
-                pool.owned = self.script.note_owned
-                self._pool = pool
-                try:
-                    pool.fork()
-                    self.last = pool.set_up()
-                    if self.last.is_success:
-                        self.last = None
-                        self.ready.set()
-                        self._serve(pool)
-                finally:
-                    pool.close()
+            with self._machines.open(lambda: self._is_closing) as world:
+                if world is None:
+                    self.last = Ending({}, cancelled=True)
+                else:
+                    self._run_ranks(world)
             if self.last is None:
-                Job(platform, _serve).finish()
+                Job(self.platform, _stay).finish()
         except BaseException as error:  # noqa: BLE001 (raised by the handle)
             self.error = error
         finally:
+            self._machines.close()
             for transcript in self.transcripts:
                 transcript.finish()
             self.printer.finish()
             self.ended.set()
             self.ready.set()
             self._fail_queue()
+
+    def _run_ranks(self, world: World) -> None:
+        platform = self.platform
+        limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s)
+        pool = make_pool(Job(platform, _stay), world, self._settings, self.transcripts, limits, stays=True)
+        pool.owned = self.script.note_owned
+        self._pool = pool
+        try:
+            pool.fork()
+            self.last = pool.set_up()
+            if self.last.is_success:
+                self.last = None
+                self.ready.set()
+                self._serve(pool)
+        finally:
+            pool.close()
 
     def _serve(self, pool: Pool) -> None:
         while not pool.has_given_up:
@@ -251,7 +259,7 @@ class Ranks:
         self._surroundings = Surroundings()
         self._pid = os.getpid()
         self._is_closed = False
-        self._thread = thread = _RanksThread(platform)
+        self._thread = thread = _RanksThread(platform, machines_for(platform))
         self._end = weakref.finalize(self, _abandon, thread, self._pid)
         _open.add(self)
         try:
@@ -564,6 +572,19 @@ def open_ranks(platform: Platform) -> Ranks:
     return Ranks(platform)
 
 
+def machines_for(platform: Platform) -> Machines:
+    """Return the machines of a platform for ranks that stay.
+
+    Raises:
+        LaunchError: If they cannot be had.
+    """
+    if platform.launcher == "ray":
+        from parawrap.launch.ray._machines import RayMachines  # imports Ray
+
+        return RayMachines(platform)
+    return LocalMachines(platform)
+
+
 def replace_platform(job: Job, platform: Platform) -> Job:
     """Return the job on another platform."""
     job = copy.copy(job)
@@ -591,5 +612,5 @@ def _quiet(platform: Platform) -> Platform:
     return quiet
 
 
-def _serve() -> None:
+def _stay() -> None:
     """Stand for the function of ranks that stay."""

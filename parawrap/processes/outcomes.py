@@ -224,10 +224,14 @@ class Ending:
     lost: str = ""
 
     @property
+    def has_given_up(self) -> bool:
+        """True if something else than an outcome of a rank ended the call."""
+        return bool(self.cancelled or self.timed_out or self.deadlocked or self.lost)
+
+    @property
     def is_success(self) -> bool:
         """True if every rank returned and nothing else ended the call."""
-        given_up = self.cancelled or self.timed_out or self.deadlocked or self.lost
-        return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
+        return not self.has_given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
 
 
 def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) -> list[Any]:

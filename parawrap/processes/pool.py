@@ -20,16 +20,14 @@ import os
 import select
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from parawrap.errors import LaunchError
 from parawrap.processes.main_thread import Status
 from parawrap.processes.outcomes import (
     Died,
@@ -45,8 +43,8 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.output import Transcript
 from parawrap.processes.pickling import Packed
 from parawrap.processes.process import AnswerBody, Assignment, CallBody
-from parawrap.processes.server import EXITED, FAILED, STARTED, STATUS, ForkServer, fork_server, signal_group
-from parawrap.processes.wire import Wire, close_in_forked_children
+from parawrap.processes.server import EXITED, FAILED, STARTED, STATUS, Connections
+from parawrap.processes.wire import Wire
 
 STILL_S = 60.0
 """Seconds that a rank may be idle before the hint."""
@@ -168,14 +166,36 @@ class _Progress:
     has_hinted: bool = False
 
 
+class Starter(Protocol):
+    """Starts the ranks of one launch, on this machine or on others."""
+
+    def start(self, rank: int) -> Connections:
+        """Start a rank. Raise LaunchError if its process cannot be started."""
+        ...
+
+    def kill(self, rank: int, pid: int) -> None:
+        """Kill a rank and its process group."""
+
+    def load(self, names: list[str]) -> None:
+        """Import modules in advance for later ranks, if the process that forks them stays."""
+
+    def describe(self, rank: int) -> str:
+        """Describe the thing that the rank was lost with, if its connection ended."""
+        ...
+
+    def place_of(self, rank: int) -> str:
+        """Return the node and host of a rank, such as ``"node 0, worker-17"``."""
+        ...
+
+
 class Pool:
     """The ranks of one launch, or those that stay.
 
     Args:
+        starter: Starts the processes.
         assignments: The first message of each rank, by rank.
         transcripts: One per rank.
         limits: The time limits.
-        host: The name of this machine.
         stays: True if the ranks stay after a call.
         wants_groups: True if the ranks need process groups at each call.
         watches: False for ranks that may be idle in a call.
@@ -191,19 +211,19 @@ class Pool:
 
     def __init__(
         self,
+        starter: Starter,
         assignments: Sequence[Assignment],
         transcripts: Sequence[Transcript],
         limits: Limits,
-        host: str,
         *,
         stays: bool = False,
         wants_groups: bool = True,
         watches: bool = True,
     ) -> None:
+        self._starter = starter
         self._assignments = assignments
         self._transcripts = transcripts
         self._limits = limits
-        self._host = host
         self._stays = stays
         self._wants_groups = wants_groups
         self._watches = watches
@@ -212,7 +232,6 @@ class Pool:
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._run_posted)
-        self._server: ForkServer | None = None
         self._members: list[_Member] = []
         self._progress: _Progress | None = None
         self._generation = 0
@@ -274,10 +293,9 @@ class Pool:
         Raises:
             LaunchError: If a process cannot be started.
         """
-        self._server = server = fork_server()
         for rank, (assignment, transcript) in enumerate(zip(self._assignments, self._transcripts, strict=True)):
             if not self.cancelled:
-                self._fork(server, rank, transcript).wire.send("assignment", assignment)
+                self._start(rank, transcript).wire.send("assignment", assignment)
 
     def set_up(self) -> Ending:
         """Wait until all ranks are set up."""
@@ -382,41 +400,32 @@ class Pool:
 
     # -- starts
 
-    def _fork(self, server: ForkServer, rank: int, transcript: Transcript) -> _Member:
-        try:
-            data, its_data = socket.socketpair()
-            control, its_control = socket.socketpair()
-            pipes = os.pipe(), os.pipe()
-        except OSError as error:
-            msg = f"the process of rank {rank} cannot be started: {error}"
-            raise LaunchError(msg) from error
-        readers, writers = zip(*pipes, strict=True)
-        wire, control_wire = Wire(data), Wire(control)
-        try:
-            with its_data, its_control:
-                for each in (its_data, its_control):
-                    close_in_forked_children(each)
-                    each.settimeout(None)
-                status = server.fork(its_data.fileno(), its_control.fileno(), (writers[0], writers[1]))
-        except BaseException:
-            for file in readers:
-                os.close(file)
-            raise
-        finally:
-            for file in writers:
-                os.close(file)
-        member = _Member(rank, wire, control_wire, status, transcript, {1: readers[0], 2: readers[1]})
+    def _start(self, rank: int, transcript: Transcript) -> _Member:
+        data, control, status, streams = self._starter.start(rank)
+        member = _Member(rank, Wire(data), Wire(control), status, transcript, dict(enumerate(streams, start=1)))
         self._members.append(member)
-        self._watch(wire, partial(self._on_answer, member))
-        self._watch(control_wire, partial(self._on_word, member))
-        self._watch(status, partial(self._on_status, member))
+        self.watch(member.wire, partial(self._on_answer, member))
+        self.watch(member.control, partial(self._on_word, member))
+        self.watch(status, partial(self._on_status, member))
         for number, file in member.streams.items():
             os.set_blocking(file, False)
-            self._watch(file, partial(self._on_output, member, number))
+            self.watch(file, partial(self._on_output, member, number))
         return member
 
-    def _watch(self, file: Any, act: Callable[[], object]) -> None:
+    def watch(self, file: Any, act: Callable[[], object]) -> None:
+        """Call `act` whenever a file is readable or at its end."""
         self._selector.register(file, selectors.EVENT_READ, act)
+
+    def forget(self, file: Any) -> None:
+        """Stop watching a file."""
+        self._selector.unregister(file)
+
+    def end_connection(self, rank: int) -> None:
+        """Handle the loss of the machine, or the task, that a rank runs on."""
+        member = self._members[rank]
+        if member.is_alive and not member.has_exited:
+            self._on_exit(member, None, self._starter.describe(rank))
+        self._forget(member)
 
     def _drop(self, wire: Wire) -> None:
         if wire.fileno() >= 0:
@@ -449,7 +458,7 @@ class Pool:
             self._must_regroup = self._needs_groups(progress)
         return Ending(
             dict(sorted(call.outcomes.items())),
-            dict.fromkeys(call.ranks, f"node 0, {self._host}"),
+            {rank: self._starter.place_of(rank) for rank in call.ranks},
             stacks=self._stacks,
             timed_out=self.timed_out,
             deadlocked=progress.is_deadlocked,
@@ -661,8 +670,8 @@ class Pool:
         member.operations = body.operations
         if body.owned is not None:
             self.owned(*body.owned)
-        if body.modules and self._server is not None:
-            self._server.load(list(body.modules))
+        if body.modules:
+            self._starter.load(list(body.modules))
         progress = self._progress
         if progress is None or body.number != progress.call.body.number:
             return
@@ -736,7 +745,7 @@ class Pool:
         record = os.read(member.status, STATUS.size)
         if len(record) < STATUS.size:  # all processes of the rank have ended, or the server died, which killed it
             if not member.has_exited:
-                self._on_exit(member, None, self._server.describe() if self._server is not None else "")
+                self._on_exit(member, None, self._starter.describe(member.rank))
             self._forget(member)
             return
         word, number = STATUS.unpack(record)
@@ -769,11 +778,8 @@ class Pool:
     # -- the end of processes
 
     def _kill(self, member: _Member) -> None:
-        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
         if member.pid and not member.has_exited:
-            signal_group(member.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member.pid, signal.SIGKILL)
+            self._starter.kill(member.rank, member.pid)
 
     def _forget(self, member: _Member) -> None:
         """Close the files of a rank."""

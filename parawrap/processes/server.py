@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -72,7 +73,9 @@ def serve() -> NoReturn:
             os.dup2(null, number)
     # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_SETMASK, ()):  # blocked by the task of a Slurm job, which
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # handles the signals that Slurm sends to all processes of a job
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
     _Server(requests).run()
     os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
@@ -91,6 +94,8 @@ class _Server:
         self._ranks: dict[int, int] = {}  # process id: status pipe
         self._ended: dict[int, _Ended] = {}
         self._asked: set[int] = set()  # orphans that got SIGTERM
+        self._sent: set[int] = set()  # signals, since the connection was closed
+        self._closed_at = 0.0
         self._pid = os.getpid()
         self._libc = ctypes.CDLL(None)
         self._adopt_orphans()
@@ -106,11 +111,14 @@ class _Server:
     def run(self) -> None:
         is_open = True
         while is_open or self._ranks or self._ended:
+            if not is_open:
+                self._end_ranks()
             poll = select.poll()  # select() is limited to descriptors below 1024
             poll.register(self._woken, select.POLLIN)
             if is_open:
                 poll.register(self._requests, select.POLLIN)
-            ready = {number for number, _ in poll.poll(1000 * _LOOK_S if self._ended else None)}
+            patience_s = _LOOK_S if self._ended or not is_open else None
+            ready = {number for number, _ in poll.poll(None if patience_s is None else 1000 * patience_s)}
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._reap()
@@ -118,6 +126,16 @@ class _Server:
                 self._end_leftovers()
             if self._requests.fileno() in ready:
                 is_open = self._take_request()
+                self._closed_at = time.monotonic()
+
+    def _end_ranks(self) -> None:
+        """End ranks that go on after the end of the process that requested them. They had a second to notice it."""
+        now = time.monotonic()
+        for delay_s, number in ((_PATIENCE_S, signal.SIGTERM), (_STOP_S / 2, signal.SIGKILL)):
+            if (number not in self._sent) and now >= self._closed_at + delay_s:
+                self._sent.add(number)
+                for pid in self._ranks:
+                    _signal(pid, number)
 
     def _take_request(self) -> bool:
         """Serve one request. Return False if the launching process closed the connection, or died."""
@@ -268,6 +286,69 @@ def _signal(pid: int, number: int) -> None:
 # -- in the launching process
 
 
+class Connections(NamedTuple):
+    """The ends of a rank's connections that the launching process keeps."""
+
+    data: socket.socket
+    control: socket.socket
+    status: int
+    streams: tuple[int, ...]  # standard output and standard error; empty if they go elsewhere
+
+
+class LocalStarter:
+    """Starts the ranks of one launch on this machine. Implements `Starter` of the pool."""
+
+    def __init__(self) -> None:
+        self._server = fork_server()
+        self._place = f"node 0, {socket.gethostname()}"
+
+    def start(self, rank: int) -> Connections:
+        """Start a rank.
+
+        Raises:
+            LaunchError: If its process cannot be started.
+        """
+        try:
+            data, its_data = socket.socketpair()
+            control, its_control = socket.socketpair()
+            pipes = os.pipe(), os.pipe()
+        except OSError as error:
+            msg = f"the process of rank {rank} cannot be started: {error}"
+            raise LaunchError(msg) from error
+        readers, writers = zip(*pipes, strict=True)
+        try:
+            with its_data, its_control:
+                for each in (its_data, its_control):
+                    close_in_forked_children(each)
+                    each.settimeout(None)
+                status = self._server.fork(its_data.fileno(), its_control.fileno(), (writers[0], writers[1]))
+        except BaseException:
+            for file in readers:
+                os.close(file)
+            raise
+        finally:
+            for file in writers:
+                os.close(file)
+        return Connections(data, control, status, (readers[0], readers[1]))
+
+    def kill(self, _rank: int, pid: int) -> None:
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
+        signal_group(pid, signal.SIGKILL)
+        _signal(pid, signal.SIGKILL)
+
+    def load(self, names: list[str]) -> None:
+        """Import modules in advance for later ranks."""
+        self._server.load(names)
+
+    def describe(self, _rank: int) -> str:
+        """Describe the process that the rank was lost with."""
+        return self._server.describe()
+
+    def place_of(self, _rank: int) -> str:
+        """Return the node and host of a rank."""
+        return self._place
+
+
 class ForkServer:
     """The launching process's handle of the server. Any thread may use it."""
 
@@ -303,15 +384,26 @@ class ForkServer:
         """
         status, written = os.pipe()
         try:
-            with self._sending:
-                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], [written, data, control, *streams])
-        except OSError as error:
+            self.request((written, data, control, *streams))
+        except LaunchError:
             os.close(status)
-            msg = f"{self.describe()} does not accept requests: {error}. The next launch starts another one"
-            raise LaunchError(msg) from error
+            raise
         finally:
             os.close(written)
         return status
+
+    def request(self, files: Sequence[int]) -> None:
+        """Request a rank with these files: its status pipe, the ends of two sockets, and two pipes for its output.
+
+        Raises:
+            LaunchError: If the server does not accept the request.
+        """
+        try:
+            with self._sending:
+                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], list(files))
+        except OSError as error:
+            msg = f"{self.describe()} does not accept requests: {error}. The next launch starts another one"
+            raise LaunchError(msg) from error
 
     def load(self, names: list[str]) -> None:
         """Import modules in advance for later ranks."""

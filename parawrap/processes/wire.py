@@ -1,7 +1,7 @@
 """Messages between two processes: a word, a small body, a packed value, and open files, over one end of a socket pair.
 
-A value of up to 32 KiB travels in the socket. A larger one is a memory file, which any number of receivers map without a
-copy. One thread receives at a time; any thread may send.
+A value of up to 32 KiB travels in the socket. On one machine, a larger one is a memory file, which any number of receivers
+map without a copy. One thread receives at a time; any thread may send.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from parawrap.processes.pickling import Packed, map_file
 
-_HEAD = struct.Struct("<IIB?")  # bytes of the body, bytes of the value, number of files, True if the last file is the value
+_HEAD = struct.Struct("<IQB?")  # bytes of the body, bytes of the value, number of files, True if the last file is the value
 _LARGEST_INLINE = 32 << 10  # a socket buffers about 200 KiB, so that a send does not wait for the receiver
 _MOST_FILES = 8  # a rank gets four, and a value is one more
 
@@ -39,6 +39,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)  # whatever socket.setdefaulttimeout says
         self._socket = sock
+        self._carries_files = sock.family == socket.AF_UNIX
         self._sending = threading.Lock()
         close_in_forked_children(self)
 
@@ -50,7 +51,7 @@ class Wire:
         """Send a message. Return False if the other end is closed."""
         packed_body = pickle.dumps((word, body), 5)
         parts = [b"", packed_body]
-        is_file = value is not None and value.size > _LARGEST_INLINE
+        is_file = value is not None and self._carries_files and value.size > _LARGEST_INLINE
         if value is not None and is_file:
             files = (*files, value.file())
         elif value is not None:
@@ -59,7 +60,11 @@ class Wire:
         parts[0] = _HEAD.pack(len(packed_body), size, len(files), is_file)
         try:
             with self._sending:
-                _send_all(self._socket, b"".join(parts), files)
+                if size > _LARGEST_INLINE:
+                    for part in parts:
+                        self._socket.sendall(part)
+                else:
+                    _send_all(self._socket, b"".join(parts), files)
         except OSError:
             return False
         return True
@@ -68,7 +73,10 @@ class Wire:
         """Wait for the next message. Return None if the other end is closed."""
         files: list[int] = []
         try:
-            head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
+            if self._carries_files:
+                head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
+            else:
+                head = self._socket.recv(_HEAD.size)
             if not head:
                 return None
             head += _receive_exactly(self._socket, _HEAD.size - len(head))

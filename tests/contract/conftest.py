@@ -104,7 +104,6 @@ class Observed:
             kwargs={"b": "two", "big": torch.zeros(1 << 21)},
             verbose=True,
             console_logs=described / "logs",
-            trace=described / "trace.json",
             upon_finish=lambda: (described / f"finished-{os.getpid() == here}").touch(),
             **({"n_cpus": 2} if name in ("slurm", "ray") else {}),
         )
@@ -157,7 +156,7 @@ def observed(launcher, tmp_path_factory):
     with torch.random.fork_rng([]), pytest.MonkeyPatch.context() as patch:
         torch.manual_seed(0)
         # On Slurm and Ray the nodes keep the default.
-        patch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 2.0)
+        patch.setattr("parawrap.processes.pool.STUCK_S", 2.0)
         made = Observed(launcher, tmp_path_factory.mktemp(launcher.name))
     assert launcher.name != "local" or threading.active_count() == before
     return made

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from parawrap import LaunchError
-from parawrap.displays import read_timeline
 from tests.contract import scenarios
 from tests.contract.table import behavior_of, check_cell
 from tests.helpers.launches import wait_for_reports
@@ -84,7 +83,6 @@ def test_output_has_a_rank_prefix(launcher, size, observed):
         assert all(f"{stream} of {rank}" in text for rank in range(size) for stream in ("out", "err"))
         assert not any(observation.logs)
         assert not (folder / "logs").exists()
-        assert not (folder / "trace.json").exists()
         return
     (logs,) = (folder / "logs").iterdir()
     assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(size)]
@@ -93,18 +91,6 @@ def test_output_has_a_rank_prefix(launcher, size, observed):
             assert f"[rank {rank}] {stream} of {rank}" in lines
             assert f"{stream} of {rank}" in observation.logs[rank].splitlines()
         assert (logs / f"rank-{rank}.log").read_text() == observation.logs[rank]
-
-
-def test_trace_has_the_phases_of_ranks(launcher, size, observed):
-    """The timeline has the start, meeting, run, and teardown of each rank."""
-    if launcher.name in KEEP_NO_OUTPUT:
-        return
-    timeline = read_timeline(observed.folder / "described" / "trace.json")
-    assert [label.split(" on ")[0] for label in timeline.tracks[1:]] == [f"rank {rank}" for rank in range(size)]
-    for track in range(1, size + 1):
-        spans = sorted(span[1:4] for span in timeline.spans if span.track == track)
-        assert [name for _, _, name in spans] == ["start", "meeting", "run", "teardown"]
-        assert all(start <= end for start, end, _ in spans)
 
 
 def test_upon_finish_is_called_once(launcher, observed):

@@ -22,6 +22,7 @@ __all__ = ["Reservation", "join_cluster"]
 _LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
+_ACTOR_THREADS = 4  # one waits for the end of the actor
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
@@ -115,18 +116,21 @@ class Reservation:
         Raises:
             LaunchError: If Ray was shut down.
         """
-        self.check_ray()
         self._ready = self._ready or self._group.ready()
-        ready, _ = self._ray.wait([self._ready], timeout=_LOOK_S)
+        return self.is_done(self._ready)
+
+    def is_done(self, reference: Any) -> bool:
+        """Wait a moment for the value of a reference. Return True if it is there.
+
+        Raises:
+            LaunchError: If Ray was shut down.
+        """
+        self.check_ray()
+        ready, _ = self._ray.wait([reference], timeout=_LOOK_S)
         return bool(ready)
 
-    def start_actor(self, node: int, payload: Any) -> Any:
-        """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources.
-
-        Args:
-            node: The node's number.
-            payload: The reference of the pickled call in the object store.
-        """
+    def start_actor(self, node: int) -> Any:
+        """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources."""
         platform, bundle = self._platform, self._bundle
         threads = int(bundle["CPU"] // platform.ranks_per_node)
         actor = _actor_class(self._ray).options(
@@ -136,7 +140,7 @@ class Reservation:
             max_restarts=0,
             scheduling_strategy=self._place_of(node),
         )
-        return actor.remote(payload, platform.spawn_method, platform.grace_s, threads)
+        return actor.remote(threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
         """Return the options of an actor that takes the share of one rank, on the node of that rank."""
@@ -190,7 +194,7 @@ class Reservation:
 def _actor_class(ray: Any) -> Any:
     """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
     ray.cloudpickle.register_pickle_by_value(_node_actor)
-    return ray.remote(concurrency_groups=_node_actor.CONCURRENCY)(_node_actor.NodeActor)
+    return ray.remote(max_concurrency=_ACTOR_THREADS)(_node_actor.NodeActor)
 
 
 def _bundle(platform: Platform) -> dict[str, float]:

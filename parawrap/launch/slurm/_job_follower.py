@@ -21,15 +21,13 @@ from typing import NoReturn
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
-from parawrap.launch.coordinator._ending import Ending
-from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import Died, Outcome, PackedValue, Raised, Returned, error_of
-from parawrap.launch.messages._pickle_values import memory_file
-from parawrap.launch.messages._private_files import open_private
+from parawrap.launch._private_files import open_private
 from parawrap.launch.slurm import _job_commands as queue
 from parawrap.launch.slurm._batch_job import log_ends
 from parawrap.launch.slurm._launch_folder import Folder
 from parawrap.launch.slurm._task import TaskResult
+from parawrap.processes.outcomes import Died, Ending, Outcome, Raised, Returned, error_of
+from parawrap.processes.output import Transcript
 
 __all__ = ["JobFollower"]
 
@@ -159,9 +157,11 @@ class JobFollower:
             self.has_begun = self._folder.has_begun(self._start)
             if (result := self.new_result()) is not None and result.ending is not None:
                 self._note_start(int(result.attempt.partition("-")[0]))
-                if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
-                    return self._with_values(result.attempt, result.ending)
-                self._record_tracebacks(result.ending)
+                if result.is_requeued and self._cancelled.is_set():
+                    return Ending({}, cancelled=True)
+                ending = self._with_values(result.ending)
+                if result.is_final:
+                    return ending
             if troubles := self._folder.troubles(self._start):
                 raise LaunchError("; ".join(troubles))
             if time.monotonic() >= self._poll_at + self._poll_pause_s() and (ending := self._poll_slurm()) is not None:
@@ -202,37 +202,20 @@ class JobFollower:
             return None
         return value if word == "success" else None
 
-    def _with_values(self, attempt: str, ending: Ending) -> Ending:
-        """Return an ending with the values and exceptions of the ranks, from the results of their tasks."""
-        outcomes: dict[int, Outcome] = dict(ending.outcomes)
-        until = time.monotonic() + _LATE_S + _LEAVING_S
-        for rank, outcome in ending.outcomes.items():
-            if isinstance(outcome, (Returned, Raised)):
-                while (result := self.result_of(rank)) is None or result.attempt != attempt:
-                    if time.monotonic() > until:
-                        return replace(ending, outcomes={}, broken=self._describe_missing(rank))
-                    time.sleep(_LOOK_S)
-                file = memory_file("parcel")
-                with open(file, "wb", closefd=False) as copy:
-                    copy.write(result.value)
-                parcel = PackedValue(file)
-                if isinstance(outcome, Returned):
-                    outcomes[rank] = replace(outcome, value=parcel)
-                else:
-                    outcomes[rank] = replace(outcome, error=parcel)
-        ending = replace(ending, outcomes=outcomes)
-        self._record_tracebacks(ending)
-        return ending
-
-    def _describe_missing(self, rank: int) -> str:
-        logs = log_ends(self._folder, self._number, _LOG_END)
-        return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
-
-    def _record_tracebacks(self, ending: Ending) -> None:
+    def _with_values(self, ending: Ending) -> Ending:
+        """Return an ending with memory in place of the bytes of values, and with the last output of ranks that died."""
         self.take_output()
+        outcomes: dict[int, Outcome] = {}
         for rank, outcome in ending.outcomes.items():
-            if isinstance(outcome, Raised):
+            outcomes[rank] = outcome
+            if isinstance(outcome, Returned):
+                outcomes[rank] = replace(outcome, value=memoryview(bytearray(outcome.value)))
+            elif isinstance(outcome, Raised):
+                outcomes[rank] = replace(outcome, error=memoryview(bytearray(outcome.error)))
                 self._transcripts[rank].record(outcome.traceback)
+            elif isinstance(outcome, Died) and not outcome.last_words:
+                outcomes[rank] = replace(outcome, last_words=self._transcripts[rank].last_words())
+        return replace(ending, outcomes=outcomes)
 
     def _poll_pause_s(self) -> float:
         """Return the pause between two polls. It grows with time and with the number of jobs, and is short near the end."""
@@ -261,7 +244,7 @@ class JobFollower:
 
     def _await_exit(self, ending: Ending) -> queue.JobState:
         """Wait until the job has left its machines, because its tasks use the folder. Return its state."""
-        if ending.requeued or ending.cancelled:  # a requeued job was cancelled in the meantime
+        if ending.cancelled:  # also a requeued job that was cancelled in the meantime
             queue.cancel_job(self._number)
         until, pause_s = time.monotonic() + _LEAVING_S, _LOOK_S
         while not (job := queue.job_state(self._number)).is_over and time.monotonic() < until:
@@ -277,12 +260,10 @@ class JobFollower:
 
     def _complete(self, ending: Ending, job: queue.JobState) -> Ending:
         """Return the ranks' ending, completed with details from Slurm."""
-        if ending.requeued:
-            return Ending({}, cancelled=True)
         if ending.is_success or ending.cancelled:
             return ending
         if job.starts > self._start or job.name == "NODE_FAIL":  # the failure of the ranks is a consequence
-            self._raise_lost(ending.hosts)
+            self._raise_lost(queue.hosts_of(job.nodes or self._nodes))
         if job.name == "CANCELLED" and not self._cancelled.is_set():
             return self._explain_end(job)
         if job.name == "OUT_OF_MEMORY":
@@ -316,7 +297,7 @@ class JobFollower:
         logs = log_ends(self._folder, self._number, _LOG_END)
         if death := _DEATH.search(logs):
             rank, how = int(death[1]), death[2].strip()
-            died = Died(time.time(), 0, lost_with=f"its task in {slurm_job}: {how}", last_words=logs)
+            died = Died(time.time(), 0, None, lost_with=f"its task in {slurm_job}: {how}", last_words=logs)
             node = rank // self._platform.ranks_per_node
             raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {job.nodes}")
         msg = f"{slurm_job}, which ran {name}, ended as {job.name} ({job.reason}) before its ranks could report anything"
@@ -337,7 +318,7 @@ class JobFollower:
         down = [node for node, host in enumerate(hosts) if queue.is_down(host)]
         node = down[0] if down else 0
         rank = node * self._platform.ranks_per_node
-        died = Died(time.time(), 0, lost_with=f"its node, in Slurm job {self._number}")
+        died = Died(time.time(), 0, None, lost_with=f"its node, in Slurm job {self._number}")
         host = hosts[node] if node < len(hosts) else "unknown host"
         raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {host}")
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.messages._private_files import make_private, open_private
-from parawrap.launch.rank._process_groups import StoreAddress
-from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch._private_files import make_private, open_private
+from parawrap.processes.settings import Settings
 
 __all__ = ["Address", "Folder", "Plan"]
 
@@ -38,14 +37,14 @@ class Plan:
     Attributes:
         name: The function's name.
         platform: The launch's platform.
-        surroundings: The surroundings of the submitting process, without its environment.
+        settings: The settings of the submitting process, without its environment.
         token: The secret of the launch.
         lease_s: The launch ends if the submitting process gives no sign of life for this many seconds.
     """
 
     name: str
     platform: Platform
-    surroundings: Surroundings
+    settings: Settings
     token: bytes
     lease_s: float
 
@@ -56,15 +55,11 @@ class Address:
 
     Attributes:
         hosts: The addresses of rank 0's machine. Each task may reach a different one.
-        port: The port of the store for the tasks' messages.
-        restart: The number of earlier attempts.
-        meeting: The store of the ranks' process groups.
+        port: The port of rank 0's task.
     """
 
     hosts: Sequence[str]
     port: int
-    restart: int
-    meeting: StoreAddress | None
 
 
 class Folder:
@@ -207,16 +202,16 @@ class Folder:
         """Mark the launch as over. The loop in the batch script then ends."""
         _write(self.path / _OVER)
 
-    def note_earlier(self, earlier: tuple[list[str], list[Any]]) -> None:
-        """Store how the attempts so far ended, and when their phases began, for the next attempt."""
+    def note_earlier(self, earlier: list[str]) -> None:
+        """Store how the attempts so far ended, for the next attempt."""
         _write(self._earlier, pickle.dumps(earlier))
 
-    def earlier(self) -> tuple[list[str], list[Any]]:
+    def earlier(self) -> list[str]:
         """Return what `note_earlier` stored."""
         if self._earlier.name not in self._names():
-            return [], []
+            return []
         with open_private(self._earlier) as file:
-            earlier: tuple[list[str], list[Any]] = pickle.load(file)
+            earlier: list[str] = pickle.load(file)
         return earlier
 
     def answer(self, request: str, stacks: dict[int, str]) -> None:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from parawrap.launch._packed_call import Job, Preview, preview
-from parawrap.launch.coordinator._ending import Ending
-from parawrap.launch.coordinator._launch import Launch, start
-from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import PackedValue
-from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch.launch import Launch, start
+from parawrap.launch.remote import TOKEN_BYTES
 from parawrap.launch.slurm._batch_job import job_script, submit
 from parawrap.launch.slurm._job_commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
+from parawrap.processes.outcomes import Ending
+from parawrap.processes.output import Transcript
+from parawrap.processes.settings import Settings
 
 __all__ = ["launcher"]
 
@@ -71,7 +71,10 @@ class _Slurm:
         platform = job.platform
         text = job_script(platform, Folder.planned(platform.name))
         how = f"a job of {platform.n_nodes} node(s), {platform.ranks_per_node} rank(s) on each"
-        return preview(job, "slurm", how, host="(the first node)", script=text)
+        meeting = f"tcp {platform.master_addr or '(the first node)'}:{platform.master_port or '(any free port)'}"
+        if platform.ipc_protocol == "file" or (platform.ipc_protocol is None and platform.n_nodes == 1):
+            meeting = "file (in the launch folder)"
+        return preview(job, "slurm", how, meeting=meeting if platform.requires_ipc else None, script=text)
 
 
 launcher = _Slurm()
@@ -85,10 +88,10 @@ class _SlurmBackend:
         self._folder = folder
         self._ended = False
         self._requests = count()
-        surroundings = Surroundings.here().without_environ()
-        plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
+        settings = Settings.here().for_other_machines()
+        plan = Plan(job.name, job.sent_platform, settings, secrets.token_bytes(TOKEN_BYTES), _LEASE_S)
         try:
-            PackedValue(job.packed()).put(folder.call)
+            folder.call.write_bytes(job.pack().to_bytes())
             folder.write_plan(plan)
         except OSError as error:
             raise folder.unusable(error) from error

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
-from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.ray import _node_actor, _reservation
+from parawrap.processes.output import Transcript
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
@@ -58,7 +58,7 @@ def pids_of(folder):
 
 def has_group(ray, launch):
     """True once Ray has the placement group of a launch."""
-    group = launch._backend._reservation._group
+    group = launch._run._machines.reservation._group
     return group is not None and ray.util.placement_group_table(group)["state"] != "REMOVED"
 
 
@@ -213,7 +213,7 @@ def test_a_lost_node(ray, ray_cluster, tmp_path_factory):
         results_of(launches["ended"])
     check_cell("node lost", "ray", raised.value)
     cancelled = launches["cancelled"]
-    eventually(lambda: cancelled._backend._attempts.restart == 1, "the second start, which waits")
+    eventually(lambda: cancelled._run.restart == 1, "the second start, which waits")
     cancelled.cancel()
     with pytest.raises(LaunchCancelledError):
         cancelled.results()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import pickle
 import secrets
 import socket
@@ -14,25 +13,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, LaunchTimeoutError
+from parawrap.errors import LaunchError, LaunchTimeoutError, add_note
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._world import World
-from parawrap.launch.messages import _pack_exception as failures
-from parawrap.launch.messages._first_rank_failure import (
+from parawrap.launch.worlds._preemption_store import StoreAgreement
+from parawrap.launch.worlds._signed_values import REFUSAL, SignedStore, Signer
+from parawrap.processes.outcomes import (
     Died,
+    Ending,
     Outcome,
-    PackedValue,
     Raised,
     Requeued,
     Returned,
+    description_of,
     error_of,
+    is_echo,
     make_collective_error,
+    pack_exception,
     values_of,
 )
-from parawrap.launch.messages._pickle_values import memory_file, packed
-from parawrap.launch.rank._preemption_store import StoreAgreement
-from parawrap.launch.rank._signed_values import REFUSAL, SignedStore, Signer
+from parawrap.processes.pickling import Packed, pack
 
 __all__ = ["Exchange", "agree_on_session"]
 
@@ -121,11 +122,7 @@ class Exchange:
         self._store.add(_JOINED, 1)
 
     def report_result(self, result: Any) -> None:
-        file = packed(result, "result", "the result")
-        try:
-            self._report("returned", {"at": time.time()}, file)
-        finally:
-            os.close(file)
+        self._report("returned", (time.time(),), pack(result, "the result"))
 
     def report_error(self, error: BaseException) -> RankResults[Any] | Requeued | BaseException:
         """Report this rank's error. If it follows from another rank's outcome, return that outcome instead.
@@ -135,24 +132,19 @@ class Exchange:
         """
         if isinstance(error, _FailedElsewhere):
             return error.error
-        is_echo = failures.is_echo(error)
-        if is_echo and self._wait_for_cause():
+        follows = is_echo(error)
+        if follows and self._wait_for_cause():
             return self._as_others_did()
         if self._store.check([_FAILED]):
             return self._failure()
-        if is_echo and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
+        if follows and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
             error = make_collective_error(self._world.global_rank, returned, error)
-        file = failures.pack_exception(error)
-        try:
-            body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
-            self._store.set(f"{self._world.global_rank}/place", self._place.encode())
-            self._report("raised", body | {"traceback": failures.traceback_of(error)}, file)
-            first = self._store.set_first(_FAILED, b"%d" % self._world.global_rank, "the rank that failed first")
-        finally:
-            os.close(file)
+        self._store.set(f"{self._world.global_rank}/place", self._place.encode())
+        self._report("raised", (*description_of(error)[:3], follows), pack_exception(error))
+        first = self._store.set_first(_FAILED, b"%d" % self._world.global_rank, "the rank that failed first")
         if int(first) != self._world.global_rank:
             return self._failure()
-        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size} (this process)")
+        add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size} (this process)")
         return error
 
     def report_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:
@@ -163,11 +155,7 @@ class Exchange:
     def report_requeue(self) -> None:
         """Request a restart of all ranks."""
         self._store.set(_REQUEUED, b"")
-        file = packed(None, "result", "nothing")
-        try:
-            self._report("requeued", {"at": time.time()}, file)
-        finally:
-            os.close(file)
+        self._report("requeued", (time.time(),), pack(None))
 
     def results(self, hang_up: Callable[[], None]) -> RankResults[Any] | Requeued | BaseException:
         """Wait for the outcomes of all ranks. Return their results, or the restart request of one of them.
@@ -185,27 +173,28 @@ class Exchange:
                 raise _FailedElsewhere(self._failure())
             outcomes[rank] = self._outcome_of(rank)
         requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
-        return requeued[0] if requeued else values_of(outcomes, range(self._world.world_size), self._world.world_size)
+        if requeued:
+            return requeued[0]
+        world_size = self._world.world_size
+        try:
+            return RankResults(values_of("the function", Ending(outcomes), range(world_size), world_size))
+        except Exception as error:  # noqa: BLE001 (the user's classes may fail here)
+            return error
 
-    def _report(self, word: str, body: dict[str, Any], file: int) -> None:
-        rank = self._world.global_rank
-        size = os.fstat(file).st_size
-        pieces = range(0, size, _PIECE)
+    def _report(self, word: str, body: tuple[Any, ...], packed: Packed) -> None:
+        rank, block = self._world.global_rank, packed.to_bytes()
+        pieces = range(0, packed.size, _PIECE)
         for i, start in enumerate(pieces):
-            self._store.set(f"{rank}/{i}", os.pread(file, _PIECE, start))
+            self._store.set(f"{rank}/{i}", block[start : start + _PIECE])
         self._store.set(f"{rank}", pickle.dumps((word, body, len(pieces))))
 
     def _outcome_of(self, rank: int) -> Outcome:
         word, body, pieces = pickle.loads(self._store.get(f"{rank}", f"rank {rank}"))
-        file = memory_file("outcome")
-        with open(file, "wb", closefd=False) as out:
-            out.writelines(self._store.get(f"{rank}/{i}", f"rank {rank}") for i in range(pieces))
+        block = b"".join(self._store.get(f"{rank}/{i}", f"rank {rank}") for i in range(pieces))
+        value = memoryview(bytearray(block))
         if word == "requeued":
-            os.close(file)
-            return Requeued(body["at"])
-        if word == "returned":
-            return Returned(body["at"], PackedValue(file))
-        return Raised(body["at"], PackedValue(file), body["summary"], body["traceback"], body["is_echo"])
+            return Requeued(*body)
+        return Returned(*body, value) if word == "returned" else Raised(*body, value)
 
     def _wait_for(self, key: str, missing: str) -> None:
         """Wait for another rank to write a key. `missing` says what is missing without it."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch.messages._private_files import make_private
+from parawrap.launch._private_files import make_private
 
 __all__ = ["REFUSAL", "SignedStore", "Signer"]
 

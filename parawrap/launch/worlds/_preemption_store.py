@@ -11,8 +11,8 @@ from typing import Self
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch.rank._preemption import Preemption
-from parawrap.launch.rank._signed_values import SignedStore
+from parawrap.launch.worlds._signed_values import SignedStore
+from parawrap.processes.preemption import Preemption
 
 __all__ = ["StoreAgreement"]
 

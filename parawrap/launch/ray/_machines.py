@@ -1,0 +1,205 @@
+"""The nodes of a Ray cluster as machines of a launch.
+
+Ray reserves the resources and starts an actor per node, whose server forks the ranks. Each rank has five TCP connections
+to the launching process, in place of the sockets and pipes that it has on one machine. A random token, which Ray carries to
+the nodes, protects the port. If the launching process dies, Ray ends the actors, and their servers end the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Self
+
+from parawrap.errors import LaunchError
+from parawrap.launch._platform import Platform
+from parawrap.launch.attempts import World
+from parawrap.launch.ray._node_actor import CONNECTIONS
+from parawrap.launch.ray._reservation import Reservation, join_cluster
+from parawrap.launch.remote import CONNECT_S, TOKEN_BYTES, Arrivals
+from parawrap.processes.groups import LOOPBACK, open_tcp_store
+from parawrap.processes.server import Connections
+from parawrap.processes.settings import Settings
+
+_LEAVING_S = 10.0  # for the servers to end, which have no ranks left
+_MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
+_LOST = "its node, which no longer answers"
+_log = logging.getLogger("parawrap.launch")
+
+
+class RayMachines:
+    """Nodes of a Ray cluster. Implements `Machines`.
+
+    Raises:
+        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._ray = join_cluster(platform)
+        self.reservation = Reservation(self._ray, platform)
+        self._has_requested = False
+
+    def settings(self) -> Settings:
+        return Settings.here().for_other_machines()
+
+    def close(self) -> None:
+        self.reservation.end()
+
+    @contextlib.contextmanager
+    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[World | None]:
+        if not self._has_requested:
+            self._has_requested = True
+            self.reservation.request()
+        while not self.reservation.is_ready():
+            if is_cancelled():
+                yield None
+                return
+        nodes: list[_Node] = []
+        try:
+            for number in range(self._platform.n_nodes):
+                nodes.append(_Node(self._ray, number, self.reservation))  # noqa: PERF401 (those before an error are closed)
+            for node in nodes:
+                if not node.await_start(is_cancelled):
+                    yield None
+                    return
+            here = str(self._ray.util.get_node_ip_address())
+            is_local = self._platform.master_addr is None and all(node.address == here for node in nodes)
+            host = self._platform.master_addr or (LOOPBACK if is_local else here)
+            store = open_tcp_store(host, self._platform.master_port, everywhere=not is_local)
+            with store as address, _Starter(self._platform, nodes, LOOPBACK if is_local else here) as starter:
+                yield World(starter, address, _loopback() if is_local else None)
+        finally:
+            closing = [node.close() for node in nodes]
+            if closing and self._ray.is_initialized():
+                self._ray.wait(closing, num_returns=len(closing), timeout=_LEAVING_S)
+                for node in nodes:
+                    node.end()
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+
+
+class _Node:
+    """One node, and the actor that starts its ranks."""
+
+    def __init__(self, ray: Any, number: int, reservation: Reservation) -> None:
+        self._ray = ray
+        self.number = number
+        self._reservation = reservation
+        self.actor = reservation.start_actor(number)
+        self.host = self.address = ""
+        self.is_closed = False
+
+    def await_start(self, is_cancelled: Callable[[], bool]) -> bool:
+        """Wait until the server of the node can fork. Return False if `is_cancelled` returns True before.
+
+        Raises:
+            LaunchError: If it cannot start.
+        """
+        for tried in range(1, _MOST_TRIES + 1):
+            started = self.actor.started.remote()
+            while not self._reservation.is_done(started):
+                if is_cancelled():
+                    return False
+            try:
+                self.host, self.address, failure = self._ray.get(started)
+            except self._ray.exceptions.RayError as error:
+                if tried == _MOST_TRIES:
+                    msg = f"node {self.number}: its actor ended: {error}"
+                    raise LaunchError(msg) from error
+                self.actor = self._reservation.start_actor(self.number)
+                continue
+            if failure:
+                msg = f"node {self.number}: {failure}"
+                raise LaunchError(msg)
+            return True
+        return False
+
+    def await_end(self, act: Callable[[], None]) -> None:
+        """Call `act` in a thread once the actor has died."""
+
+        def wait() -> None:
+            try:
+                self._ray.get(self.actor.stay.remote())
+            except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
+                if not self.is_closed:
+                    _log.warning("node %d of a launch is lost: its actor died: %s", self.number, error)
+                    act()
+
+        threading.Thread(target=wait, name=f"parawrap-ray-node-{self.number}", daemon=True).start()
+
+    def close(self) -> Any:
+        """End the server of the node. Return a reference that is ready once it has ended."""
+        self.is_closed = True
+        return self.actor.close.remote()
+
+    def end(self) -> None:
+        """End the actor."""
+        self._ray.kill(self.actor)
+
+
+class _Starter:
+    """Starts the ranks of one attempt on its nodes. Implements `Starter` of the pool."""
+
+    def __init__(self, platform: Platform, nodes: list[_Node], host: str) -> None:
+        self._per_node = platform.ranks_per_node
+        self._nodes = nodes
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._arrivals = Arrivals(host, self._token, CONNECTIONS, platform.world_size)
+        self._own: dict[int, list[socket.socket]] = {}  # copies, to end the connections of a lost node
+        self._has_asked = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arrivals.__exit__()
+        for connections in self._own.values():
+            for each in connections:
+                each.close()
+
+    def start(self, rank: int) -> Connections:
+        if not self._has_asked:
+            self._has_asked = True
+            for node in self._nodes:
+                first = node.number * self._per_node
+                node.actor.start.remote(self._arrivals.address, self._token, range(first, first + self._per_node))
+                node.await_end(partial(self._lose, node.number))
+        try:
+            arrived = self._arrivals.of_rank(rank)
+        except TimeoutError as error:
+            msg = f"rank {rank} on {self.place_of(rank)} did not connect in {CONNECT_S:g} s"
+            raise LaunchError(msg) from error
+        assert arrived is not None
+        self._own[rank] = [each.dup() for each in arrived]
+        status, data, control, *streams = arrived
+        return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))
+
+    def _lose(self, number: int) -> None:
+        """End the connections of a node that Ray has lost. Without it, they would stay open as long as TCP allows."""
+        for rank, connections in list(self._own.items()):
+            if rank // self._per_node == number:
+                for each in connections:
+                    with contextlib.suppress(OSError):
+                        each.shutdown(socket.SHUT_RDWR)
+
+    def kill(self, rank: int, pid: int) -> None:
+        with contextlib.suppress(Exception):  # Ray was shut down
+            self._nodes[rank // self._per_node].actor.kill.remote(pid)
+
+    def load(self, names: list[str]) -> None:
+        """Do nothing: the servers end with the attempt."""
+
+    def describe(self, _rank: int) -> str:
+        return _LOST
+
+    def place_of(self, rank: int) -> str:
+        node = self._nodes[rank // self._per_node]
+        return f"node {node.number}, {node.host}"
