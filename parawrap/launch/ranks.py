@@ -48,8 +48,9 @@ _LABEL = "ranks that stay"
 class _Request:
     """A call on its way to the ranks and back."""
 
-    def __init__(self, call: Call, on_end: Callable[[Ending], None] | None = None) -> None:
+    def __init__(self, call: Call, sent: list[Any], on_end: Callable[[Ending], None] | None = None) -> None:
         self.call = call
+        self.sent = sent  # the globals that come with it
         self.done = Latch()
         self.ending: Ending | None = None
         self._on_end = on_end
@@ -187,6 +188,8 @@ class _RanksThread:
         self.last_calls.update(dict.fromkeys(request.call.ranks, request.call))
         ending = pool.call(request.call)
         self.current = None
+        if not request.call.has_loaded:
+            self.script.forget(request.sent)
         if pool.is_ending:
             self.last, self.last_name = ending, request.call.name
         request.end(ending)
@@ -359,8 +362,8 @@ class Ranks:
             packed = job.pack(self._thread.script)
             if is_later:
                 packed.detach()
-            body = CallBody(0, self._surroundings.changes())
-        return _Request(Call(job.name, ranks, packed, body=body, transcripts=transcripts or {}), on_end)
+            body, sent = CallBody(0, self._surroundings.changes()), self._thread.script.last_sent
+        return _Request(Call(job.name, ranks, packed, body=body, transcripts=transcripts or {}), sent, on_end)
 
     def _interrupt(self, request: _Request) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""

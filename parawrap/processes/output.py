@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -58,13 +58,13 @@ class Printer:
             self._jobs.put(printed.set)
             printed.wait(timeout)
 
-    def finish(self) -> None:
-        """Print all output, for at most a second, and end the thread then."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+    def finish(self, timeout: float | None = _PATIENCE_S) -> None:
+        """Print all output, and end the thread then. Wait for it for at most this many seconds."""
+        if self._thread is not None:
             self._jobs.put(None)
-            thread.join(_PATIENCE_S)
-            if not thread.is_alive():
+            self._thread.join(timeout)
+            if not self._thread.is_alive():
+                self._thread = None
                 _printing.discard(self)
 
     def _run(self) -> None:
@@ -125,6 +125,7 @@ class Transcript:
         self._kept = bytearray()
         self._spilled: int | None = None  # a file with all that follows, once that is more than `_IN_MEMORY`
         self._size = self._words_from = 0
+        self._has_warned = False
         self._file = None if path is None else _open_file(path)
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
 
@@ -139,19 +140,27 @@ class Transcript:
         self._keep(f"{text}\n".encode(errors="backslashreplace"))
 
     def _keep(self, data: bytes) -> None:
-        try:
-            with self._access:
-                if self._spilled is None and self._size + len(data) > _IN_MEMORY:
-                    self._spill()
-                if self._spilled is None:
-                    self._kept += data
-                else:
-                    os.write(self._spilled, data)
-                self._size += len(data)
-            if self._file is not None:
+        with self._access, self._warn_once():
+            if self._spilled is None and self._size + len(data) > _IN_MEMORY:
+                self._spill()
+            if self._spilled is None:
+                self._kept += data
+            else:
+                os.write(self._spilled, data)
+            self._size += len(data)
+        if self._file is not None:
+            with self._warn_once():
                 self._file.write(data)
-        except OSError as error:  # a full disk
-            _log.warning("output of a rank is lost: %s", error)
+
+    @contextlib.contextmanager
+    def _warn_once(self) -> Iterator[None]:
+        """Log the first error of a file. A full disk cuts the output that is kept, and ends no launch."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("the output of a rank cannot be kept completely: %s", error)
 
     def _spill(self) -> None:
         with tempfile.TemporaryFile() as file:
@@ -214,7 +223,7 @@ _printing: weakref.WeakSet[Printer] = weakref.WeakSet()
 
 def _print_all() -> None:
     for printer in list(_printing):
-        printer.flush(None)
+        printer.finish(None)
 
 
 atexit.register(_print_all)

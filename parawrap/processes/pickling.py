@@ -191,7 +191,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _RefusedError(obj, msg)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
-        if type(obj) is _CACHED and obj.__module__ == "__main__":
+        if type(obj) is _CACHED and _goes_by_value(obj.__module__):
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if (name := _name_of_operator(obj)) is not None:
             return resolve_name, (name,)
@@ -233,6 +233,12 @@ def _check_module(name: str) -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
+def _goes_by_value(name: str) -> bool:
+    """True if the functions of a module are pickled by value."""
+    _check_module(name)
+    return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
+
+
 _importable: set[str] = set()  # names that were checked
 
 
@@ -262,10 +268,12 @@ def _name_of_module(value: Any) -> str | None:
         name = object.__getattribute__(value, "__name__")  # getattr would load a lazy module
     except Exception:  # noqa: BLE001 (classes may raise anything)
         return None
-    if not isinstance(name, str) or not isinstance(value, types.ModuleType):
+    if not isinstance(name, str):
         return None
     if sys.modules.get(name) is value:
         return name
+    if not isinstance(value, types.ModuleType):
+        return None
     before, _, last = name.rpartition(".")  # torch.ops.aten is an attribute of torch.ops, but not in sys.modules
     parent = sys.modules.get(before)
     return name if isinstance(parent, types.ModuleType) and vars(parent).get(last) is value else None
@@ -438,9 +446,18 @@ def _parts(value: Any, address: str) -> Iterator[_Part]:
     if isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             yield part, _within(address, f"[{name}]" if name.isdecimal() else f".{name}")
-    if not isinstance(value, types.FunctionType):
+    if not isinstance(value, types.FunctionType) and _reduces(value):
         for name, part in list(getattr(value, "__dict__", {}).items()):
             yield part, _within(address, f".{name}")
+
+
+def _reduces(value: Any) -> bool:
+    """False if an object refuses to be pickled, whatever its attributes are."""
+    try:
+        value.__reduce_ex__(5)
+    except Exception:  # noqa: BLE001 (classes may raise anything)
+        return False
+    return True
 
 
 def _within(address: str, step: str) -> str:

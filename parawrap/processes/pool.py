@@ -106,6 +106,7 @@ class Call:
         has_begun: True once it was sent to the ranks.
         is_cancelled: True if it was interrupted by `Pool.interrupt` and is to have no results.
         has_output: True if a rank wrote output during the call.
+        has_loaded: False if a rank could not unpickle the call.
         took_s: Seconds between the begin and the end of the call.
     """
 
@@ -119,6 +120,7 @@ class Call:
     has_begun: bool = False
     is_cancelled: bool = False
     has_output: bool = False
+    has_loaded: bool = True
     took_s: float = 0.0
 
 
@@ -174,7 +176,7 @@ class Starter(Protocol):
         ...
 
     def kill(self, rank: int, pid: int) -> None:
-        """Kill a rank and its process group."""
+        """Kill a rank and its process group. `pid` is 0 before its start."""
 
     def load(self, names: list[str]) -> None:
         """Import modules in advance for later ranks, if the process that forks them stays."""
@@ -239,6 +241,7 @@ class Pool:
         self._number = 0
         self._kill_at = self._leave_at = _NEVER
         self._has_killed = False
+        self._preempts: bool | None = None  # ends_late of a preemption that came before the call
         self._unanswered: set[int] = set()
         self._stacks: dict[int, str] = {}
         self.preempted = False
@@ -369,7 +372,10 @@ class Pool:
         often `should_checkpoint` has returned False, and further calls block until that iteration is known. The rank's
         control thread reports it, because the main thread of a rank that is ahead may wait in a collective.
         """
-        if self._kill_at != _NEVER or self._progress is None or self._progress.call.body.number == 0:
+        if self._kill_at != _NEVER or self._stays:
+            return
+        if self._progress is None:
+            self._preempts = ends_late
             return
         if ends_late and self._leave_at == _NEVER:
             self._leave_at = time.monotonic() + self._limits.grace_s
@@ -444,6 +450,8 @@ class Pool:
         look_at = now + self._look_s() if self._watches else _NEVER
         progress = _Progress(call, now, self._limits.end_of(now), look_at, last_sign=now)
         self._progress = progress
+        if self._preempts is not None:
+            self.preempt(ends_late=self._preempts)
         self._stacks = {}
         for member in self._members:
             member.looked, member.wants_stacks = None, False
@@ -483,7 +491,8 @@ class Pool:
         outcomes = progress.call.outcomes
         outcomes[member.rank] = outcome
         progress.last_sign = progress.departed_at = time.monotonic()
-        self._agree_on_checkpoint(member.rank)
+        if progress.call.body.number > 0:
+            self._agree_on_checkpoint(member.rank)
         if isinstance(outcome, Died) and self._stays:
             self.end()
         elif isinstance(outcome, Requeued):
@@ -654,7 +663,7 @@ class Pool:
         """Note that this rank has answered or ended. Once all have, send them the call that returns True."""
         if self._unanswered == {rank}:
             due_from = max((member.answered for member in self._members if member.answered is not None), default=0)
-            for member in self._running():
+            for member in self._members:
                 member.control.send("checkpoint", due_from)
         self._unanswered.discard(rank)
 
@@ -675,6 +684,7 @@ class Pool:
         progress = self._progress
         if progress is None or body.number != progress.call.body.number:
             return
+        progress.call.has_loaded = progress.call.has_loaded and body.has_loaded
         if message.word == "returned":
             assert message.value is not None
             outcome: Outcome = Returned(body.at, message.value)
@@ -778,7 +788,7 @@ class Pool:
     # -- the end of processes
 
     def _kill(self, member: _Member) -> None:
-        if member.pid and not member.has_exited:
+        if not member.has_exited:
             self._starter.kill(member.rank, member.pid)
 
     def _forget(self, member: _Member) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ goes_by_name = _name("cloudpickle.cloudpickle._should_pickle_by_reference")
 id_of_class = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
 class_of_id = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 interpreter_options = _name("subprocess._args_from_interpreter_flags")  # flags and warning filters of this interpreter
+TEMPORARY_FILE: Any = getattr(tempfile, "_TemporaryFileWrapper", ())  # without it, such files of ranks stay
 raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 

@@ -33,7 +33,7 @@ from parawrap.processes.main_thread import MainThread, Status, place_of_main_thr
 from parawrap.processes.outcomes import description_of, exit_of, is_echo, pack_exception
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import Preemption, RequeueRequested
-from parawrap.processes.private_names import join_threads, run_exit_handlers
+from parawrap.processes.private_names import TEMPORARY_FILE, join_threads, run_exit_handlers
 from parawrap.processes.script import ScriptOfRank
 from parawrap.processes.settings import Changes, Settings
 from parawrap.processes.wire import Message, Wire
@@ -109,6 +109,7 @@ class AnswerBody:
         owned: Globals that functions of this rank have assigned, and those that they have deleted.
         operations: The number of collectives that the rank has begun; None if it has no process group.
         modules: Modules of the assignment that the rank has imported.
+        has_loaded: False if the rank could not unpickle the call.
     """
 
     number: int
@@ -118,6 +119,7 @@ class AnswerBody:
     owned: tuple[list[Any], list[Any]] | None = None
     operations: int | None = None
     modules: Sequence[str] = ()
+    has_loaded: bool = True
 
 
 def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> NoReturn:
@@ -177,8 +179,8 @@ class _Rank:
         self._assignment = assignment
         self._script = ScriptOfRank()
         self._modules = [name for name in assignment.modules if name not in sys.modules]
-        self._regrouped_after = ""
-        self._operations: int | None = None
+        self._has_regrouped = False
+        self._has_loaded = True
 
     def run(self) -> int:
         """Set up, and answer calls until the connection closes. Return the exit code of the process."""
@@ -201,11 +203,13 @@ class _Rank:
         if body.changes is not None:
             body.changes.apply()
         if body.generation is not None:
-            self._regrouped_after = "an earlier call"
+            self._has_regrouped = True
             self._assignment.set_up.regroup(body.generation)
         assert message.value is not None
+        self._has_loaded = False
         try:
             function, args, kwargs = self._script.take(unpack(message.value))
+            self._has_loaded = True
         except Exception as error:
             add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
             if isinstance(error, ModuleNotFoundError):
@@ -252,7 +256,7 @@ class _Rank:
         return goes_on
 
     def _raised(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
-        if self._regrouped_after and is_echo(error):
+        if self._has_regrouped and is_echo(error):
             note = (
                 "the process groups of these ranks were made again after a failed call: groups from before, and models in "
                 "DistributedDataParallel, no longer work. Make them again"
@@ -265,7 +269,15 @@ class _Rank:
         self._modules = [name for name in self._modules if name not in loaded]
         owned = self._script.changes() if self._assignment.stays else None
         _flush_streams()
-        body = AnswerBody(number, time.time(), owned=owned, operations=count_operations(), modules=loaded, **details)
+        body = AnswerBody(
+            number,
+            time.time(),
+            owned=owned,
+            operations=count_operations(),
+            modules=loaded,
+            has_loaded=self._has_loaded,
+            **details,
+        )
         self._wire.send(word, body, packed)
 
 
@@ -390,6 +402,8 @@ def _leave(code: int) -> NoReturn:
 def _flush_files() -> None:
     """Write the buffers of files that the function left open. Those of the server are frozen, and not listed."""
     for file in gc.get_objects():
-        if isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with contextlib.suppress(Exception):  # closed, detached, or on a full disk
+        with contextlib.suppress(Exception):  # closed, detached, or on a full disk
+            if isinstance(file, TEMPORARY_FILE):
+                file.close()  # which removes it
+            elif isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 file.flush()

@@ -47,7 +47,7 @@ class SentScript:
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
         self._sent: dict[Name, tuple[Any, bytes | None]] = {}  # the object, and the pickle of a small container
         self._owned: set[Name] = set()
-        self._last: dict[Name, tuple[Any, bytes | None]] = {}
+        self.last_sent: list[Name] = []  # the globals that came with the last call
 
     def pack_call(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bound_to: tuple[Any, ...] = ()
@@ -62,11 +62,10 @@ class SentScript:
             for name, value in self._globals_used_by(function)
             if name not in self._owned and self._differs(name, value)
         }
-        globals_: dict[str, dict[str, Any]] = {}
-        for (space, name), (value, _) in new.items():
-            globals_.setdefault(space, {})[name] = value
+        places = {f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name) for space, name in new}
         call = {
-            "the globals": globals_,
+            "places": places,
+            **{label: new[name][0] for label, name in places.items()},
             "the function": function,
             "the object": bound_to,
             "args": args,
@@ -74,18 +73,14 @@ class SentScript:
             "notes": _Notes(),
         }
         packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
-        self._last = {name: self._sent.get(name, (_MISSING, None)) for name in new}
         self._sent.update(new)
+        self.last_sent = list(new)
         return packed
 
-    def forget_last(self) -> None:
-        """Forget the globals of the last call, which did not reach all ranks."""
-        for name, before in self._last.items():
-            if before[0] is _MISSING:
-                self._sent.pop(name, None)
-            else:
-                self._sent[name] = before
-        self._last = {}
+    def forget(self, names: list[Name]) -> None:
+        """Forget globals that did not reach all ranks. They are sent again."""
+        for name in names:
+            self._sent.pop(name, None)
 
     def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
         """Note the globals that functions of a rank have assigned, and those that they have deleted."""
@@ -258,8 +253,8 @@ class ScriptOfRank:
 
     def take(self, call: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Set the globals of a call, and return its function and arguments."""
-        for space, values in call["the globals"].items():
-            _globals_of(space, space.partition(" ")[0]).update(values)
+        for label, (space, name) in call["places"].items():
+            _globals_of(space, space.partition(" ")[0])[name] = call[label]
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
         for name, value in notes["main"].items():

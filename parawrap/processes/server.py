@@ -332,9 +332,14 @@ class LocalStarter:
         return Connections(data, control, status, (readers[0], readers[1]))
 
     def kill(self, _rank: int, pid: int) -> None:
-        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
-        signal_group(pid, signal.SIGKILL)
-        _signal(pid, signal.SIGKILL)
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet.
+
+        `pid` is 0 before the start. A server that was stopped goes on, and reports the end of the rank.
+        """
+        if pid:
+            signal_group(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
+        self._server.wake()
 
     def load(self, names: list[str]) -> None:
         """Import modules in advance for later ranks."""
@@ -418,9 +423,14 @@ class ForkServer:
         name = f"the process that forks ranks (process {self._process.pid})"
         return name if code is None else f"{name}, which {exit_text(code)},"
 
+    def wake(self) -> None:
+        """Let the server go on if it was stopped."""
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Close the connection, and wait until the server has ended."""
         self._socket.close()
+        self.wake()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:  # its ranks have not ended

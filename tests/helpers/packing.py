@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from parawrap.errors import LaunchError, UnsendableError
-from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
+from parawrap.processes.pickling import pack, unpack
 
 
 def sent(value):
     """Return the value after it was packed and unpacked."""
-    file = memory_file("test")
-    try:
-        pack(value, file, "value")
-        return unpack(file)
-    finally:
-        os.close(file)
+    return unpack(memoryview(bytearray(pack(value, "value").to_bytes())))
 
 
 def refusal_of(value, address="value"):
     """Return the error of a value that cannot be sent. `address` names the value in the message."""
-    file = memory_file("test")
-    try:
-        with pytest.raises(UnsendableError) as caught:
-            pack(value, file, address)
-    finally:
-        os.close(file)
+    with pytest.raises(UnsendableError) as caught:
+        pack(value, address)
     assert isinstance(caught.value, LaunchError)
     assert isinstance(caught.value, TypeError)
     return caught.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parawrap.launch._addresses import interface_of, list_addresses
-from parawrap.launch.rank._process_groups import LOOPBACK
+from parawrap.processes.groups import LOOPBACK
 
 
 def test_other_nodes_get_no_loopback():

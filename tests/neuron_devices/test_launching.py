@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.set_up import Place, set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch.messages._first_rank_failure import (
+from parawrap.processes.outcomes import (
     Died,
     Ended,
-    PackedValue,
     Raised,
     Requeued,
+    description_of,
     error_of,
-    first_rank_failure,
+    first_failure,
+    is_echo,
+    pack_exception,
 )
-from parawrap.launch.messages._pack_exception import is_echo, pack_exception, summary_of, traceback_of
-from parawrap.launch.messages._pickle_values import memory_file
 from tests.helpers.processes import notes_of
 
 PLACE = "node 3, a-host"
@@ -27,11 +26,11 @@ ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
 
 
 def raised(error, at=1.0):
-    return Raised(at, PackedValue(pack_exception(error)), summary_of(error), traceback_of(error), is_echo(error))
+    return Raised(at, *description_of(error)[1:], memoryview(pack_exception(error).to_bytes()))
 
 
-def died(at=1.0, **how):
-    return Died(at, 4711, **how)
+def died(at=1.0, number=None):
+    return Died(at, 4711, None if number is None else -number)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def died(at=1.0, **how):
         ({0: raised(ValueError(), 1), 1: raised(KeyError(), 1)}, 0),
         ({0: raised(ECHO, 1), 1: raised(KeyError(), 2)}, 1),
         ({0: raised(ECHO, 2), 1: raised(ECHO, 1)}, 1),
-        ({0: raised(ECHO, 1), 1: died(2, signal=signal.SIGKILL)}, 1),
+        ({0: raised(ECHO, 1), 1: died(2, number=signal.SIGKILL)}, 1),
         ({0: raised(ValueError(), 2), 1: died(1)}, 1),
         ({0: Requeued(1), 1: raised(ECHO, 2)}, None),
         ({0: Requeued(3), 1: raised(ECHO, 1), 2: raised(KeyError(), 2)}, 2),
@@ -48,11 +47,11 @@ def died(at=1.0, **how):
 )
 def test_earliest_cause_is_raised(outcomes, rank):
     """Echoes of a failure come after it. Ties go to the lowest rank. An echo of a requeue is not a failure."""
-    assert first_rank_failure(outcomes) == rank
+    assert first_failure(outcomes) == rank
 
 
 def test_other_failures_are_noted():
-    outcomes = {4: died(4, signal=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
+    outcomes = {4: died(4, number=signal.SIGABRT), 3: raised(KeyError("k"), 3), 0: raised(ValueError("v")), 2: Ended(2)}
     (_, note) = error_of(0, outcomes, 5, PLACE).__notes__
     assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
     (_, note) = error_of(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE).__notes__
@@ -62,13 +61,11 @@ def test_other_failures_are_noted():
 
 @pytest.mark.parametrize(("code", "text"), [(-40, "was killed by signal 40"), (None, "ended with an unknown exit code")])
 def test_unusual_end_is_described(code, text):
-    assert Died.of(code, at=1.0, pid=1, last_words="").summary == text
+    assert Died(1.0, 1, code).summary == text
 
 
 def test_unreadable_error_is_told():
-    file = memory_file("test")
-    os.write(file, b"no pickle")
-    error = error_of(1, {1: Raised(1.0, PackedValue(file), "OddError: odd", "the traceback", False)}, 2, PLACE)
+    error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, memoryview(bytes(99)))}, 2, PLACE)
     assert type(error) is LaunchError
     assert "rank 1 raised OddError: odd" in str(error)
     assert "the traceback" in notes_of(error)

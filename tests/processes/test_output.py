@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
-import tempfile
-from functools import partial
+import os
+import subprocess
+import sys
 
 import pytest
 
 from parawrap import LaunchError, current_rank, wrapper
-from parawrap.launch.coordinator._printer import Printer
-from parawrap.launch.coordinator._transcript import Transcript
+from parawrap.processes.output import Printer, Transcript
 from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
 
 PREFIX = "[rank 3] "
 
 
 def written(*chunks, folder=None):
     printer = Printer()
-    transcript = Transcript(3, printer=printer, prefix=PREFIX, folder=folder)
+    transcript = Transcript(printer, PREFIX, None if folder is None else folder / "rank-3.log")
     for data in chunks:
         transcript.write(1, data)
     transcript.finish()
@@ -53,18 +55,9 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
     with caplog.at_level(logging.WARNING, "parawrap.launch"):
         transcript = written(*[b"line\n"] * 3, folder=tmp_path)
     (record,) = caplog.records
-    assert "rank-3.log" in record.getMessage()
     assert "No space left" in record.getMessage()
     assert transcript.text() == "line\n" * 3
     assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
-
-
-def test_full_temporary_folder(monkeypatch, capsys):
-    """Output of more than 1 MiB is shown, although it cannot be kept."""
-    monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "w+b"))
-    text = written(*[b"x" * 9_999 + b"\n"] * 300).text()
-    assert text.startswith("x" * 9_999)
-    assert capsys.readouterr().out == f"{PREFIX}{'x' * 9_999}\n" * 300
 
 
 def test_unusable_log_is_named(tmp_path):
@@ -87,3 +80,105 @@ def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):
             "rank-1.log": f"{word} 1\n",
         }
     assert len(list((tmp_path / "a/b").iterdir())) == 2
+
+
+# -- launches
+
+
+def write_lines():
+    rank = current_rank().global_rank
+    print("out", rank)
+    print("err", rank, file=sys.stderr)
+    os.write(1, b"raw\n")
+    logger = logging.getLogger("mine")
+    logger.info("info")
+    logger.warning("warning")
+
+
+@pytest.mark.parametrize(
+    ("given", "verbose", "shown"), [([1], True, [1]), ((), True, []), (None, True, [0, 1]), (None, False, [])]
+)
+def test_lines_of_print_ranks_are_shown(given, verbose, shown, capfd):
+    """Lines appear on the same stream as in the rank, also those of C code. Only rank 0 logs below WARNING."""
+    launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(write_lines).submit()
+    launch.results(timeout=PATIENCE_S)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")]
+    logged = {0: ["INFO:mine:info", "WARNING:mine:warning"], 1: ["WARNING:mine:warning"]}
+    assert sorted(err.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in shown for text in (*logged[rank], f"err {rank}")
+    ]
+    assert "err 1\n" in launch.logs(1)
+
+
+def test_lone_rank_has_no_prefix(capfd):
+    """A progress bar is shown, and a last line without a newline is not lost."""
+
+    def draws():
+        sys.stdout.write("50%\r")
+        sys.stdout.write("100%\r\nend")
+
+    wrapper(ranks(1, verbose=True))(draws)()
+    assert capfd.readouterr()[0].replace("\r\n", "\n") == "50%\r100%\nend\n"
+
+
+def test_lines_of_ranks_never_mix(capfd):
+
+    def pours():
+        rank = current_rank().global_rank
+        for i in range(2000):
+            os.write(1, f"{rank} {i}".encode())
+            os.write(1, b" end\n")
+
+    wrapper(ranks(verbose=True, ipc_groups=None))(pours)()
+    lines = capfd.readouterr()[0].splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
+    assert len(lines) == 4000
+
+
+UNREAD = """
+import os, time
+from parawrap import Platform, wrapper
+from parawrap.errors import LaunchTimeoutError
+
+def talk(then_s):
+    for _ in range(3000):
+        print("x" * 1000, flush=True)
+    time.sleep(then_s)
+
+fields = dict(device="cpu", n_cpus=2, ipc_groups=None, grace_s=0)
+try:
+    wrapper(Platform(timeout_min=1 / 60, **fields))(talk)(600)
+except LaunchTimeoutError:
+    os.write(2, b"timed out")
+wrapper(Platform(**fields))(talk)(0)
+os.write(2, b", done")
+"""
+
+
+def test_unread_output_stops_no_launch():
+    """A launch reaches its time limit even if its output is not read. All of it is printed before the interpreter exits."""
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        expected = b"timed out, done"
+        assert script.stderr.read(len(expected)) == expected
+        assert script.stdout.read().count(b"\n") >= 6000
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_any_sys_stdout_is_used(monkeypatch):
+    """Notebooks and tests replace it while ranks run. It may be missing or broken, or lack a character."""
+    printer, raw, last = Printer(), io.BytesIO(), io.StringIO()
+    transcript = Transcript(printer, PREFIX)
+    for stream in None, BrokenPipe(), io.TextIOWrapper(raw, encoding="ascii", write_through=True), last:
+        monkeypatch.setattr(sys, "stdout", stream)
+        transcript.write(1, "µs\nnext\n".encode())
+        printer.flush()
+    printer.finish()
+    assert raw.getvalue().splitlines() == [b"[rank 3] \\xb5s", b"[rank 3] next"]
+    assert last.getvalue() == f"{PREFIX}µs\n{PREFIX}next\n"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parawrap.launch.messages._pickle_values import packed, unpack
+from parawrap.processes.pickling import pack, unpack
 from tests.helpers.packing import sent
 
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
@@ -106,10 +106,9 @@ def test_arrays_arrive(array):
 def test_streams_are_the_readers(monkeypatch):
     with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
         monkeypatch.setattr(sys, "stdout", ours)
-        file = packed([ours], "test", "value")
+        block = pack([ours], "value").to_bytes()
         monkeypatch.setattr(sys, "stdout", theirs)
-        assert unpack(file) == [theirs]
-        os.close(file)
+        assert unpack(memoryview(bytearray(block))) == [theirs]
 
 
 def test_modules_are_sent_by_name(monkeypatch):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import os
-import pdb
 import signal
 import subprocess
 import sys
@@ -15,17 +13,14 @@ import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, PlatformError, current_rank, wrapper
-from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.set_up import Place, set_up
 from tests.helpers.processes import failure_of, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S
-
-METHODS = ["forkserver", "fork"]
 
 
 def test_a_node_without_cuda(monkeypatch):
@@ -35,10 +30,10 @@ def test_a_node_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     place = Place(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
     with pytest.raises(PlatformError, match=r"CUDA.*[Ii]nstall.*torch"):
-        set_up(place, Platform(device="slurm", n_gpus=1), None)
+        set_up(place, Platform(device="slurm", n_gpus=1))
 
 
-# -- one launch per spawn method, for several tests
+# -- one launch for several tests
 
 
 def interrupt_subprocess():
@@ -53,14 +48,10 @@ def interrupt_subprocess():
 
 
 def count_threads():
-    """Return the number of threads of torch, of each BLAS, and of a subprocess."""
-    import scipy.linalg  # noqa: F401 (it has its own BLAS)
-    import threadpoolctl
-
-    blas = {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"}
+    """Return the number of threads of torch and of a subprocess."""
     code = "import os; print(os.environ['OMP_NUM_THREADS'])"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return {torch.get_num_threads(), *blas, int(child)}
+    return {torch.get_num_threads(), int(child)}
 
 
 KEPT = []
@@ -79,19 +70,18 @@ def leave_open(folder):
     return [each.name for each in files]
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def observed(request, tmp_path_factory):
-    """Observations of one rank of a launch with a spawn method, and the folder that it wrote into."""
-    method, folder = request.param, tmp_path_factory.mktemp("rank")
-    np.ones((200, 200)) @ np.ones((200, 200))  # starts the BLAS threads of this process
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """Observations of one rank, and the folder that it wrote into."""
+    folder = tmp_path_factory.mktemp("rank")
 
     def observe():
         return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "files": leave_open(folder)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        (found,) = wrapper(ranks(1, spawn_method=method))(observe)()
-    return found | {"folder": folder, "method": method}
+        (found,) = wrapper(ranks(1))(observe)()
+    return found | {"folder": folder}
 
 
 def test_sigint_ends_a_subprocess(observed):
@@ -100,8 +90,8 @@ def test_sigint_ends_a_subprocess(observed):
 
 
 def test_libraries_share_the_cores(observed):
-    """numpy, scipy, and subprocesses get the threads that torch gets, also if the warm process has loaded numpy."""
-    assert observed["threads"] == {1 if observed["method"] == "fork" else len(os.sched_getaffinity(0))}
+    """Subprocesses get the threads that torch gets."""
+    assert observed["threads"] == {len(os.sched_getaffinity(0))}
 
 
 def test_ranks_exit_as_interpreters_do(observed):
@@ -120,50 +110,33 @@ def test_omp_num_threads_holds(monkeypatch):
 # -- prompts
 
 
-@pytest.mark.parametrize("debug", [breakpoint, pdb.set_trace, pdb.post_mortem, lambda: dist.breakpoint(1)])
-def test_a_debugger_names_inline(debug):
+def test_a_debugger_names_inline():
     """LaunchError says to call ``inline``, and no rank waits for a terminal."""
-
-    def examine():
-        try:
-            raise KeyError
-        except KeyError:
-            debug()
-
-    error, _ = failure_of(examine)
+    error, _ = failure_of(lambda: breakpoint())
     assert type(error) is LaunchError
-    assert "a rank has no terminal. Call examine.inline(...)" in str(error)
+    assert "a rank has no terminal. Call .inline(...) of the decorated function" in str(error)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_names_inline(method, monkeypatch):
-    """`input` raises EOFError, although the script has a terminal."""
-
-    def confirm():
-        return input("continue? ")
-
-    saved, (reader, writer) = os.dup(0), os.pipe()
-    os.dup2(reader, 0)  # stays open, like a terminal
-    with open(0, closefd=False) as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        error, _ = failure_of(confirm, platform=ranks(spawn_method=method))
-    os.dup2(saved, 0)
-    for file in saved, reader, writer:
-        os.close(file)
+def test_standard_input_is_empty():
+    """`input` raises EOFError. The callable that PYTHONBREAKPOINT names runs in the rank."""
+    error, _ = failure_of(lambda: input("continue? "))
     assert type(error) is EOFError
-    assert "Call confirm.inline(...)" in notes_of(error)
+    assert wrapper(ranks(1))(lambda: sys.stdin.read())() == ("",)
 
 
-def test_standard_input_can_be_replaced(monkeypatch):
-    """`input` reads from the stream that the function sets. The callable that PYTHONBREAKPOINT names runs in the rank."""
-    monkeypatch.setenv("PYTHONBREAKPOINT", "os.getpid")
+# -- files
 
-    def read():
-        found = [sys.stdin.read()]
-        sys.stdin = io.StringIO("yes\nno")
-        return [*found, input("first? "), input(), breakpoint() == os.getpid()]
 
-    assert wrapper(ranks(1))(read)() == (["", "yes", "no", True],)
+def test_open_files_are_written(tmp_path):
+    """Files that the function left open are complete once the rank has ended."""
+
+    def leave_files_open():
+        globals()["_kept"] = text, update = (tmp_path / "text").open("w"), (tmp_path / "update").open("w+b")
+        text.write("text")
+        update.write(b"update")
+
+    wrapper(ranks(1))(leave_files_open)()
+    assert [(tmp_path / name).read_text() for name in ("text", "update")] == ["text", "update"]
 
 
 # -- options of the interpreter
@@ -184,22 +157,21 @@ def look():
 
     names = "dev_mode", "bytes_warning", "utf8_mode", "dont_write_bytecode"
     flags = [getattr(sys.flags, name) for name in names]
-    return [*flags, warns(UserWarning), warns(DeprecationWarning), sys._xoptions.get("own")]
+    return [*flags, warns(UserWarning), warns(DeprecationWarning)]
 
 if __name__ == "__main__":
-    found = [wrapper(Platform(device="cpu", spawn_method=each))(look)()[0] for each in ("forkserver", "spawn")]
-    print(json.dumps([look(), *found]))
+    print(json.dumps([look(), *wrapper(Platform(device="cpu"))(look)()]))
 """
 
 
 def test_options_of_the_interpreter(tmp_path):
-    """Flags, warning filters, and ``-X`` options of the script hold in ranks with new interpreters."""
+    """Flags, warning filters, and ``-X`` options of the script hold in ranks."""
     (tmp_path / "script.py").write_text(OPTIONS)
-    options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8", "-X", "own=1"
+    options = "-B", "-W", "error", "-X", "dev", "-bb", "-X", "utf8"
     command = [sys.executable, *options, "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     script, *of_ranks = json.loads(ended.stdout or ended.stderr)
-    assert of_ranks == [script] * 2
+    assert of_ranks == [script]
 
 
 # -- process groups that the function makes
@@ -215,12 +187,11 @@ def init_group():
 
 
 def test_a_function_makes_own_groups():
-    """Also launches at the same time. If the platform has made groups, the error names the cure."""
+    """Also launches at the same time. If the platform has made groups, torch refuses it."""
     launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
     assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
     error, _ = failure_of(init_group)
     assert type(error) is ValueError
-    assert "Platform(ipc_groups=None)" in notes_of(error)
 
 
 def test_a_failed_meeting_is_named(monkeypatch):

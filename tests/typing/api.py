@@ -149,7 +149,7 @@ def a_class_is_registered(split: Callable[[str, Sequence[int]], list[str]], join
 
 def every_field_of_a_platform(log: Path) -> None:
     platform = Platform("training", Device.CPU, n_cpus=2, ipc_groups=[[0], [1]], console_logs=log, upon_finish=log.unlink)
-    Platform(device="gpu", n_gpus=None, spawn_method="spawn", ipc_protocol="file", ipc_groups=None, seed=None)
+    Platform(device="gpu", n_gpus=None, ipc_protocol="file", ipc_groups=None, seed=None)
     Platform(device=Device.from_str(str(log)))
     Platform(device=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(ipc_groups=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]

@@ -192,7 +192,8 @@ class _Starter:
 
     def kill(self, rank: int, pid: int) -> None:
         with contextlib.suppress(Exception):  # Ray was shut down
-            self._nodes[rank // self._per_node].actor.kill.remote(pid)
+            if pid:
+                self._nodes[rank // self._per_node].actor.kill.remote(pid)
 
     def load(self, names: list[str]) -> None:
         """Do nothing: the servers end with the attempt."""

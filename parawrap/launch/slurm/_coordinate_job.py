@@ -307,7 +307,8 @@ class _Starter:
         return Connections(data, control, status.detach(), ())
 
     def kill(self, rank: int, pid: int) -> None:
-        self._coordinator.order_kill(rank, pid)
+        if pid:
+            self._coordinator.order_kill(rank, pid)
 
     def load(self, names: list[str]) -> None:
         """Do nothing: the servers end with the attempt."""

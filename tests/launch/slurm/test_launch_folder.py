@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -12,31 +11,25 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.messages._first_rank_failure import PackedValue
-from parawrap.launch.messages._pickle_values import packed
-from parawrap.launch.rank._process_groups import StoreAddress
-from parawrap.launch.rank._rank_assignment import Surroundings
-from parawrap.launch.rank._signed_values import Signer
 from parawrap.launch.slurm import _coordinate_job
 from parawrap.launch.slurm._batch_job import log_ends
 from parawrap.launch.slurm._coordinate_job import JobCoordinator
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
-from parawrap.launch.slurm._store_messages import StoreQueue
 from parawrap.launch.slurm._task import TaskResult
+from parawrap.processes.output import Transcript
+from parawrap.processes.settings import Settings
 from tests.helpers.waiting import eventually
 
-ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321, 2, StoreAddress("10.0.0.1", 1234))
+ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321)
 
 
 def plan(lease_s=1.0, **fields):
     platform = Platform(device="cpu", ipc_groups=None, **fields)
-    return Plan("f", platform, Surroundings.here().without_environ(), b"t", lease_s)
+    return Plan("f", platform, Settings.here().for_other_machines(), bytes(32), lease_s)
 
 
 @pytest.fixture
@@ -98,16 +91,15 @@ def reads_of(folder):
     """Return every function that unpickles from a launch folder, and its value."""
     folder.write_plan(plan())
     folder.write_address("0-0", ADDRESS)
-    folder.note_earlier((["a failure"], []))
-    parcel = PackedValue(packed(1, "result", "it")).put(folder.path / "parcel")
-    values = {folder.read_plan: plan(), folder.earlier: (["a failure"], []), parcel.open: 1}
+    folder.note_earlier(["a failure"])
+    values = {folder.read_plan: plan(), folder.earlier: ["a failure"]}
     return values | {lambda: folder.address("0-0"): ADDRESS}
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702], ids="{:o}".format)
 def test_pickles_of_an_open_folder(folder, mode):
     """They are refused, because other users could have written them. Those of a private folder are read."""
-    assert (folder.earlier(), folder.address("0-0")) == (([], []), None)
+    assert (folder.earlier(), folder.address("0-0")) == ([], None)
     for read, value in reads_of(folder).items():
         folder.path.chmod(mode)
         with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
@@ -145,13 +137,12 @@ def test_pickles_of_a_replaced_folder(folder, monkeypatch, tmp_path):
 def coordinator(folder, monkeypatch):
     """A coordinator of two ranks that have not arrived; its threads end with the test."""
     monkeypatch.setattr(_coordinate_job, "_LOOK_S", 0.01)
-    with contextlib.ExitStack() as cleanup:
-        made = JobCoordinator(folder, plan(lease_s=0.3, n_cpus=2), 0, "0-0", cleanup)
-        made.begin()
-        yield made
-        made._cancel()
-        own = "parawrap-"
-        eventually(lambda: not any(each.name.startswith(own) for each in threading.enumerate()), "the coordinator's end")
+    made = JobCoordinator(folder, plan(lease_s=0.3, n_cpus=2), 0, "0-0")
+    made.begin()
+    yield made
+    made._cancel()
+    own = "parawrap-"
+    eventually(lambda: not any(each.name.startswith(own) for each in threading.enumerate()), "the coordinator's end")
 
 
 def test_a_full_disk_ends_no_lease(coordinator, folder, monkeypatch):
@@ -183,8 +174,9 @@ def test_a_start_after_a_lost_node(folder):
     """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
 
     def restart_of(number):
-        with contextlib.ExitStack() as cleanup:
-            return JobCoordinator(folder, plan(max_restarts=1), number, f"{number}-0", cleanup).address.restart
+        made = JobCoordinator(folder, plan(max_restarts=1), number, f"{number}-0")
+        with made._arrivals:
+            return made._restart
 
     assert [restart_of(0), restart_of(1)] == [0, 1]
     with pytest.raises(LaunchError, match="attempt 2 follows a lost node"):
@@ -205,7 +197,7 @@ def test_the_submitter_gets_log_records(folder, caplog):
 
 def test_output_is_taken_while_it_grows(folder):
     """Each byte of both files of a task goes into its rank's transcript once."""
-    transcripts = [Transcript(rank, printer=None) for rank in range(2)]
+    transcripts = [Transcript(None) for _ in range(2)]
     follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
     follower.write_output_to(transcripts)
     files = folder.task_files("7", 1)
@@ -216,16 +208,3 @@ def test_output_is_taken_while_it_grows(folder):
         follower.take_output()
         follower.take_output()
     assert [each.text() for each in transcripts] == ["", ".out one\n.err one\n.out two\n.err two\n"]
-
-
-def test_messages_of_another_attempt():
-    """They are refused, although the secret is the same."""
-    store, signer = dist.HashStore(), Signer(b"secret")
-    old, new = (StoreQueue(store, f"{attempt}/reports", signer) for attempt in ("0-0", "0-1"))
-    for word in "first", "second":
-        old.send(word, {"at": 1.0})
-    assert [old.receive(), old.receive()] == [("first", {"at": 1.0}), ("second", {"at": 1.0})]
-    old.send("third")
-    store.set("0-1/reports/1", store.get("0-0/reports/3"))
-    with pytest.raises(LaunchError, match="is not signed with this process's key"):
-        new.receive()

@@ -276,10 +276,9 @@ def test_sigterm_ends_ranks(started):
 
 
 def test_the_death_of_a_guard(started):
-    """RankDiedError names the rank of the killed task and Slurm's reason, after a restart by the batch script."""
+    """RankDiedError names the rank of the killed task, after a restart by the batch script."""
     with pytest.raises(RankDiedError, match="rank 1 of 2 was lost with its task in Slurm job") as raised:
         started.results("guard")
-    assert "Killed" in str(raised.value)
     assert raised.value.rank == 1
     wait_for_reports(started.folder("guard"), "start1", 2)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import socket
 import tempfile
+import time
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-from parawrap import LaunchError, wrapper
-from tests.helpers.processes import pids_in, ranks, report_pid_function, warm_processes
+from parawrap import LaunchError, current_rank, wrapper
+from tests.helpers.processes import failure_of, notes_of, pids_in, ranks, report_pid_function, warm_processes
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -52,20 +52,15 @@ def test_ports_open_only_on_request(fields, tmp_path):
 
 
 def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):
-    """The folder is removed afterwards, also on a file system without locks."""
+    """The folder is removed afterwards."""
 
     def looks(folder):
         (place,) = folder.glob("parawrap-*")
         return place.stat().st_mode & 0o777, all_sum()
 
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for _ in range(2):
-        assert wrapper(ranks(ipc_protocol="file"))(looks)(tmp_path) == ((0o700, 2.0),) * 2
-        assert list(tmp_path.iterdir()) == []
-        monkeypatch.setattr(fcntl, "flock", refuse)
+    assert wrapper(ranks(ipc_protocol="file"))(looks)(tmp_path) == ((0o700, 2.0),) * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_in_use_is_named():
@@ -76,3 +71,38 @@ def test_a_port_in_use_is_named():
         with pytest.raises(LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"):
             launchable()
     assert launchable() == launchable() == (2.0, 2.0)
+
+
+def sum_over(group, value):
+    total = torch.tensor(float(value))
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+@pytest.mark.parametrize(
+    ("groups", "sums"),
+    [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])],
+)
+def test_ipc_groups_are_made(groups, sums):
+    """The group of a rank in no list is None."""
+
+    def total():
+        rank = current_rank()
+        return rank.group and sum_over(rank.group, rank.global_rank), sum_over(None, 1)
+
+    assert wrapper(ranks(4, ipc_groups=groups))(total)() == tuple((value, 4.0) for value in sums)
+
+
+@pytest.mark.parametrize("groups", [[], [[0, 1]]], ids=["world", "ipc_groups"])
+def test_ipc_timeout_min_limits_a_wait(groups):
+    """The error of the collective names the option."""
+
+    def reduces():
+        if current_rank().global_rank == 0:
+            sum_over(current_rank().group, 1)
+        else:
+            time.sleep(600)
+
+    error, _ = failure_of(reduces, platform=ranks(ipc_groups=groups, ipc_timeout_min=0.01))
+    assert "600ms" in str(error)
+    assert "Platform(ipc_timeout_min=...)" in notes_of(error)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from parawrap.launch.messages._line import Line, Message
+from parawrap.workers._line import Line, Message
 
 
 @pytest.fixture

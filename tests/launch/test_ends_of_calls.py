@@ -18,7 +18,7 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 def test_waiting_for_a_returned_rank(monkeypatch):
     """LaunchError has the stack of the rank that waits, and the ranks answer the next call."""
-    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.5)
+    monkeypatch.setattr("parawrap.processes.pool.STUCK_S", 0.5)
 
     def return_early():
         if my_rank() == 1:
@@ -128,8 +128,7 @@ def waits(how, folder):
 
 if __name__ == "__main__":
     grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
-    method = "forkserver" if how == "group" else "fork"
-    ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False, spawn_method=method).open()
+    ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False).open()
     pids = ranks(os.getpid)
     try:
         ranks(waits, how, folder)

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, current_rank, wrapper
-from parawrap.launch.rank._preemption_store import StoreAgreement
-from parawrap.launch.rank._signed_values import SignedStore, Signer
+from parawrap.launch.worlds._preemption_store import StoreAgreement
+from parawrap.launch.worlds._signed_values import SignedStore, Signer
 from tests.helpers.ranks import all_sum
 from tests.helpers.torchrun_world import TorchrunWorld
 from tests.helpers.waiting import eventually

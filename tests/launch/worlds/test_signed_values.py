@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, LaunchTimeoutError, Platform
 from parawrap.launch._world import World
-from parawrap.launch.rank._exchange_outcomes import Exchange, agree_on_session
-from parawrap.launch.rank._signed_values import SignedStore, Signer
+from parawrap.launch.worlds._exchange_outcomes import Exchange, agree_on_session
+from parawrap.launch.worlds._signed_values import SignedStore, Signer
 from tests.helpers.waiting import PATIENCE_S
 
 WORLDS = [World("srun", rank, rank, 0, 4, 4, 1, "127.0.0.1", 1234, rank == 0) for rank in range(4)]

@@ -6,15 +6,15 @@ import linecache
 import re
 import threading
 import time
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from parawrap import current_rank, wrapper
-from parawrap.launch.coordinator import _standstill
-from parawrap.launch.rank._control_thread import Status, _waits_in
+from parawrap.processes import pool
+from parawrap.processes.main_thread import _waits_in
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -22,8 +22,8 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 @pytest.fixture
 def hints(monkeypatch, caplog):
     """Shorten the time until a hint, and return a function that reads the hints."""
-    monkeypatch.setattr(_standstill, "STILL_S", 0.5)
-    monkeypatch.setattr(_standstill, "_IDLE_S", 0.2)
+    monkeypatch.setattr(pool, "STILL_S", 0.5)
+    monkeypatch.setattr(pool, "_IDLE_S", 0.2)
     return lambda: [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
 
 
@@ -44,7 +44,7 @@ def test_hint_names_waiting_ranks(hints, tmp_path):
     (hint,) = hints()
     assert "the launch continues" in hint
     # A rank on a busy machine may use so much processor time that it counts as busy at a line where it waits.
-    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
+    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
     assert re.search(r"rank 1 .*(time\.sleep\(0\.01\)|while not go\.exists)", hint)
 
 
@@ -60,7 +60,7 @@ def test_hint_without_line_numbers(hints):
     launch = wrapper(ranks(1, grace_s=0.2))(waits).submit()
     (hint,) = eventually(hints, "the hint")
     launch.cancel()
-    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_standstill\.py:\d+ in generated", hint)
+    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in generated", hint)
 
 
 def test_hint_without_source_lines(hints, tmp_path):
@@ -80,17 +80,9 @@ def test_hint_without_source_lines(hints, tmp_path):
     assert launch.results(PATIENCE_S) == ("done",)
 
 
-def test_hint_names_a_silent_rank(hints):
-    """It is stopped, or holds the GIL."""
-    known, now = {"pid": 1, "is_running": True, "status": Status(9, 9, 9, "script.py:1")}, time.monotonic()
-    states = [SimpleNamespace(rank=rank, status_at=now - 9 * rank, **known) for rank in range(2)]
-    _standstill.Standstill(states, 1.0).hint()
-    assert "rank 0 idle for 9 s at script.py:1; rank 1 does not answer" in hints()[0]
-
-
 def test_wait_for_busy_rank_is_allowed(monkeypatch):
     """After one rank has returned, a second rank can wait for a third rank that is busy."""
-    monkeypatch.setattr(_standstill, "STUCK_S", 0.3)
+    monkeypatch.setattr(pool, "STUCK_S", 0.3)
 
     def waits():
         rank = current_rank().global_rank

@@ -1,1 +1,0 @@
-"""The process of a machine that starts ranks, sees how they end, and ends what they leave behind."""

@@ -1,0 +1,74 @@
+"""Attempts of a launch: restarts after failures, and their limits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
+from tests.helpers.launches import wait_for_reports
+from tests.helpers.processes import failure_of, notes_of, ranks
+from tests.helpers.waiting import PATIENCE_S
+
+
+def test_restarts_up_to_max_restarts(caplog):
+    """All ranks start again, with a line in the log. The last failure is raised, with a note for each earlier attempt."""
+
+    def train():
+        rank = current_rank()
+        if rank.restart == 0 and rank.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if rank.global_rank == 1:
+            raise ValueError(rank.restart)
+        time.sleep(600)
+
+    error, _ = failure_of(train, platform=ranks(max_restarts=2, grace_s=1))
+    assert repr(error) == "ValueError(2)"
+    notes = [note for note in notes_of(error).splitlines() if note.startswith("attempt")]
+    assert len(notes) == 2
+    assert notes[1] == "attempt 1 failed: rank 1 raised ValueError: 1"
+    lines = [each.getMessage() for each in caplog.records if "start again" in each.getMessage()]
+    assert [line.rpartition("(")[2] for line in lines] == ["restart 1)", "restart 2)"]
+
+
+def test_a_restart_succeeds():
+    def train():
+        if current_rank().restart == 0:
+            raise ValueError
+        return current_rank().restart
+
+    assert wrapper(ranks(max_restarts=1))(train)() == (1, 1)
+
+
+def test_a_cancel_prevents_a_restart(tmp_path):
+    """The cancel arrives while the ranks of a failed attempt clean up."""
+
+    def train():
+        if current_rank().global_rank == 1:
+            raise ValueError
+        try:
+            time.sleep(600)
+        finally:
+            from tests.contract.scenarios import report
+
+            report(tmp_path, f"cleans-{current_rank().restart}")
+            time.sleep(1)
+
+    launch = wrapper(ranks(max_restarts=1, grace_s=60))(train).submit()
+    wait_for_reports(tmp_path, "cleans-0", 1)
+    launch.cancel()
+    with pytest.raises(LaunchCancelledError):
+        launch.results(PATIENCE_S)
+    assert not (tmp_path / "cleans-1-0").exists()
+
+
+def test_the_time_limit_of_restarts():
+    def train():
+        raise ValueError
+
+    error, _ = failure_of(train, platform=ranks(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None))
+    assert type(error) is LaunchTimeoutError
+    assert "timeout_min" in str(error)
