@@ -48,15 +48,17 @@ _LABEL = "ranks that stay"
 class _Request:
     """A call on its way to the ranks and back."""
 
-    def __init__(self, call: Call, sent: list[Any], on_end: Callable[[Ending], None] | None = None) -> None:
+    def __init__(
+        self, call: Call, sent: list[Any], on_end: Callable[[Ending | LaunchError], None] | None = None
+    ) -> None:
         self.call = call
         self.sent = sent  # the globals that come with it
         self.done = Latch()
         self.ending: Ending | None = None
         self._on_end = on_end
 
-    def end(self, ending: Ending) -> None:
-        self.ending = ending
+    def end(self, ending: Ending | LaunchError) -> None:
+        self.ending = ending if isinstance(ending, Ending) else None
         if self._on_end is not None:
             self._on_end(ending)
         self.done.set()
@@ -127,6 +129,24 @@ class _RanksThread:
         """Return the id of a rank's process."""
         return 0 if self._pool is None else self._pool.pid_of(rank)
 
+    def error_of_end(self, name: str) -> LaunchError:
+        """Return the error of a call that comes after the end of the ranks. It says how they have ended."""
+        died, how = None, "they were cancelled"
+        try:
+            if self.error is not None:
+                raise self.error
+            if self.last is not None and self.last.lost:
+                raise LaunchError(self.last.lost)
+            if self.last is not None and not self.last.cancelled:
+                values_of(self.last_name, self.last, (), self.platform.world_size)
+        except BaseException as error:  # noqa: BLE001 (described)
+            how = str(getattr(error, "message", f"{type(error).__name__}: {error}")).partition("\n")[0]
+            died = error if isinstance(error, RankDiedError) else None
+        msg = f"these ranks have ended, and cannot call {name}. Open new ones: Platform(...).open(). How they ended: {how}"
+        if died is not None:
+            return RankDiedError(msg, rank=died.rank, signal=died.signal, exit_code=died.exit_code)
+        return LaunchError(msg)
+
     def _wake(self, act: Callable[[], None]) -> None:
         if (pool := self._pool) is not None:
             pool.post(act)
@@ -170,13 +190,16 @@ class _RanksThread:
             pool.close()
 
     def _serve(self, pool: Pool) -> None:
-        while not pool.has_given_up:
+        while self.last is None and not pool.has_given_up:
             if self._queue:
                 self._make_call(pool, self._queue.popleft())
             elif self._is_closing:
                 return
             else:
                 pool.turn()
+            if self.last is None and pool.idle_deaths:
+                self.last, self.last_name = Ending(pool.idle_deaths, pool.places()), _LABEL
+                pool.end()
         if self.last is None:  # cancelled while no call ran
             self.last = Ending({}, cancelled=True)
 
@@ -209,7 +232,7 @@ class _RanksThread:
             except IndexError:  # another thread was faster
                 return
             if not request.done.is_set():
-                request.end(Ending({}, cancelled=True))
+                request.end(self.error_of_end(request.call.name))
 
 
 @public
@@ -376,9 +399,9 @@ class Ranks:
 
     def _results(self, request: _Request) -> RankResults[Any]:
         ending, call = request.ending, request.call
-        assert ending is not None
         if not call.has_begun:
             self._check_open(call.name)
+        assert ending is not None
         try:
             return RankResults(values_of(call.name, ending, call.ranks, self.platform.world_size))
         finally:
@@ -393,26 +416,7 @@ class Ranks:
             msg = f"these ranks are closed, and cannot call {name}. Open new ones: Platform(...).open()"
             raise LaunchError(msg)
         if self._thread.last is not None or self._thread.ended.is_set():
-            self._raise_end(name)
-
-    def _raise_end(self, name: str) -> NoReturn:
-        """Raise an error that says how the ranks have ended."""
-        thread, died = self._thread, None
-        how = "they were cancelled"
-        try:
-            if thread.error is not None:
-                raise thread.error
-            if thread.last is not None and thread.last.lost:
-                raise LaunchError(thread.last.lost)
-            if thread.last is not None and not thread.last.cancelled:
-                values_of(thread.last_name, thread.last, self._all(), self.platform.world_size)
-        except BaseException as error:  # noqa: BLE001 (described)
-            how = getattr(error, "message", f"{type(error).__name__}: {error}").partition("\n")[0]
-            died = error if isinstance(error, RankDiedError) else None
-        msg = f"these ranks have ended, and cannot call {name}. Open new ones: Platform(...).open(). How they ended: {how}"
-        if died is not None:
-            raise RankDiedError(msg, rank=died.rank, signal=died.signal, exit_code=died.exit_code)
-        raise LaunchError(msg)
+            raise self._thread.error_of_end(name)
 
     # -- observation
 

@@ -204,6 +204,7 @@ class Pool:
 
     Attributes:
         is_over: True once no process of the pool is alive.
+        idle_deaths: How ranks that stay have died between two calls.
         preempted: True if the ranks were ordered to save and exit.
         cancelled: True if `cancel` ended the ranks.
         timed_out: The time limit that ended them.
@@ -244,6 +245,7 @@ class Pool:
         self._preempts: bool | None = None  # ends_late of a preemption that came before the call
         self._unanswered: set[int] = set()
         self._stacks: dict[int, str] = {}
+        self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.cancelled = False
         self.timed_out = ""
@@ -466,13 +468,17 @@ class Pool:
             self._must_regroup = self._needs_groups(progress)
         return Ending(
             dict(sorted(call.outcomes.items())),
-            {rank: self._starter.place_of(rank) for rank in call.ranks},
+            self.places(),
             stacks=self._stacks,
             timed_out=self.timed_out,
             deadlocked=progress.is_deadlocked,
             cancelled=call.is_cancelled or (self.cancelled and not self.lost),
             lost=self.lost,
         )
+
+    def places(self) -> dict[int, str]:
+        """Return the node and host of each rank."""
+        return {member.rank: self._starter.place_of(member.rank) for member in self._members}
 
     def _needs_groups(self, progress: _Progress) -> bool:
         """True if process groups are broken or destroyed, or if ranks are out of step after a failure."""
@@ -777,7 +783,10 @@ class Pool:
         while member.wire.fileno() >= 0 and _is_readable(member.wire):
             self._on_answer(member)
         self._drain(member)
-        self._settle(member, self._death_of(member, code, lost_with))
+        outcome = self._death_of(member, code, lost_with)
+        if self._progress is None and self._stays and isinstance(outcome, Died):
+            self.idle_deaths[member.rank] = outcome
+        self._settle(member, outcome)
 
     def _death_of(self, member: _Member, code: int | None, lost_with: str = "") -> Outcome:
         by_order = member.was_ordered and code in (None, 1, -signal.SIGTERM)

@@ -52,6 +52,7 @@ _FORK = 255
 _FILES = 5  # attached to _FORK: two sockets, the status pipe, standard output, and standard error
 _PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
+_EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
@@ -419,6 +420,8 @@ class ForkServer:
 
     def describe(self) -> str:
         """Describe the server and how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
         code = self._process.poll()
         name = f"the process that forks ranks (process {self._process.pid})"
         return name if code is None else f"{name}, which {exit_text(code)},"
