@@ -51,6 +51,7 @@ _REQUEST = struct.Struct("<B")  # _FORK, or the number of a module to import
 _FORK = 255
 _FILES = 5  # attached to _FORK: two sockets, the status pipe, standard output, and standard error
 _PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
+_NOTICE_S = 10.0  # for ranks to notice the end of their launch, and for a launch to notice the end of its Ray actor
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
@@ -130,9 +131,9 @@ class _Server:
                 self._closed_at = time.monotonic()
 
     def _end_ranks(self) -> None:
-        """End ranks that go on after the end of the process that requested them. They had a second to notice it."""
+        """End ranks that go on after the end of the process that requested them."""
         now = time.monotonic()
-        for delay_s, number in ((_PATIENCE_S, signal.SIGTERM), (_STOP_S / 2, signal.SIGKILL)):
+        for delay_s, number in ((_NOTICE_S, signal.SIGTERM), (_STOP_S / 2, signal.SIGKILL)):
             if (number not in self._sent) and now >= self._closed_at + delay_s:
                 self._sent.add(number)
                 for pid in self._ranks:
