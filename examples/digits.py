@@ -28,7 +28,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 OUTPUT = Path("demo-output")
-RANKS = Platform(device="cpu", n_cpus=2, trace=OUTPUT / "launch.html")  # device="gpu" uses every GPU of the machine
+RANKS = Platform(device="cpu", n_cpus=2)  # device="gpu" uses every GPU of the machine
 LANES = ["cpu", "cpu"]  # ["cuda:0", "cuda:1"] on a machine with two GPUs; None uses every accelerator
 EPOCHS = 12
 BATCH = 128
@@ -138,7 +138,6 @@ def main() -> None:
     weights, curve = trained
     print(f"trained {EPOCHS} epochs of {len(train_images)} images in {RANKS.world_size} ranks, batches of {BATCH},")
     print(f"  in {time.perf_counter() - start:.2f} s with the start of the ranks; loss {curve[0]:.3f} to {curve[-1]:.3f}")
-    print(f"wrote {RANKS.trace}, a timeline of the ranks")
     draw_curve(curve)
     model = cnn()
     model.load_state_dict(weights)

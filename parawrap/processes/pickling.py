@@ -216,7 +216,7 @@ received_classes: set[type] = set()
 
 
 def _class_sent_before(identifier: str, name: str) -> type:
-    cls = class_of_id.get(identifier)
+    cls: type | None = class_of_id.get(identifier)
     if cls is None:
         msg = f"the class {name} of this object no longer exists here: it was defined again"
         raise UnsendableError(msg)

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -190,7 +191,7 @@ class _Rank:
             return _FORCED
         while (message := self._wire.receive()) is not None:
             body: CallBody = message.body
-            if not self._answer(body, lambda message=message, body=body: self._call(message, body)):
+            if not self._answer(body, partial(self._call, message, body)):
                 return _FORCED
             del message  # with the memory of the arguments
         return 0
@@ -224,7 +225,9 @@ class _Rank:
 
     def _answer(self, body: CallBody, call: Callable[[], Any]) -> bool:
         """Make a call and send its answer. Return False if the process is to end."""
-        word, packed, details, goes_on = "returned", None, {}, self._assignment.stays
+        word, goes_on = "returned", self._assignment.stays
+        packed: Packed | None = None
+        details: dict[str, Any] = {}
         value = None
         try:
             try:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -26,7 +27,7 @@ from parawrap.launch.set_up import Place, RankSetUp
 from parawrap.launch.slurm._job_commands import requeue_job
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.processes.groups import LOOPBACK, StoreAddress, free_port, open_tcp_store
-from parawrap.processes.outcomes import Died, Ending, Raised, Returned
+from parawrap.processes.outcomes import Died, Ending, Outcome, Raised, Returned
 from parawrap.processes.output import Transcript
 from parawrap.processes.pickling import Packed
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
@@ -152,7 +153,7 @@ class JobCoordinator:
             self._pool = pool = Pool(starter, assignments, transcripts, limits, wants_groups=platform.requires_ipc)
             try:
                 for rank, orders in self._orders.items():
-                    pool.watch(orders, lambda rank=rank, orders=orders: self._on_report(pool, rank, orders))
+                    pool.watch(orders, partial(self._on_report, pool, rank, orders))
                 pool.fork()
                 if self._cancelled.is_set():
                     pool.cancel()
@@ -320,7 +321,7 @@ class _Starter:
         return f"node {rank // self._per_node}, {self._coordinator.hellos[rank].hostname}"
 
 
-def _packable(outcome: object) -> object:
+def _packable(outcome: Outcome) -> Outcome:
     """Return an outcome with bytes in place of memory, which pickle refuses."""
     if isinstance(outcome, Returned):
         return replace(outcome, value=bytes(outcome.value))  # type: ignore[arg-type]

@@ -159,9 +159,9 @@ class JobFollower:
                 self._note_start(int(result.attempt.partition("-")[0]))
                 if result.is_requeued and self._cancelled.is_set():
                     return Ending({}, cancelled=True)
-                ending = self._with_values(result.ending)
+                completed = self._with_values(result.ending)
                 if result.is_final:
-                    return ending
+                    return completed
             if troubles := self._folder.troubles(self._start):
                 raise LaunchError("; ".join(troubles))
             if time.monotonic() >= self._poll_at + self._poll_pause_s() and (ending := self._poll_slurm()) is not None:

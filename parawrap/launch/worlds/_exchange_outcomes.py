@@ -192,9 +192,11 @@ class Exchange:
         word, body, pieces = pickle.loads(self._store.get(f"{rank}", f"rank {rank}"))
         block = b"".join(self._store.get(f"{rank}/{i}", f"rank {rank}") for i in range(pieces))
         value = memoryview(bytearray(block))
-        if word == "requeued":
-            return Requeued(*body)
-        return Returned(*body, value) if word == "returned" else Raised(*body, value)
+        if word == "raised":
+            at, summary, traceback, follows = body
+            return Raised(at, summary, traceback, follows, value)
+        (at,) = body
+        return Requeued(at) if word == "requeued" else Returned(at, value)
 
     def _wait_for(self, key: str, missing: str) -> None:
         """Wait for another rank to write a key. `missing` says what is missing without it."""
