@@ -114,7 +114,7 @@ def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     before = {*threading.enumerate()}  # of fixtures with a larger scope
     yield
     for thread in threading.enumerate():
-        if thread.name.startswith("parawrap-launch") and thread not in before:
+        if thread.name.startswith(("parawrap-launch", "parawrap-ranks")) and thread not in before:
             thread.join(30)  # a launch has its outcome a moment before its thread ends
     if _lanes(before):
         gc.collect()  # only here, because a collection per test takes minutes

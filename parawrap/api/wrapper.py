@@ -156,6 +156,12 @@ class Launchable(Generic[P, R]):
             else:
                 setattr(self.__wrapped__, name, value)  # travels with the function
 
+        def __delattr__(self, name: str) -> None:
+            if hasattr(Launchable, name):
+                super().__delattr__(name)
+            else:
+                delattr(self.__wrapped__, name)
+
     def __repr__(self) -> str:
         name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
         return f"<{name} on {self._platform.world_size} ranks of {self._platform.device}>"

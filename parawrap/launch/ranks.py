@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LABEL = "ranks that stay"
+_NEVER = float("inf")  # by the monotonic clock
+_HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in its traceback
 
 
 class _Request:
@@ -84,6 +87,8 @@ class _RanksThread:
         self._pool: Pool | None = None
         self._is_closing = False
         self.last_calls: dict[int, Call] = {}
+        self.handle: weakref.ref[Ranks] | None = None
+        self._look_at = _NEVER  # whether an error is all that keeps the handle
         self._thread = threading.Thread(target=self._run, name="parawrap-ranks", daemon=True)
         self._thread.start()
 
@@ -196,7 +201,10 @@ class _RanksThread:
             elif self._is_closing:
                 return
             else:
-                pool.turn()
+                pool.turn(self._look_at)
+            if time.monotonic() >= self._look_at:
+                self._look_at = _NEVER
+                self._is_closing = self._is_closing or (self.handle is not None and is_lost(self.handle))
             if self.last is None and pool.idle_deaths:
                 self.last, self.last_name = Ending(pool.idle_deaths, pool.places()), _LABEL
                 pool.end()
@@ -216,6 +224,7 @@ class _RanksThread:
         if pool.is_ending:
             self.last, self.last_name = ending, request.call.name
         request.end(ending)
+        self._look_at = _NEVER if ending.is_success else time.monotonic() + _HANDLED_S
         if self.last is not None:
             pool.cancel()
 
@@ -287,7 +296,8 @@ class Ranks:
         self._is_closed = False
         self._thread = thread = _RanksThread(platform, machines_for(platform))
         self._end = weakref.finalize(self, _abandon, thread, self._pid)
-        _open.add(self)
+        thread.handle = weakref.ref(self, _open.discard)
+        _open.add(thread.handle)
         try:
             thread.ready.wait()
         except BaseException:  # Ctrl-C
@@ -543,7 +553,7 @@ class _CallRun:
         return self._thread.state_of(rank) if self.has_begun else "idle"
 
 
-_open: weakref.WeakSet[Ranks] = weakref.WeakSet()
+_open: set[weakref.ref[Ranks]] = set()
 
 
 def open_ranks(platform: Platform) -> Ranks:
@@ -574,8 +584,8 @@ def open_ranks(platform: Platform) -> Ranks:
         )
         raise PlatformError(msg)
     for each in list(_open):
-        if is_lost(each):
-            each.close()
+        if is_lost(each) and (handle := each()) is not None:
+            handle.close()
     return Ranks(platform)
 
 

@@ -27,7 +27,7 @@ import cloudpickle
 import torch
 
 from parawrap.errors import UnsendableError
-from parawrap.processes.private_names import class_of_id, id_of_class, names_in_code
+from parawrap.processes.private_names import class_of_id, id_of_class, make_class, names_in_code
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -195,7 +195,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if (name := _name_of_operator(obj)) is not None:
             return resolve_name, (name,)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and "__slots__" in vars(obj):
+            _keep_slots(obj, reduced)
+        return reduced
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
@@ -221,6 +224,13 @@ def _class_sent_before(identifier: str, name: str) -> type:
         msg = f"the class {name} of this object no longer exists here: it was defined again"
         raise UnsendableError(msg)
     return cls
+
+
+def _keep_slots(cls: type, reduced: Any) -> None:
+    """Have a class that goes by value made with its slots. cloudpickle sets ``__slots__`` when it is too late."""
+    if isinstance(reduced, tuple) and reduced[0] is make_class:
+        namespace = reduced[1][3]
+        namespace["__slots__"] = cls.__dict__["__slots__"]
 
 
 def _check_module(name: str) -> None:

@@ -18,6 +18,7 @@ run_exit_handlers = _name("atexit._run_exitfuncs")
 join_threads = _name("threading._shutdown")  # waits for non-daemon threads, and ends idle workers of thread pools
 names_in_code = _name("cloudpickle.cloudpickle._extract_code_globals")  # the globals that a code object uses
 goes_by_name = _name("cloudpickle.cloudpickle._should_pickle_by_reference")
+make_class = _name("cloudpickle.cloudpickle._make_skeleton_class")  # in the reduction of a class by value
 id_of_class = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
 class_of_id = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 interpreter_options = _name("subprocess._args_from_interpreter_flags")  # flags and warning filters of this interpreter

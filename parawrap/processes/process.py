@@ -42,6 +42,7 @@ from parawrap.processes.wire import Message, Wire
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _FORCED = 1  # the exit code of a rank that its control thread ended
 _kept: list[Any] = []  # until the process exits
+_NAMES_OF_IPYTHON = ("display", "get_ipython")  # it adds them to the builtins
 
 
 class EndOrdered(BaseException):
@@ -158,6 +159,7 @@ def _start_session(streams: Sequence[int]) -> None:
         os.set_inheritable(number, True)
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)  # functions that replaced the stream put this one back
     faulthandler.enable()
     if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = _refuse_breakpoint
@@ -219,6 +221,7 @@ class _Rank:
         if not body.is_for_this_rank:
             return None
         value = function(*message.files, *args, **kwargs)
+        _flush_streams()
         if not self._assignment.stays:
             join_threads()  # of the function, as an interpreter does at its exit
         return value
@@ -265,13 +268,17 @@ class _Rank:
                 "DistributedDataParallel, no longer work. Make them again"
             )
             add_note(error, note)
+        if isinstance(error, NameError) and error.name in _NAMES_OF_IPYTHON:
+            note = f"{error.name} is a function of the notebook's process: return the value, and show it there"
+            add_note(error, note)
         return "raised", pack_exception(error), {"description": description_of(error)}
 
     def _send(self, word: str, number: int, packed: Packed | None, details: dict[str, Any]) -> None:
         loaded = [name for name in self._modules if name in sys.modules]
         self._modules = [name for name in self._modules if name not in loaded]
         owned = self._script.changes() if self._assignment.stays else None
-        _flush_streams()
+        with contextlib.suppress(Exception):
+            _flush_streams()
         body = AnswerBody(
             number,
             time.time(),
@@ -387,8 +394,8 @@ class Control:
 
 
 def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the function has closed or replaced it
+    for stream in (sys.stdout, sys.stderr):  # the function may have replaced or closed them
+        if stream is not None and hasattr(stream, "flush") and not getattr(stream, "closed", False):
             stream.flush()
 
 
@@ -398,7 +405,8 @@ def _leave(code: int) -> NoReturn:
         try:
             step()
         except BaseException:  # noqa: BLE001 (reported as the interpreter reports it)
-            traceback.print_exc()
+            with contextlib.suppress(Exception):
+                traceback.print_exc()
     os._exit(code)
 
 

@@ -76,7 +76,7 @@ def test_help_shows_the_methods(function, signature):
 
 
 def test_attributes():
-    """`platform` is read-only. Other attributes are set on the function."""
+    """`platform` is read-only. Other attributes are set, and deleted, on the function."""
     with pytest.raises(AttributeError):
         shift.platform = Platform(device="cpu")
     with pytest.raises(AttributeError, match=r"no attribute 'zzzz'$"):
@@ -84,6 +84,10 @@ def test_attributes():
     function = local()
     function.note = 3
     assert function.__wrapped__.note == 3
+    del function.note  # as click does
+    assert not hasattr(function.__wrapped__, "note")
+    with pytest.raises(AttributeError):
+        del function.platform
 
 
 # --- functions ---

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import importlib.util
+import io
 import os
 import pickle
 import random
 import re
+import socket
+import sys
 import threading
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -124,6 +131,88 @@ def test_tensors_outlive_later_calls(world):
             assert torch.equal(tensor, torch.full((size,), 10.0 * step + rank))
             assert kept == [[10.0 * earlier] * 2 for earlier in range(step + 1)]
     world(STATE.clear)
+
+
+# -- what the function, the script, and the rank have in common
+
+
+def test_a_class_with_slots(world):
+    """An object of the script's class arrives, and a misspelled attribute is an error in the rank too."""
+
+    @dataclasses.dataclass(slots=True)
+    class Result:
+        loss: float = 1.0
+
+    def misspell(result):
+        result.los = 2.0
+
+    assert world(lambda: Result(0.5)) == (Result(0.5), Result(0.5))
+    with pytest.raises(AttributeError, match="'los'"):
+        world(misspell, Result())
+
+
+def test_functions_of_other_modules_keep_their_globals(world, tmp_path):
+    """A module that was loaded from a file, and a script with other globals than `__main__`, as under a profiler."""
+    text = "number = 0\ndef count():\n    global number\n    number += 1\n    return number\n"
+    (tmp_path / "loaded.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("loaded_from_file", tmp_path / "loaded.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    profiled = {"__name__": "__main__"}
+    exec(text, profiled)
+    for count in module.count, profiled["count"]:
+        assert [world(count)[1] for _ in range(3)] == [1, 2, 3]
+
+
+def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
+    """The working folder, the environment, and `sys.path`, whatever the ranks did to theirs."""
+
+    def around():
+        return os.getcwd(), os.environ.get("PARAWRAP_LATE"), sys.path[0]
+
+    before = world(around)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setenv("PARAWRAP_LATE", "yes")
+        patch.syspath_prepend(tmp_path)
+        assert world(around) == ((str(tmp_path), "yes", str(tmp_path)),) * 2
+    assert world(around) == before
+
+
+def test_a_default_timeout_of_sockets_is_harmless(monkeypatch):
+    """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never counts as a result."""
+    default = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.05)
+    try:
+        with ranks().open() as opened:
+            assert opened(lambda: time.sleep(0.2) or 1) == (1, 1)
+    finally:
+        socket.setdefaulttimeout(default)
+
+
+def test_a_stream_that_cannot_be_flushed(world):
+    """It is an error of the call, since what it holds was not written."""
+
+    class Broken(io.StringIO):
+        def flush(self):
+            raise OSError("the stream is full")
+
+    def replace():
+        sys.stdout = Broken()
+
+    def restore():
+        sys.stdout = sys.__stdout__
+
+    with pytest.raises(OSError, match="the stream is full"):
+        world(replace)
+    world(restore)
+
+
+def test_display_in_a_rank_is_explained(world):
+    """IPython adds `display` to the builtins of the notebook's process only."""
+    with pytest.raises(NameError) as caught:
+        world(lambda: display(1))  # noqa: F821
+    assert "display is a function of the notebook's process: return the value, and show it there" in notes_of(caught.value)
 
 
 # -- output
@@ -279,6 +368,43 @@ def test_ranks_end_without_close():
     del forgotten
     gc.collect()
     assert_gone(pids)
+
+
+def ended(opened):
+    """Wait for the end of ranks whose handle is lost; the argument is a weak reference."""
+    return eventually(lambda: opened() is None or opened().state == "ended", "the end of lost ranks")
+
+
+def test_a_handle_in_a_traceback_is_lost():
+    """An interactive interpreter keeps the last error. A handle that the program also refers to stays open."""
+
+    def fail(keeps):
+        opened = ranks(1).open()
+        keeps.append(weakref.ref(opened) if len(keeps) else opened)
+        opened(lambda: 1 / 0)
+
+    kept, lost, errors = [], [None], []
+    for keeps in kept, lost:
+        with pytest.raises(ZeroDivisionError) as caught:
+            fail(keeps)
+        errors.append(caught)  # its traceback has the frame of `fail`
+    ended(lost[1])
+    assert kept[0](my_rank) == (0,)
+    kept[0].close()
+
+
+def test_a_displayed_handle_is_lost():
+    """A notebook keeps displayed values. A handle that only they keep ends when others are opened."""
+    namespace = {"opened": ranks(1).open()}
+    namespace["Out"] = {1: namespace["opened"]}
+    namespace["_1"] = namespace["opened"]
+    namespace["_2"] = namespace["opened"].submit(my_rank)
+    first = weakref.ref(namespace["opened"])
+    with ranks(1).open():
+        assert first().state == "idle"  # the notebook's variable
+        namespace["opened"] = None
+        with ranks(1).open():
+            ended(first)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ class _Starter:
         self._nodes = nodes
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._arrivals = Arrivals(host, self._token, CONNECTIONS, platform.world_size)
-        self._own: dict[int, list[socket.socket]] = {}  # copies, to end the connections of a lost node
+        self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
         self._has_asked = False
 
     def __enter__(self) -> Self:
@@ -161,9 +161,8 @@ class _Starter:
 
     def __exit__(self, *_: object) -> None:
         self._arrivals.__exit__()
-        for connections in self._own.values():
-            for each in connections:
-                each.close()
+        for each in self._status.values():
+            each.close()
 
     def start(self, rank: int) -> Connections:
         if not self._has_asked:
@@ -178,17 +177,16 @@ class _Starter:
             msg = f"rank {rank} on {self.place_of(rank)} did not connect in {CONNECT_S:g} s"
             raise LaunchError(msg) from error
         assert arrived is not None
-        self._own[rank] = [each.dup() for each in arrived]
         status, data, control, *streams = arrived
+        self._status[rank] = status.dup()
         return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))
 
     def _lose(self, number: int) -> None:
-        """End the connections of a node that Ray has lost. Without it, they would stay open as long as TCP allows."""
-        for rank, connections in list(self._own.items()):
+        """End the ranks of a node that Ray has lost. Without it, their connections would stay open as long as TCP allows."""
+        for rank, status in list(self._status.items()):
             if rank // self._per_node == number:
-                for each in connections:
-                    with contextlib.suppress(OSError):
-                        each.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):
+                    status.shutdown(socket.SHUT_RDWR)
 
     def kill(self, rank: int, pid: int) -> None:
         with contextlib.suppress(Exception):  # Ray was shut down
