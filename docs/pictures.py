@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from playwright.sync_api import Page, sync_playwright
 from torch import nn
 
@@ -35,19 +32,6 @@ def block(path: Path) -> None:
             list(p.map(batches, prepare=normalized))
 
 
-def train() -> None:
-    """Compute for a while, and meet the other rank."""
-    time.sleep(0.1 * (1 + current_rank().global_rank))
-    dist.barrier()
-
-
-def launch(path: Path) -> None:
-    """Launch a function in two ranks, and write the timeline."""
-    launched = wrapper(replace(RANKS, trace=path))(train)
-    launched()
-    launched()  # from the warm process
-
-
 def notebook(path: Path) -> None:
     """Write a page with the tables that a notebook shows."""
     launch = wrapper(RANKS)(square).submit()
@@ -71,7 +55,7 @@ def draw(page: Page, path: Path, name: str) -> None:
     page.screenshot(path=IMAGES / name, full_page=True)
 
 
-PICTURES = {block: "timeline.png", launch: "launch.png", notebook: "notebook.png"}
+PICTURES = {block: "timeline.png", notebook: "notebook.png"}
 
 
 def main() -> None:

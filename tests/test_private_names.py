@@ -112,33 +112,11 @@ def test_every_name_exists():
 # What no other test of a feature would notice
 
 
-def test_exit_handlers_of_a_fork(tmp_path):
-    """It runs the handlers and finalizers that its function makes, once, and not those of the process before the fork."""
-    script = """
-import atexit, weakref
-from multiprocessing.util import Finalize
-from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers, run_exit_handlers
-class Owner: pass
-first, second = Owner(), Owner()
-def register(owner, whose):
-    weakref.finalize(owner, print, whose, "finalizer")
-    Finalize(None, print, (whose, "multiprocessing"), exitpriority=1)
-    atexit.register(print, whose, "handler")
-register(first, "parent")
-forget_exit_handlers()
-forget_finalizers()
-register(second, "fork")
-run_exit_handlers()
-"""
-    expected = ["fork finalizer", "fork handler", "fork multiprocessing"]
-    assert sorted(run_script(tmp_path, script).splitlines()) == expected
-
-
 def test_finalizers_before_a_fork(tmp_path):
-    """Ranks do not run the finalizers of the modules that the warm process imported."""
+    """Ranks do not run the finalizers of the modules that the server imported."""
     script = """
 import weakref
-from parawrap.launch._private_names import keep_finalizers_from_exits
+from parawrap.processes._private_names import keep_finalizers_from_exits
 class Owner: pass
 imported, owned = Owner(), Owner()
 weakref.finalize(imported, print, "imported")
@@ -153,7 +131,7 @@ def test_threads_are_joined(tmp_path):
     script = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from parawrap.launch._private_names import join_threads
+from parawrap.processes._private_names import join_threads
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "pool").result()
 go = threading.Event()

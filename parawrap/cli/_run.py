@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parawrap.cli._find_function import find_function
 from parawrap.cli._read_arguments import python_value, read_arguments
 from parawrap.cli._usage_error import UsageError
-from parawrap.displays import refusal_of_path, safe_repr
+from parawrap.displays import safe_repr
 from parawrap.errors import PlatformError
 
 if TYPE_CHECKING:
@@ -37,14 +37,13 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "device": ("device", str, "cpu, gpu, mps, neuron, slurm, or ray"),
     "launcher": ("launcher", str, "local, slurm, ray, or env"),
     "name": ("name", str, "the name of the job on a cluster"),
-    "trace": ("trace", str, "a .html or .json file for the timeline of the ranks"),
     "gpus": ("n_gpus", int, "accelerators per node, one rank each"),
     "cpus": ("n_cpus", int, "ranks per node of a CPU platform; threads per rank of others"),
     "n": ("n", int, "ranks per node: n_cpus of a CPU platform, n_gpus of others"),
     "nodes": ("n_nodes", int, "the number of machines"),
     "timeout-min": ("timeout_min", float, "minutes until the launch is ended"),
 }
-_NOT_INLINE = {"n", "n_cpus", "n_gpus", "n_nodes", "launcher", "timeout_min", "trace"}
+_NOT_INLINE = {"n", "n_cpus", "n_gpus", "n_nodes", "launcher", "timeout_min"}
 _CLUSTERS = {"slurm", "ray"}  # their ranks are on CPUs, unless n_gpus is set
 
 
@@ -146,10 +145,6 @@ def _read_options(given: argparse.Namespace) -> dict[str, Any]:
         _add(changes, field, python_value(value))
     if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
         msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
-        raise UsageError(msg)
-    refusal = None if changes.get("trace") is None else refusal_of_path(changes["trace"])
-    if refusal is not None:
-        msg = f"trace: {refusal}"
         raise UsageError(msg)
     return changes
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["Platform"]
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
+OPEN_RANKS: list[Callable[[Platform], Ranks]] = []
+"""The function that `Platform.open` calls. Its module imports this one, and enters it."""
+
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
 _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
@@ -197,9 +200,7 @@ class Platform:
         ...     ranks(lambda scale: scale * current_rank().global_rank, 10)
         RankResults(0, 10)
         """
-        from parawrap.launch.ranks import open_ranks
-
-        return open_ranks(self)
+        return OPEN_RANKS[0](self)
 
     def shows(self, rank: int) -> bool:
         """True if the output of this rank is printed."""

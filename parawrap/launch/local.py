@@ -30,7 +30,7 @@ class _Local:
         meeting = "file (in a new private folder)"
         if uses_port(platform):
             meeting = f"tcp {platform.master_addr or LOOPBACK}:{platform.master_port or '(any free port)'}"
-        how = f"{platform.world_size} processes on this machine, forked from a warm process"
+        how = f"{platform.world_size} processes on this machine, forked from one with torch loaded"
         return preview(job, "local", how, meeting=meeting if platform.requires_ipc else None)
 
 

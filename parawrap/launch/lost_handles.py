@@ -25,12 +25,17 @@ def is_lost(reference: ref[Any]) -> bool:
     total, found = sys.getrefcount(handle) - 2, 0  # without the argument of getrefcount, and `handle`
     running = _running_frames()
     for holder in gc.get_referrers(handle):
-        if isinstance(holder, FrameType):
-            found += 0 if id(holder) in running else sum(each is handle for each in gc.get_referents(holder))
+        if isinstance(holder, FrameType) and id(holder) not in running:
+            found += _count(handle, gc.get_referents(holder))
         elif isinstance(holder, dict):
             is_local = _has_locals_of_ended_frame(holder, running)
-            found += sum(value is handle and (is_local or _is_shown(name)) for name, value in list(holder.items()))
+            found += _count(handle, [value for name, value in list(holder.items()) if is_local or _is_shown(name)])
     return found >= total
+
+
+def _count(handle: Any, values: list[Any]) -> int:
+    """Return how often the object is in a list. `is_lost` has no expression for it, which would refer to the object too."""
+    return sum(each is handle for each in values)
 
 
 def _is_shown(name: object) -> bool:
@@ -47,10 +52,12 @@ def _has_locals_of_ended_frame(holder: dict[Any, Any], running: set[int]) -> boo
 
 
 def _running_frames() -> set[int]:
-    found = set()
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            found.add(id(frame))
-            frame = frame.f_back
+    """Return the ids of the frames of all threads. Keep no frame: one that refers to itself would stay, and its callers."""
+    found: set[int] = set()
+    todo = list(sys._current_frames().values())
+    while todo:
+        frame = todo.pop()
+        found.add(id(frame))
+        if frame.f_back is not None:
+            todo.append(frame.f_back)
     return found

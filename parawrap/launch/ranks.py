@@ -25,7 +25,8 @@ from parawrap.displays import Table
 from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function, check_signature
-from parawrap.launch._platform import Platform
+from parawrap.launch._launcher import launcher_name
+from parawrap.launch._platform import OPEN_RANKS, Platform
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch.attempts import Machines, World, make_pool
@@ -51,9 +52,7 @@ _HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in 
 class _Request:
     """A call on its way to the ranks and back."""
 
-    def __init__(
-        self, call: Call, sent: list[Any], on_end: Callable[[Ending | LaunchError], None] | None = None
-    ) -> None:
+    def __init__(self, call: Call, sent: list[Any], on_end: Callable[[Ending | LaunchError], None] | None = None) -> None:
         self.call = call
         self.sent = sent  # the globals that come with it
         self.done = Latch()
@@ -561,8 +560,6 @@ def open_ranks(platform: Platform) -> Ranks:
     if inside_a_rank() or below_a_rank():
         msg = "Platform.open was called within a rank: a rank cannot launch ranks. Open them in the launching process"
         raise LaunchError(msg)
-    from parawrap.launch._launcher import launcher_name
-
     name = launcher_name(platform)
     if name == "slurm":
         msg = (
@@ -587,6 +584,9 @@ def open_ranks(platform: Platform) -> Ranks:
         if is_lost(each) and (handle := each()) is not None:
             handle.close()
     return Ranks(platform)
+
+
+OPEN_RANKS.append(open_ranks)
 
 
 def machines_for(platform: Platform) -> Machines:

@@ -17,7 +17,7 @@ from parawrap.launch._devices import Device, core_of, make_current, rank_device,
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
-from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, leave_groups, stay_on_loopback
+from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 from parawrap.processes.preemption import Preemption
 
 _RISK = ". Any program that can connect to it can disturb it"
@@ -86,6 +86,7 @@ class RankSetUp:
         """Leave all process groups, and join new ones."""
         assert self.store is not None
         rank = current_rank()
+        break_links()  # models of the old groups would take data of collectives that the ranks have left unfinished
         leave_groups()
         store = dist.PrefixStore(f"{self.place.restart}/{generation}", self.store.open(rank.world_size))
         groups = groups_of(self.platform, is_on_one_machine=self.place.is_on_one_machine)

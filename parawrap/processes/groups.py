@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.processes.private_names import sequence_number_of
+from parawrap.processes._private_names import sequence_number_of
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"

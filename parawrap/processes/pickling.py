@@ -27,7 +27,7 @@ import cloudpickle
 import torch
 
 from parawrap.errors import UnsendableError
-from parawrap.processes.private_names import class_of_id, id_of_class, make_class, names_in_code
+from parawrap.processes._private_names import class_of_id, id_of_class, make_class, names_in_code
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -472,7 +472,7 @@ def _reduces(value: Any) -> bool:
 
 def _within(address: str, step: str) -> str:
     """Append a step to an address. If the address is a phrase, put the step in front: ``.x of the global 'y'``."""
-    is_phrase = address.startswith(("the global ", "the variable ", "the default ", "a member "))
+    is_phrase = address.startswith(("the global ", "the variable ", "the default ", "the object", "a member "))
     first, of, rest = address.partition(" of the ")
     if of and first.startswith(("[", ".")):
         return f"{first}{step}{of}{rest}"

@@ -29,12 +29,12 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import LaunchError, add_note
+from parawrap.processes._private_names import TEMPORARY_FILE, join_threads, run_exit_handlers
 from parawrap.processes.groups import break_links, count_operations
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
 from parawrap.processes.outcomes import description_of, exit_of, is_echo, pack_exception
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import Preemption, RequeueRequested
-from parawrap.processes.private_names import TEMPORARY_FILE, join_threads, run_exit_handlers
 from parawrap.processes.script import ScriptOfRank
 from parawrap.processes.settings import Changes, Settings
 from parawrap.processes.wire import Message, Wire
@@ -324,10 +324,11 @@ class Control:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def begin(self, number: int) -> None:
-        """Note the begin of a call. From now on it can be interrupted."""
+        """Note the begin of a call. From now on it can be interrupted. An interrupt may have arrived before."""
         self._running = number
         if self._is_ending:
             raise EndOrdered
+        self._interrupt_call()
 
     def end(self) -> None:
         """Note the end of the call: it is interrupted no more."""
@@ -338,8 +339,13 @@ class Control:
         return self._delivered == number
 
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
-        halted, self._halted = self._halted, None
+        self._interrupt_call()
+
+    def _interrupt_call(self) -> None:
+        """Raise an exception if the call that runs is to be interrupted."""
+        halted = self._halted
         if halted is not None and halted[0] == self._running:
+            self._halted = None
             self._delivered = halted[0]
             raise halted[1]
 

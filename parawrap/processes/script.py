@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from parawrap.processes._private_names import goes_by_name, id_of_class, names_in_code
 from parawrap.processes.pickling import Packed, ValuePickler, is_importable, pack, received_classes
-from parawrap.processes.private_names import goes_by_name, id_of_class, names_in_code
 
 _MAIN = "__main__"
 _IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
@@ -67,7 +67,7 @@ class SentScript:
             "places": places,
             **{label: new[name][0] for label, name in places.items()},
             "the function": function,
-            "the object": bound_to,
+            **{"the object": each for each in bound_to},
             "args": args,
             "kwargs": kwargs,
             "notes": _Notes(),
@@ -262,7 +262,8 @@ class ScriptOfRank:
         linecache.cache.update((name, (0, None, lines, name)) for name, lines in notes["sources"].items())
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
         self._received = {space: dict(values) for space, values in self._all_spaces()}
-        return call["the function"], (*call["the object"], *call["args"]), call["kwargs"]
+        bound_to = [call["the object"]] if "the object" in call else []
+        return call["the function"], (*bound_to, *call["args"]), call["kwargs"]
 
     def changes(self) -> tuple[list[Name], list[Name]] | None:
         """Return the globals that functions have assigned since the last call, and those that they have deleted."""

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from parawrap.errors import LaunchError
+from parawrap.processes._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.processes.outcomes import exit_text
-from parawrap.processes.private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.processes.process import run_rank
 from parawrap.processes.wire import close_in_forked_children
 

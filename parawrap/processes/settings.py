@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from parawrap.processes.private_names import raw_environ
+from parawrap.processes._private_names import raw_environ
 
 _log = logging.getLogger("parawrap.launch")
 

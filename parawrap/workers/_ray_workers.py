@@ -16,7 +16,7 @@ import torch
 
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
-from parawrap.launch.ray._reservation import Reservation, join_cluster
+from parawrap.launch.ray.reservation import Reservation, join_cluster
 from parawrap.workers._ray_actor import Actor, loaded, pack_apart
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 

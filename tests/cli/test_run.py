@@ -19,7 +19,7 @@ def test_each_rank_gets_arguments(here):
 
 def test_decorated_has_its_platform(here):
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
-    assert here("run", "train:decorated", "--set", "trace=None").stdout == two
+    assert here("run", "train:decorated", "--set", "ram=None").stdout == two
     assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
     assert here("run", "train:decorated", "--cpus", "1").stdout == "rank 0: (1, 'script')\n"
     assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--gpus", "2").stderr
@@ -33,12 +33,10 @@ def test_device_resets_launcher(here):
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
 
 
-def test_dry_run_and_trace(here, folder):
+def test_dry_run_starts_nothing(here, folder):
     shown = here("run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started")
     assert shown.returncode == 0
     assert "rank 1: node 0, local rank 1, cpu" in shown.stdout
-    here("run", "train:main", "--device", "cpu", "--trace", "launch.html", "--", "1")
-    assert (folder / "launch.html").exists()
     assert not (folder / "started").exists()
 
 
@@ -71,7 +69,6 @@ def test_odd_results_are_described(here, monkeypatch):
         ("gone.py:main", "the file 'gone.py' does not exist"),
         ("train:gone", "'train' has no function 'gone'. It has main, decorated, fail, forever, Unprintable"),
         ("train:main --set sed=1 -- 1", "sed=1: Platform has no such field: did you mean seed?"),
-        ("train:main --trace gone/t.html -- 1", "trace: the folder of 'gone/t.html' does not exist"),
         ("train:main --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
         ("train:main --device slurm --set n_gpus=8 --n 4 -- 1", "n_gpus is given twice, as 8 and 4"),
         ("train:main --inline --n 2 -- 1", "--inline runs one rank in this process, so n has no effect"),

@@ -32,9 +32,9 @@ def refusal(**fields):
 
 
 NUMBERS = {"ram": 0.5, "master_port": 65535, "seed": 2**32 - 1, "timeout_min": 0.01, "grace_s": 0, "hang_timeout_s": 60}
-WORDS = {"launcher": "env", "partition": "gpu-short", "backend": "cpu:gloo", "console_logs": "logs", "trace": "launch.html"}
-PATHS = {"console_logs": Path("logs"), "trace": Path("folder/launch.json")}
-NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s", "ram", "trace", "upon_finish", "backend"])
+WORDS = {"launcher": "env", "partition": "gpu-short", "backend": "cpu:gloo", "console_logs": "logs"}
+PATHS = {"console_logs": Path("logs")}
+NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s", "ram", "upon_finish", "backend"])
 
 
 @pytest.mark.parametrize("fields", [NUMBERS, WORDS, PATHS, NOTHING], ids=["numbers", "words", "paths", "None"])
@@ -56,7 +56,6 @@ def test_allowed_values_are_kept(fields):
         ("n_gpus", [0, True, "1"], "at least 1"),
         ("n_cpus", [0, None, NAN], "at least 1"),
         ("ram", [0, NAN, "16", 1e300], "GB above 0"),
-        ("spawn_method", ["thread", None, ["fork"]], "forkserver, spawn or fork"),
         ("ipc_protocol", ["udp", 1], "tcp or file, or None"),
         ("master_addr", [127], "string"),
         ("master_port", [-1, 65536, True, "http"], "at most 65535"),
@@ -65,7 +64,6 @@ def test_allowed_values_are_kept(fields):
         ("timeout_min", [0, NAN, True, "60", 10**400], "minutes above 0"),
         ("slurm_additional_parameters", ["account=me", [("account", "me")]], "dict"),
         ("console_logs", ["", 1, True], "folder"),
-        ("trace", ["", 1, "launch.png", Path("launch.HTML")], ".html or .json"),
         ("verbose", [1, None], "True or False"),
         ("print_ranks", [(2,), (-1,), (0.5,), "0", 0, (True,)], "rank"),
         ("upon_finish", ["notify"], "callable"),

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
     """The working folder, the environment, and `sys.path`, whatever the ranks did to theirs."""
 
     def around():
-        return os.getcwd(), os.environ.get("PARAWRAP_LATE"), sys.path[0]
+        return str(Path.cwd()), os.environ.get("PARAWRAP_LATE"), sys.path[0]
 
     before = world(around)
     with monkeypatch.context() as patch:

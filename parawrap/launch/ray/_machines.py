@@ -20,7 +20,7 @@ from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.attempts import World
 from parawrap.launch.ray._node_actor import CONNECTIONS
-from parawrap.launch.ray._reservation import Reservation, join_cluster
+from parawrap.launch.ray.reservation import Reservation, join_cluster
 from parawrap.launch.remote import CONNECT_S, TOKEN_BYTES, Arrivals
 from parawrap.processes.groups import LOOPBACK, open_tcp_store
 from parawrap.processes.server import Connections
@@ -182,7 +182,7 @@ class _Starter:
         return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))
 
     def _lose(self, number: int) -> None:
-        """End the ranks of a node that Ray has lost. Without it, their connections would stay open as long as TCP allows."""
+        """End the ranks of a node that Ray has lost. TCP would keep their connections open for minutes."""
         for rank, status in list(self._status.items()):
             if rank // self._per_node == number:
                 with contextlib.suppress(OSError):
