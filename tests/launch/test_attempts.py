@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError, current_rank, wrapper
 from tests.helpers.launches import wait_for_reports
@@ -48,8 +49,10 @@ def test_a_cancel_prevents_a_restart(tmp_path):
 
     def train():
         if current_rank().global_rank == 1:
+            dist.barrier()
             raise ValueError
         try:
+            dist.barrier()
             time.sleep(600)
         finally:
             from tests.contract.scenarios import report
