@@ -191,8 +191,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _RefusedError(obj, msg)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj)
-        if type(obj) is _CACHED and _goes_by_value(obj.__module__):
-            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
+        if (cached := _cached_function(obj)) is not None:
+            return _make_cached, cached
         if (name := _name_of_operator(obj)) is not None:
             return resolve_name, (name,)
         reduced = super().reducer_override(obj)
@@ -298,6 +298,13 @@ def _name_of_operator(value: Any) -> str | None:
         return name if resolve_name(name) is value else None
     except (ImportError, AttributeError):  # its library has removed it
         return None
+
+
+def _cached_function(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
+    """Return the function and the options of a cache that goes by value. None for any other object."""
+    if type(value) is not _CACHED or not _goes_by_value(value.__module__):
+        return None
+    return value.__wrapped__, value.cache_parameters()
 
 
 def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:

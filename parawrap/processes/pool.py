@@ -175,17 +175,17 @@ class Starter(Protocol):
         """Start a rank. Raise LaunchError if its process cannot be started."""
         ...
 
-    def kill(self, rank: int, pid: int) -> None:
+    def kill(self, rank: int, pid: int, /) -> None:
         """Kill a rank and its process group. `pid` is 0 before its start."""
 
     def load(self, names: list[str]) -> None:
         """Import modules in advance for later ranks, if the process that forks them stays."""
 
-    def describe(self, rank: int) -> str:
+    def describe(self, rank: int, /) -> str:
         """Describe the thing that the rank was lost with, if its connection ended."""
         ...
 
-    def place_of(self, rank: int) -> str:
+    def place_of(self, rank: int, /) -> str:
         """Return the node and host of a rank, such as ``"node 0, worker-17"``."""
         ...
 

@@ -67,7 +67,7 @@ class SentScript:
             "places": places,
             **{label: new[name][0] for label, name in places.items()},
             "the function": function,
-            **{"the object": each for each in bound_to},
+            **({"the object": bound_to[0]} if bound_to else {}),
             "args": args,
             "kwargs": kwargs,
             "notes": _Notes(),

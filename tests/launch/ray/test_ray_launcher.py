@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
-from parawrap.launch.ray import _node_actor, _reservation
+from parawrap.launch.ray import _node_actor, reservation
 from parawrap.processes.output import Transcript
 from tests.contract import scenarios
 from tests.contract.table import check_cell
@@ -119,12 +119,12 @@ def test_clusters_that_cannot_run_it(ray, monkeypatch):
     check_cell("too many nodes", "ray", raised.value)
     program = _node_actor._PROGRAM.replace("from parawrap.", "from missing_parawrap.")
     monkeypatch.setattr(_node_actor, "_PROGRAM", program)
-    _reservation._actor_class.cache_clear()
+    reservation._actor_class.cache_clear()
     try:
         with pytest.raises(LaunchError) as raised:
             on_ray(os.getpid)()
     finally:
-        _reservation._actor_class.cache_clear()
+        reservation._actor_class.cache_clear()
     text = f"{os.uname().nodename}: {sys.executable} cannot import parawrap: ModuleNotFoundError("
     assert text in str(raised.value)
     assert str(raised.value).startswith("node ")
