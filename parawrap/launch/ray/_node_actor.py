@@ -7,6 +7,7 @@ takes more than a second, and only the process that forks the ranks needs it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 CONNECTIONS = 5
 """The connections of a rank: its status, data, control, standard output, and standard error."""
@@ -55,8 +57,7 @@ class NodeActor:
 
     def started(self) -> tuple[str, str, str]:
         """Wait for the server. Return the hostname and the address of the node, and why the server cannot start."""
-        import ray  # of the node
-
+        ray: Any = importlib.import_module("ray")  # of the node
         assert self._server.stdout is not None
         said = self._server.stdout.read(5) or b"it ended"
         if said != b"ready":
