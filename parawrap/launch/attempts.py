@@ -107,6 +107,7 @@ class Attempts:
         self._machines = machines
         self._platform = job.platform
         self._packed = job.pack()
+        self._packed.detach()  # the ranks start later
         self._settings = machines.settings()
         self._line = None if job.line is None else os.dup(job.line)  # the caller closes its own
         self._pool: Pool | None = None

@@ -21,11 +21,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
+from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
 from parawrap.processes._private_names import class_of_id, id_of_class, make_class, names_in_code
 
@@ -87,7 +88,10 @@ class Packed:
 
     def detach(self) -> None:
         """Copy the memory of tensors, so that the caller may change them."""
-        self.parts = [bytes(part) for part in self.parts]
+        if self.size < _WORTH_MAPPING:
+            self.parts = [self.to_bytes()]
+        else:  # the file that is sent on one machine
+            self.parts = [map_file(self.file())]
 
     def to_bytes(self) -> bytes:
         """Return the block."""
@@ -168,9 +172,10 @@ class _RefusedError(pickle.PicklingError):
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle pickler that keeps the memory of tensors out of the pickle."""
 
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], known: dict[int, bool] | None = None) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[object, torch.UntypedStorage] = {}
+        self._known = {} if known is None else known  # the parts of exceptions that can be pickled, by id
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
@@ -190,9 +195,11 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
             raise _RefusedError(obj, msg)
         if isinstance(obj, BaseException):
-            return _reduce_exception(obj)
+            return _reduce_exception(obj, self._known)
         if (cached := _cached_function(obj)) is not None:
             return _make_cached, cached
+        if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
+            return _make_cached_property, (obj.func, obj.attrname)
         if (name := _name_of_operator(obj)) is not None:
             return resolve_name, (name,)
         reduced = super().reducer_override(obj)
@@ -228,7 +235,7 @@ def _class_sent_before(identifier: str, name: str) -> type:
 
 def _keep_slots(cls: type, reduced: Any) -> None:
     """Have a class that goes by value made with its slots. cloudpickle sets ``__slots__`` when it is too late."""
-    if isinstance(reduced, tuple) and reduced[0] is make_class:
+    if isinstance(reduced, tuple) and reduced[0] is make_class and NamedTuple not in reduced[1][2]:  # which has none
         namespace = reduced[1][3]
         namespace["__slots__"] = cls.__dict__["__slots__"]
 
@@ -256,6 +263,7 @@ def is_importable(name: str) -> bool:
     """True if the import path leads to the root of this module. Modules that were loaded from a file may be elsewhere."""
     root = name.partition(".")[0]
     file = getattr(sys.modules.get(root), "__file__", None)
+    own = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
     if isinstance(file, str):  # saves most searches
         path = Path(file)
         path = path.parent if path.stem == "__init__" else path
@@ -263,8 +271,8 @@ def is_importable(name: str) -> bool:
             return True
     for finder in sys.meta_path:
         try:
-            if finder.find_spec(root, None) is not None:
-                return True
+            if (found := finder.find_spec(root, None)) is not None:
+                return own is None or found.origin is None or found.origin == own or Path(found.origin).samefile(own)
         except Exception:  # noqa: BLE001 (finders may raise anything)
             continue
     return root in sys.builtin_module_names
@@ -311,6 +319,12 @@ def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) ->
     return functools.lru_cache(**parameters)(function)
 
 
+def _make_cached_property(function: Callable[[Any], Any], name: str) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
 # -- tensors
 
 
@@ -333,7 +347,7 @@ def _tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
     return torch.nn.Parameter(tensor, requires_grad) if cls is torch.nn.Parameter else tensor.requires_grad_(requires_grad)
 
 
@@ -353,35 +367,45 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
 # -- exceptions
 
 
-def _reduce_exception(error: BaseException) -> Any:
+def _reduce_exception(error: BaseException, known: dict[int, bool]) -> Any:
     """Reduce an exception to its class, arguments, attributes, and cause.
 
     The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. Parts that cannot be pickled are replaced
     by their ``repr``. A class in C with its own state, such as pydantic's ValidationError, can be made only by its own
-    reduction.
+    reduction. Causes may form a circle, so all but the class and its arguments is state, which is pickled afterwards.
+    `known` has the parts that were tried before, so that a chain of causes takes linear time.
     """
     base: Any = type(error)
     while base.__module__ != "builtins":
         base = base.__base__
-    _, made_from, *known = base.__reduce__(error)
+    _, made_from, *given = base.__reduce__(error)
     try:
         _new_exception(type(error), base, made_from)
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    state = {**(known[0] if known and isinstance(known[0], dict) else {}), **error.__dict__}
+    known[id(error)] = True
+    state = {**(given[0] if given and isinstance(given[0], dict) else {}), **error.__dict__}
+    if isinstance(error, (NameError, AttributeError)):
+        state["name"] = error.name
     cause = error.__cause__
-    return _rebuild_exception, (
-        type(error),
-        base,
-        tuple(map(_sendable, made_from)),
-        tuple(map(_sendable, error.args)),
-        {name: _sendable(value) for name, value in state.items()},
-        cause if cause is not None and _refusal(cause) is None else None,
+    parts = (
+        tuple(_sendable(each, known) for each in error.args),
+        {name: _sendable(value, known) for name, value in state.items()},
+        cause if cause is not None and _can_be_pickled(cause, known) else None,
     )
+    made_from = tuple(_sendable(each, known) for each in made_from)
+    return _new_exception, (type(error), base, made_from), parts, None, None, _set_exception_state
 
 
-def _sendable(value: Any) -> Any:
-    return value if _refusal(value) is None else repr(value)
+def _sendable(value: Any, known: dict[int, bool]) -> Any:
+    return value if _can_be_pickled(value, known) else safe_repr(value)
+
+
+def _can_be_pickled(value: Any, known: dict[int, bool]) -> bool:
+    if id(value) not in known:
+        known[id(value)] = True  # for circles
+        known[id(value)] = _refusal(value, known) is None
+    return known[id(value)]
 
 
 def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ...]) -> BaseException:
@@ -390,20 +414,15 @@ def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ..
     return error
 
 
-def _rebuild_exception(
-    cls: type[BaseException],
-    base: Any,
-    made_from: tuple[Any, ...],
-    args: tuple[Any, ...],
-    state: dict[str, Any],
-    cause: BaseException | None,
-) -> BaseException:
-    error = _new_exception(cls, base, made_from)
+def _set_exception_state(
+    error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]
+) -> None:
+    args, state, cause = parts
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
-    error.__dict__.update(state)
+    for name, value in state.items():
+        object.__setattr__(error, name, value)
     if cause is not None:
         error.__cause__ = cause
-    return error
 
 
 # -- the part of a value that cannot be pickled
@@ -411,13 +430,13 @@ def _rebuild_exception(
 _Part = tuple[Any, str]
 
 
-def _refusal(value: Any) -> Exception | None:
+def _refusal(value: Any, known: dict[int, bool] | None = None) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
     if type(value) in _PLAIN:
         return None
     buffers: list[memoryview] = []
     try:
-        ValuePickler(io.BytesIO(), buffers).dump(value)
+        ValuePickler(io.BytesIO(), buffers, known).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
         return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
     finally:

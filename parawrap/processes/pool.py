@@ -621,8 +621,11 @@ class Pool:
         for member, looked in seen:
             progress.last_sign = max(progress.last_sign, member.looked_at - looked.idle_s)
         if progress.is_halting:
-            # In the others, C code runs, which is waited for.
-            if progress.lost_at == _NEVER and any(each.interrupted == progress.call.body.number for _, each in seen):
+            # Other ranks run C code, which is waited for, unless it waits in a group whose connections cannot be found.
+            is_late = any(
+                each.interrupted == progress.call.body.number or (progress.is_broken and each.waits_s) for _, each in seen
+            )
+            if progress.lost_at == _NEVER and is_late:
                 progress.lost_at = now + self._limits.grace_s
             return
         if progress.call.body.number == 0:

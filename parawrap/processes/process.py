@@ -188,15 +188,18 @@ class _Rank:
     def run(self) -> int:
         """Set up, and answer calls until the connection closes. Return the exit code of the process."""
         self._control.start()
-        self._assignment.settings.apply()
-        if not self._answer(CallBody(0), self._set_up):
-            return _FORCED
-        while (message := self._wire.receive()) is not None:
-            body: CallBody = message.body
-            if not self._answer(body, partial(self._call, message, body)):
+        try:
+            self._assignment.settings.apply()
+            if not self._answer(CallBody(0), self._set_up):
                 return _FORCED
-            del message  # with the memory of the arguments
-        return 0
+            while (message := self._wire.receive()) is not None:
+                body: CallBody = message.body
+                if not self._answer(body, partial(self._call, message, body)):
+                    return _FORCED
+                del message  # with the memory of the arguments
+            return 0
+        finally:
+            self._control.is_leaving = True
 
     def _set_up(self) -> None:
         self._assignment.set_up.enter(self._control.preemption)
@@ -262,6 +265,13 @@ class _Rank:
         return goes_on
 
     def _raised(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
+        try:
+            return self._describe(error)
+        except Exception as reason:  # noqa: BLE001 (classes of exceptions may raise anything)
+            msg = f"an exception of class {type(error).__qualname__}, which cannot be described: {type(reason).__name__}"
+            return self._describe(LaunchError(msg))
+
+    def _describe(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
         if self._has_regrouped and is_echo(error):
             note = (
                 "the process groups of these ranks were made again after a failed call: groups from before, and models in "
@@ -296,10 +306,12 @@ class Control:
 
     Attributes:
         preemption: The rank's part in the agreement on when to save.
+        is_leaving: True once the rank exits on its own, so that an order to end raises nothing.
     """
 
     def __init__(self, wire: Wire, grace_s: float) -> None:
         self.preemption = Preemption()
+        self.is_leaving = False
         self._wire = wire
         self._grace_s = grace_s
         self._running: int | None = None  # the number of the call
@@ -351,6 +363,8 @@ class Control:
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         self._has_handled_end.set()
+        if self.is_leaving:
+            return
         if not self._is_ending or self._running is not None:
             self._is_ending = True
             self._running = None

@@ -3,7 +3,7 @@
 A function keeps its globals in the rank, whatever module it is in. They follow three rules:
 
 1. A call brings the globals that its functions use, if they are bound to another object here than at the last call. Small
-   lists, dicts, and sets are also brought if their contents changed.
+   lists, dicts, and sets are also brought if their contents changed. A deleted global is deleted in the ranks.
 2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a function deletes it there.
 3. Other objects that changed in place are not sent again.
 
@@ -23,13 +23,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parawrap.processes._private_names import goes_by_name, id_of_class, names_in_code
 from parawrap.processes.pickling import Packed, ValuePickler, is_importable, pack, received_classes
 
 _MAIN = "__main__"
 _IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
 _LARGEST_COMPARED = 4096  # bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
+_MOST_SEARCHED = 256  # items of a container, for functions in it; a guess: a search takes 0.1 ms then
 _CONTAINERS = (list, dict, set)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MISSING = object()
 
 Name = tuple[str, str]
@@ -45,7 +49,7 @@ class SentScript:
     def __init__(self, *, imports: bool = False) -> None:
         self._imports = imports
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
-        self._sent: dict[Name, tuple[Any, bytes | None]] = {}  # the object, and the pickle of a small container
+        self._sent: dict[Name, tuple[Any, Any]] = {}  # the object, and the contents of a small container
         self._owned: set[Name] = set()
         self.last_sent: list[Name] = []  # the globals that came with the last call
 
@@ -57,14 +61,17 @@ class SentScript:
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
+        used = list(self._globals_used_by(function))
+        deleted = [name for name, value in used if value is _MISSING and name in self._sent and name not in self._owned]
         new = {
             name: (value, _contents_of(value))
-            for name, value in self._globals_used_by(function)
-            if name not in self._owned and self._differs(name, value)
+            for name, value in used
+            if value is not _MISSING and name not in self._owned and self._differs(name, value)
         }
         places = {f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name) for space, name in new}
         call = {
             "places": places,
+            "deleted": deleted,
             **{label: new[name][0] for label, name in places.items()},
             "the function": function,
             **({"the object": bound_to[0]} if bound_to else {}),
@@ -74,6 +81,8 @@ class SentScript:
         }
         packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
         self._sent.update(new)
+        for name in deleted:
+            del self._sent[name]
         self.last_sent = list(new)
         return packed
 
@@ -96,16 +105,17 @@ class SentScript:
             name = str(globals_.get("__name__"))
             module = sys.modules.get(name)
             key = f"{name} {id(globals_)}"
-            if name == _MAIN:
-                key = _MAIN
-            elif self._imports and module is not None and vars(module) is globals_ and is_importable(name):
-                key = _IMPORTED + name
+            if module is not None and vars(module) is globals_:
+                if name == _MAIN:
+                    key = _MAIN
+                elif self._imports and is_importable(name):
+                    key = _IMPORTED + name
             found = self._spaces[id(globals_)] = (key, globals_)
         return found[0]
 
     def must_send(self, new: dict[Name, Any], name: Name, value: Any) -> bool:
-        """True for a global of a function among the arguments that the ranks lack."""
-        return name not in new and name not in self._owned and self._differs(name, value)
+        """True for a global of a pickled function that the ranks lack, or that comes with this call."""
+        return name in new or (name not in self._owned and self._differs(name, value))
 
     def _differs(self, name: Name, value: Any) -> bool:
         if name[0].startswith(_IMPORTED):
@@ -114,7 +124,10 @@ class SentScript:
         return sent is not value or (contents is not None and contents != _contents_of(value))
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
-        """Yield the globals that a function uses, also through functions and classes that travel by value."""
+        """Yield the globals that a function uses, also through functions and classes that travel by value.
+
+        The value of a name that is not a global is `_MISSING`: it may be a builtin, or a global that was deleted.
+        """
         seen: set[int] = set()
         todo = [function]
         while todo:
@@ -128,13 +141,12 @@ class SentScript:
                 todo += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
                 todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
                 for name in names_in_code(value.__code__):
-                    if name in value.__globals__:
-                        part = value.__globals__[name]
-                        yield (self.space_of(value.__globals__), name), part
-                        todo.append(part)
+                    part = value.__globals__.get(name, _MISSING)
+                    yield (self.space_of(value.__globals__), name), part
+                    todo.append(part)
             elif isinstance(value, type):
                 if not goes_by_name(value):
-                    todo += [*vars(value).values(), *value.__bases__]
+                    todo += [*vars(value).values(), *value.__bases__, type(value)]
             elif isinstance(value, functools.partial):
                 todo += [value.func, *value.args, *value.keywords.values()]
             elif isinstance(value, types.MethodType):
@@ -143,8 +155,15 @@ class SentScript:
                 todo.append(value.__func__)
             elif isinstance(value, property):
                 todo += [value.fget, value.fset]
-            elif not isinstance(value, types.ModuleType) and "__wrapped__" in getattr(value, "__dict__", ()):  # decorated
-                todo.append(value.__wrapped__)
+            elif isinstance(value, (dict, list, tuple, set)):
+                if len(value) <= _MOST_SEARCHED:
+                    todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, torch.nn.Module):
+                todo += {type(module) for module in value.modules()}
+            elif not isinstance(value, (types.ModuleType, *_PLAIN)):
+                todo.append(type(value))
+                if "__wrapped__" in getattr(value, "__dict__", ()):  # decorated
+                    todo.append(value.__wrapped__)
 
 
 def _is_bound(cell: types.CellType) -> bool:
@@ -155,15 +174,28 @@ def _is_bound(cell: types.CellType) -> bool:
     return True
 
 
-def _contents_of(value: Any) -> bytes | None:
-    """Return the pickle of a small container, to compare it later. None for any other value."""
-    if type(value) not in _CONTAINERS or len(value) > _LARGEST_COMPARED:
+def _contents_of(value: Any) -> Any:
+    """Return the contents of a small container, to compare them later. None for any other value."""
+    if not isinstance(value, _CONTAINERS) or len(value) > _LARGEST_COMPARED:
         return None
     try:
         contents = pickle.dumps(value, 5)
     except Exception:  # noqa: BLE001 (classes may raise anything)
-        return None
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(key, part if isinstance(part, _PLAIN) else _Same(part)) for key, part in items]
     return contents if len(contents) <= _LARGEST_COMPARED else None
+
+
+class _Same:
+    """Equals another one with the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Notes(dict[str, dict[str, Any]]):
@@ -223,8 +255,9 @@ class _CallPickler(ValuePickler):
             self._new[space, name] = value, _contents_of(value)
 
     def _note(self, obj: Any) -> None:
-        if obj.__module__ == _MAIN and obj.__qualname__.isidentifier():
-            self._notes["main"][obj.__qualname__] = obj
+        name = obj.__qualname__
+        if obj.__module__ == _MAIN and name.isidentifier() and vars(sys.modules[_MAIN]).get(name, obj) is obj:
+            self._notes["main"][name] = obj
         if isinstance(obj, types.FunctionType):
             file = obj.__code__.co_filename
             if file not in self._notes["sources"] and not Path(file).exists() and (lines := linecache.getlines(file)):
@@ -254,11 +287,13 @@ class ScriptOfRank:
     def take(self, call: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Set the globals of a call, and return its function and arguments."""
         for label, (space, name) in call["places"].items():
-            _globals_of(space, space.partition(" ")[0])[name] = call[label]
+            if (space, name) not in self._owned:
+                _globals_of(space, space.partition(" ")[0])[name] = call[label]
+        for space, name in call["deleted"]:
+            _globals_of(space, space.partition(" ")[0]).pop(name, None)
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
-        for name, value in notes["main"].items():
-            main.setdefault(name, value)
+        main.update((name, value) for name, value in notes["main"].items() if (_MAIN, name) not in self._owned)
         linecache.cache.update((name, (0, None, lines, name)) for name, lines in notes["sources"].items())
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
         self._received = {space: dict(values) for space, values in self._all_spaces()}

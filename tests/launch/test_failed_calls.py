@@ -200,6 +200,24 @@ def test_a_rank_that_does_not_stop():
             opened(all_sum)
 
 
+def test_a_wait_in_a_group_of_the_function():
+    """The error arrives, and the ranks end, since nothing else ends a wait in `new_group`."""
+
+    def fail():
+        group = dist.new_group([0, 1])
+        if my_rank() == 1:
+            dist.barrier(group)
+            raise KeyError("weight")
+        dist.barrier(group)
+        dist.barrier(group)
+
+    with ranks(grace_s=0.5).open() as opened:
+        pids = opened(os.getpid)
+        with pytest.raises(KeyError, match="weight"):
+            opened(fail)
+        assert_gone(pids)
+
+
 def test_a_cancelled_collective_ends(world):
     def waits():
         print("waits", flush=True)

@@ -41,6 +41,15 @@ def test_handle_follows_the_launch(tmp_path):
         launch.logs(2)
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_arguments_are_those_at_submit(size):
+    """The caller may change a tensor once `submit` has returned."""
+    tensor = torch.ones(size)
+    launch = wrapper(ranks(1))(lambda given: given.sum().item()).submit(tensor)
+    tensor.zero_()
+    assert launch.results(PATIENCE_S) == (size,)
+
+
 # -- cancel
 
 

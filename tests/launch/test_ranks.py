@@ -209,6 +209,28 @@ def test_a_stream_that_cannot_be_flushed(world):
     world(restore)
 
 
+def test_an_exception_that_cannot_be_described(world):
+    """A class whose attributes raise costs its exception, and the ranks stay."""
+
+    class Odd(Exception):
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    def fail():
+        raise Odd
+
+    with pytest.raises(LaunchError, match="Odd"):
+        world(fail)
+    assert world(my_rank) == (0, 1)
+
+
+def test_tensors_have_their_own_device():
+    """A default device of the caller or the rank does not apply to arguments and results."""
+    with ranks(1).open() as opened, torch.device("meta"):
+        opened(lambda: torch.set_default_device("meta"))
+        assert opened(lambda given: given, torch.ones(2, device="cpu"))[0].tolist() == [1.0, 1.0]
+
+
 def test_display_in_a_rank_is_explained(world):
     """IPython adds `display` to the builtins of the notebook's process only."""
     with pytest.raises(NameError) as caught:

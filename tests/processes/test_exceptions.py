@@ -65,6 +65,27 @@ def test_exception_is_complete(error, names):
     assert got.__notes__ == ["in epoch 3"]
 
 
+def test_chains_and_circles_of_causes():
+    """Packing a chain takes linear time, although each exception is an argument and the cause of the next one."""
+    first = error = KeyError("first")
+    for number in range(40):
+        further = ValueError(number, error)
+        further.__cause__ = error
+        error = further
+    got = sent(error)
+    for _ in range(40):
+        assert got.__cause__ is got.args[1]
+        got = got.__cause__
+    assert repr(got) == repr(first)
+    first.__cause__ = first
+    circle = sent(first)
+    assert circle.__cause__ is circle
+
+
+def test_fields_of_builtin_exceptions_arrive():
+    assert (sent(ImportError("no", name="a", path="b")).name, sent(NameError("no", name="c")).name) == ("a", "c")
+
+
 def test_unsendable_class_is_told():
     class LockedError(Exception):
         lock = LOCK

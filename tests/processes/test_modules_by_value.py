@@ -34,6 +34,19 @@ def test_private_modules_are_sent(monkeypatch):
     assert wrapper(ranks(1))(module.compute)() == (8,)
 
 
+def test_a_file_with_the_name_of_another_module(tmp_path, monkeypatch):
+    """The module of the script is used, and not the one that ranks would import."""
+    for folder, scale in (("path", 1), ("elsewhere", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config_of_test.py").write_text(f"def scale(): return {scale}")
+    monkeypatch.syspath_prepend(tmp_path / "path")
+    spec = importlib.util.spec_from_file_location("config_of_test", tmp_path / "elsewhere" / "config_of_test.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "config_of_test", module)
+    spec.loader.exec_module(module)
+    assert wrapper(ranks(1))(module.scale)() == (2,)
+
+
 def test_import_hook_is_explained(tmp_path, monkeypatch):
     (tmp_path / "content.py").write_text(SOURCE)
 
