@@ -414,9 +414,7 @@ def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ..
     return error
 
 
-def _set_exception_state(
-    error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]
-) -> None:
+def _set_exception_state(error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]) -> None:
     args, state, cause = parts
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
