@@ -31,6 +31,7 @@ examples:
   parawrap run train:main --device cpu --n 2 -- --lr 0.1 --epochs 3
   parawrap run train:main -- --help        # the parameters of the function
   parawrap run jobs/train.py:main --device slurm --nodes 2 --n 4 --set partition=long
+  parawrap run jobs/train.py:main --device slurm --nodes 2 --n 4 --local    # the 8 ranks run here
   parawrap run train:main --device gpu --dry-run
 """
 _OPTIONS: dict[str, tuple[str, type, str]] = {
@@ -52,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a module or a .py file, and a function in it")
     for option, (field, kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{option}", dest=field, type=kind, metavar=option.partition("-")[0].upper(), help=text)
+    parser.add_argument(
+        "--local", action="store_true", help="start the ranks of a cluster function on this machine: --launcher local"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field of Platform; may be repeated"
     )
@@ -121,7 +125,7 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     changes = _read_options(given)
     if own is not None and "device" in changes:
         if own.launcher in _CLUSTERS:  # Platform(device="slurm") has set it
-            changes.setdefault("launcher", None)
+            changes.setdefault("launcher", "local")
         if changes["device"] == "cpu":
             changes.setdefault("n_gpus", None)
     if "n" in changes:
@@ -143,6 +147,8 @@ def _read_options(given: argparse.Namespace) -> dict[str, Any]:
             msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
             raise UsageError(msg)
         _add(changes, field, python_value(value))
+    if given.local:
+        _add(changes, "launcher", "local")
     if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
         msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
         raise UsageError(msg)

@@ -56,7 +56,8 @@ class Platform:
             resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
             None selects ``"env"`` in such a process and ``"local"`` elsewhere.
         partition: The Slurm partition.
-        n_nodes: The number of machines. All run the same number of ranks. The local launcher supports 1.
+        n_nodes: The number of machines. All run the same number of ranks. With ``launcher="local"``, the ranks of all nodes
+            run on this machine, to try out a function for a cluster.
         n_gpus: The number of accelerators per node, with one rank each. None uses all that are visible.
         n_cpus: With ``device="cpu"``, the number of ranks per node. Otherwise the number of CPU threads per rank; 1 gives
             each rank an equal share of the cores.
@@ -324,13 +325,14 @@ def _set_device(platform: Platform) -> None:
     except ValueError:
         _refuse("device", platform.device, _either(kinds))
     if kind in (Device.SLURM, Device.RAY):
-        if platform.launcher not in (None, kind.value):
+        if platform.launcher not in (None, kind.value, "local"):
             _refuse(
                 "launcher",
                 platform.launcher,
-                f"device={str(platform.device)!r} names the launcher already: leave one of them out",
+                f"device={str(platform.device)!r} names the launcher already: leave one of them out, or give 'local' to "
+                "start the ranks on this machine",
             )
-        _set(platform, "launcher", kind.value)
+        _set(platform, "launcher", platform.launcher or kind.value)
         kind = Device.CPU if platform.n_gpus is None else Device.GPU
     if kind is Device.AUTO and platform.launcher in _ELSEWHERE:
         kind = Device.CPU if platform.n_gpus is None else Device.GPU
@@ -339,9 +341,25 @@ def _set_device(platform: Platform) -> None:
     _set(platform, "device", kind)
 
 
+def _gather_nodes(platform: Platform) -> None:
+    """Make the ranks of all nodes ranks of this machine."""
+    if platform.device == Device.CPU:
+        _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
+    elif platform.n_gpus is not None:
+        _set(platform, "n_gpus", platform.n_nodes * platform.n_gpus)
+    _set(platform, "n_nodes", 1)
+
+
 def _check_launcher(platform: Platform) -> None:
+    if platform.launcher == "local":
+        _gather_nodes(platform)
     if _starts_here(platform) and platform.n_nodes != 1:
-        _refuse("n_nodes", platform.n_nodes, "the local launcher starts ranks on this machine only: give 1")
+        _refuse(
+            "n_nodes",
+            platform.n_nodes,
+            "ranks start on this machine: give 1, or launcher='local' to start those of all "
+            "nodes here, or the launcher 'slurm' or 'ray'",
+        )
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
         _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
     if platform.backend is not None and not isinstance(platform.backend, str):
@@ -408,13 +426,13 @@ def _check_visible(platform: Platform, given: str) -> None:
     here = _starts_here(platform)
     there = visible(kind)
     if here and there == 0:
-        _refuse(
-            "device",
-            given,
-            f"this machine has no visible device of this kind: give {'cpu' if kind is not Device.CPU else 'auto'!r}",
-        )
+        cure = "'cpu'" if platform.n_gpus is None else "'cpu', with n_cpus as the number of ranks instead of n_gpus"
+        _refuse("device", given, f"this machine has no visible device of this kind: give {cure}")
     if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
-        _refuse("n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}")
+        more = " on all nodes together" if platform.launcher == "local" else ""
+        _refuse(
+            "n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}"
+        )
     if platform.launcher in _ELSEWHERE and kind in (Device.GPU, Device.NEURON) and platform.n_gpus is None:
         _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:

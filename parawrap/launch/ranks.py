@@ -564,7 +564,8 @@ def open_ranks(platform: Platform) -> Ranks:
     if name == "slurm":
         msg = (
             "launcher='slurm': a batch job cannot keep ranks for calls of this process. Start Ray in an allocation and "
-            "give launcher='ray', or decorate the function with @wrapper(Platform(...))"
+            "give launcher='ray', give launcher='local' to keep them on this machine, or decorate the function with "
+            "@wrapper(Platform(...))"
         )
         raise PlatformError(msg)
     if name == "env":

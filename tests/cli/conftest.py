@@ -59,6 +59,10 @@ def on_slurm(lr: float = 1.0):
     return lr, current_rank().world_size
 
 
+def tried():
+    return f"{current_rank().global_rank} of {current_rank().world_size}"
+
+
 def script():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)

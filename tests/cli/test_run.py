@@ -26,9 +26,11 @@ def test_decorated_has_its_platform(here):
 
 
 def test_device_resets_launcher(here):
-    """--device cpu tries a function of Slurm on this machine. --device slurm keeps it on Slurm, with its GPUs."""
+    """--device cpu and --local try a function of Slurm on this machine. --device slurm keeps it on Slurm, with its GPUs."""
     assert here("run", "train:on_slurm", "--device", "cpu").stdout == "rank 0: (1.0, 1)\n"
     assert here("run", "train:on_slurm", "--device", "cpu", "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
+    tried = here("run", "train:tried", "--device", "slurm", "--nodes", "2", "--n", "2", "--local")
+    assert tried.stdout == "".join(f"rank {rank}: '{rank} of 4'\n" for rank in range(4))
     shown = here("run", "train:on_slurm", "--device", "slurm", "--dry-run")
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
 

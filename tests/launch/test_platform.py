@@ -122,9 +122,21 @@ def test_device_may_name_launcher():
         platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
         assert (platform.launcher, platform.device) == (name.lower(), device)
         assert Platform(device=name, n_gpus=n_gpus) == platform
-    message = refusal(device="slurm", launcher="local")
-    assert message.startswith("launcher='local': device='slurm' names the launcher already")
+    message = refusal(device="slurm", launcher="env")
+    assert message.startswith("launcher='env': device='slurm' names the launcher already")
     assert "leave one of them out" in message
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_ranks_of_a_cluster_run_here():
+    """With launcher="local", the ranks of all nodes are ranks of this machine. The cure of too many GPUs works."""
+    for device, launcher in ("slurm", "local"), ("ray", "local"), ("cpu", "local"):
+        here = Platform(device=device, n_nodes=2, n_cpus=3, launcher=launcher)
+        assert (here.device, here.launcher, here.n_nodes, here.world_size) == ("cpu", "local", 1, 6)
+    there = Platform(device="slurm", n_nodes=2, n_gpus=2, n_cpus=4)
+    here = dataclasses.replace(there, launcher="local")
+    assert (here.device, here.n_nodes, here.n_gpus, here.n_cpus) == ("gpu", 1, 4, 4)
+    assert "give at most 4 on all nodes together" in refusal(device="slurm", n_nodes=2, n_gpus=4, launcher="local")
 
 
 @pytest.mark.usefixtures("four_gpus")

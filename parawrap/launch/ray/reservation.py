@@ -39,7 +39,10 @@ def join_cluster(platform: Platform) -> Any:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.client")
     except ImportError as error:
-        msg = "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]'"
+        msg = (
+            "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]', or set launcher='local' to start the ranks on "
+            "this machine"
+        )
         raise LaunchError(msg) from error
     with _JOINING:
         if not ray.is_initialized():
@@ -63,7 +66,7 @@ def _join(ray: Any, platform: Platform) -> None:
     except Exception as error:
         if address is not None or not isinstance(error, ConnectionError):
             where = "that runs here" if address is None else f"at RAY_ADDRESS={address}"
-            msg = f"the Ray cluster {where} cannot be joined: {error}"
+            msg = f"the Ray cluster {where} cannot be joined: {error}. launcher='local' starts the ranks on this machine"
             raise LaunchError(msg) from error
     try:
         ray.init(address="local", num_cpus=max(usable_cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
@@ -185,7 +188,7 @@ class Reservation:
         )
         msg = (
             f"the platform needs {platform.n_nodes} node(s) with {wanted} each, but only {len(fitting)} of the Ray "
-            f"cluster's nodes have that: {found}"
+            f"cluster's nodes have that: {found}. launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg)
 

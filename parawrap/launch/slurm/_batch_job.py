@@ -78,7 +78,10 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
     """
     submitit = _import_submitit()
     if missing := slurm_missing():
-        msg = f"{missing} is not installed here: launch from a login node of a Slurm cluster, or set launcher='local'"
+        msg = (
+            f"{missing} is not installed here: launch from a login node of a Slurm cluster, or set launcher='local' to "
+            "start the ranks here"
+        )
         raise LaunchError(msg)
     submission = _submission(platform, folders, max_parallel)
     try:
@@ -92,7 +95,7 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
         msg = (
             f"Slurm refused the job: {_reason_of(error)}. It requested {platform.n_nodes} node(s) with "
             f"{platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo shows "
-            "the cluster's resources"
+            "the cluster's resources. launcher='local' starts the ranks on this machine"
         )
         if len(folders) > 1:
             msg += f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, MaxArraySize"
@@ -179,7 +182,10 @@ def _import_submitit() -> Any:
     try:
         import submitit.core.utils
     except ImportError as error:
-        msg = "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]'"
+        msg = (
+            "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]', or set launcher='local' to start the "
+            "ranks on this machine"
+        )
         raise LaunchError(msg) from error
     return submitit
 
