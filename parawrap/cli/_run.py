@@ -125,7 +125,7 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     changes = _read_options(given)
     if own is not None and "device" in changes:
         if own.launcher in _CLUSTERS:  # Platform(device="slurm") has set it
-            changes.setdefault("launcher", "local")
+            changes.setdefault("launcher", None if changes["device"] in _CLUSTERS else "local")
         if changes["device"] == "cpu":
             changes.setdefault("n_gpus", None)
     if "n" in changes:
