@@ -177,7 +177,7 @@ class Attempts:
                 on_begin()
                 ending = pool.set_up()
                 if ending.is_success:
-                    files = () if self._line is None else (self._line,)
+                    files, self._line = () if self._line is None else (self._line,), None
                     ending = pool.call(Call(job.name, range(platform.world_size), self._packed, files))
                 return ending, pool.preempted
             finally:

@@ -100,7 +100,7 @@ class Call:
         name: The function's name.
         ranks: The ranks that call the function. The others take the globals that come with it.
         packed: The pickled call.
-        files: Descriptors that the function gets as its first arguments.
+        files: Descriptors that the function gets as its first arguments. `Pool.call` closes them.
         transcripts: Get a copy of the output during the call.
         outcomes: How the ranks have ended, by rank.
         has_begun: True once it was sent to the ranks.
@@ -322,6 +322,8 @@ class Pool:
             member.transcript.begin_call()
             if is_called or is_regrouping or self._stays:
                 member.wire.send("call", replace(body, is_for_this_rank=is_called), call.packed, call.files)
+        for file in call.files:  # so that the ranks alone hold the other ends
+            os.close(file)
         call.body, call.packed, call.has_begun = body, None, True
         return self._supervise(call)
 

@@ -222,4 +222,4 @@ def test_memory_of_arguments_is_shared():
 
     for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
         assert read < 1 << 24
-        assert written > 7 << 23  # seven eighths: a few pages may be private already
+        assert written > 1 << 25  # half: some pages may be private already, and other memory may be freed
