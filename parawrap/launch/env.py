@@ -1,26 +1,27 @@
 """The env launcher, for a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
 
 The function runs in this process; no process is started. All processes of the world must make the same calls in the same
-order. The world's store distributes the results, or the first failure, to all of them.
+order. The ranks gather their results. An exception is raised here, and the launcher of the world ends the other ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, PlatformError
+from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._platform import Platform
@@ -29,13 +30,22 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
 from parawrap.launch.launch import Launch, make_ended_launch
+from parawrap.launch.meeting import Agreement, Meeting, check_calls, is_requeued, note_requeue
 from parawrap.launch.set_up import Place, groups_of, set_up
 from parawrap.launch.slurm._job_commands import requeue_job
-from parawrap.launch.worlds._exchange_outcomes import Exchange, agree_on_session
-from parawrap.launch.worlds._preemption_store import StoreAgreement
-from parawrap.launch.worlds._signed_values import SignedStore, Signer
-from parawrap.processes.groups import leave_groups
-from parawrap.processes.outcomes import Died, Requeued, exit_of
+from parawrap.processes.groups import leave_groups, stay_on_loopback
+from parawrap.processes.outcomes import (
+    Died,
+    Ending,
+    Requeued,
+    Returned,
+    error_of,
+    exit_of,
+    is_echo,
+    pack_exception,
+    values_of,
+)
+from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 
 __all__ = ["launcher"]
@@ -44,9 +54,13 @@ _REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before
 _NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
+_Address = tuple[str, int]
+_Outcome = RankResults[Any] | Requeued | BaseException
+
 _calls = count()
-_stores: dict[tuple[str, int], dist.Store] = {}
-_sessions: dict[tuple[str, int], str] = {}
+_generations = count()  # of meetings: a failed call ends the meeting in all ranks
+_stores: dict[_Address, dist.Store] = {}
+_meetings: dict[_Address, Meeting] = {}
 
 
 class _Env:
@@ -55,16 +69,15 @@ class _Env:
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
         fitted = replace(job, platform=_fit_platform(job.platform, world))
-        session = _session_of(world, fitted.platform)
         with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
-            ending = _run(fitted, world, session)
-            while isinstance(ending, Requeued):
-                _requeue_batch_job(world, _sign_store(_store_of(world), session, next(_calls)))
+            outcome = _run(fitted, world)
+            while isinstance(outcome, Requeued):
+                _requeue_batch_job(world)
                 world = world._replace(restart=world.restart + 1)
-                ending = _run(fitted, world, session)
-        if isinstance(ending, RankResults) and world.global_rank == 0:
+                outcome = _run(fitted, world)
+        if isinstance(outcome, RankResults) and world.global_rank == 0:
             fitted.finish()
-        return make_ended_launch(fitted, ending)
+        return make_ended_launch(fitted, outcome)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
@@ -117,83 +130,119 @@ def _fit_platform(platform: Platform, world: World) -> Platform:
     return fitted
 
 
-def _requeue_batch_job(world: World, store: SignedStore) -> None:
+def _requeue_batch_job(world: World) -> None:
     """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once: the caller then runs again in place."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
-    if world.global_rank == 0:
-        reason = requeue_job(job)
-        if reason is not None:
-            _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
-        store.set("refused", (reason or "").encode())
-    if not store.get("refused", "rank 0"):
+    reason = requeue_job(job) if world.global_rank == 0 else None
+    (reason, *_) = _meetings[_address_of(world)].gather(reason)
+    if reason is None:
         time.sleep(_REQUEUE_WAIT_S)
-    if store.add("readers", 1) == world.world_size:
-        store.delete("refused", "readers")
+    elif world.global_rank == 0:
+        _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
 
 
-def _run(job: Job, world: World, session: str) -> RankResults[Any] | Requeued | BaseException:
-    """Call the function as this process's rank, and remove the traces of the call from the store.
-
-    Return the outcome that all ranks agree on.
-    """
-    store, call = _store_of(world), next(_calls)
-    exchange = Exchange(_sign_store(store, session, call), world, job.platform)
-    agreement = StoreAgreement(
-        lambda: _sign_store(_connection_to_store(world), session, call), world.global_rank, world.world_size
-    )
-    meeting = dist.PrefixStore(f"parawrap/{session}/{call}/groups", store)
-    has_failed = True
-    try:
-        ending = _run_rank(job, world, exchange, agreement, meeting)
-        has_failed = not isinstance(ending, (RankResults, Requeued))
-        return ending
-    finally:
-        with contextlib.suppress(dist.DistError):  # the world has ended, and this rank has its ending
-            exchange.forget(failed=has_failed)
-
-
-def _run_rank(
-    job: Job, world: World, exchange: Exchange, agreement: StoreAgreement, meeting: dist.Store
-) -> RankResults[Any] | Requeued | BaseException:
+def _run(job: Job, world: World) -> _Outcome:
+    """Call the function as this process's rank. Return the results of all ranks, or the failure of this one."""
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
-    os.environ[IN_RANK] = str(os.getpid())
+    if place.is_on_one_machine:
+        stay_on_loopback()
+    number, meeting = next(_calls), _meeting_of(world, job.platform)
+    calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
+    check_calls(calls)
+    prefix = f"parawrap/call/{number}"
+    store = dist.PrefixStore(prefix, _store_of(world))
+    agreement = Agreement(
+        lambda: dist.PrefixStore(prefix, _connection_to_store(world)), world.global_rank, world.world_size
+    )
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
-    own_group = job.platform.requires_ipc and not dist.is_initialized()
-    group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
-    hang_up = leave_groups if own_group else _keep_group
-    device = rank_device(Device(job.platform.device), world.local_rank)
+    has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
+    hang_up = leave_groups if has_own_groups else _keep_groups
     try:
-        # Other ranks may wait in a collective until this rank leaves the group. The group closes with its last reference,
-        # and a traceback keeps the variables of its frames alive. So no variable here refers to the rank.
-        try:
-            with agreement, at_signal(agreement.request), preserved_generators(device):
-                if job.platform.seed == "script":
-                    torch.manual_seed(exchange.share_seed(torch.initial_seed()))
-                result = _call(job, exchange, _enter(place, job, agreement, meeting if own_group else None, group), group)
-            exchange.report_result(result)
-        except RequeueRequested as wanted:
-            traceback.clear_frames(wanted.__traceback__)
+        report = _call(job, place, agreement, store, seeds[0], has_own_groups=has_own_groups)
+        if isinstance(report, BaseException):
+            meeting.leave()
+            return report
+        if report.word == "requeued":
+            note_requeue(store)
             hang_up()
-            exchange.report_requeue()
-        return exchange.results(hang_up)
-    except SystemExit as error:
-        code, said = exit_of(error)
-        return exchange.report_exit(Died(time.time(), os.getpid(), code, by_sys_exit=True, last_words=said))
-    except BaseException as error:  # noqa: BLE001 (reported to the other ranks)
-        outcome = exchange.report_error(error)
-        traceback.clear_frames(error.__traceback__)
-        return outcome
+        reports = meeting.gather(report, hang_up)
+    except LaunchError as error:  # another rank has failed
+        return error
     finally:
         hang_up()
-        if own_group:
+        if has_own_groups:
             sys.excepthook = hook
+    return _outcome_of(job, reports)
 
 
-def _enter(
-    place: Place, job: Job, agreement: StoreAgreement, store: dist.Store | None, group: dist.ProcessGroup | None
-) -> Rank:
+class _Report(NamedTuple):
+    """How the function ended in a rank: with a value, a request to restart, or a value that cannot be sent."""
+
+    word: str
+    block: bytes = b""
+
+
+def _call(
+    job: Job, place: Place, agreement: Agreement, store: dist.Store, script_seed: int, *, has_own_groups: bool
+) -> _Report | BaseException:
+    """Call the function, and return what to tell the other ranks, or the exception to raise here.
+
+    Other ranks may wait in a collective until this rank leaves its groups. A group closes with its last reference, and a
+    traceback keeps the variables of its frames. So no variable here refers to the rank.
+    """
+    os.environ[IN_RANK] = str(os.getpid())
+    where = f"node {place.node}, {os.uname().nodename}"
+    given = dist.group.WORLD if job.platform.requires_ipc and not has_own_groups else None
+    try:
+        with agreement, at_signal(agreement.request), preserved_generators(rank_device(_kind(job), place.local_rank)):
+            if job.platform.seed == "script":
+                torch.manual_seed(script_seed)
+            result = _call_as(_enter(place, job, agreement, store if has_own_groups else None, given), job, given)
+        try:
+            return _Report("returned", pack(result, "the result").to_bytes())
+        except Exception as error:  # noqa: BLE001 (raised in all ranks)
+            return _Report("unsendable", pack_exception(error).to_bytes())
+    except RequeueRequested as error:
+        traceback.clear_frames(error.__traceback__)
+        return _Report("requeued")
+    except SystemExit as error:
+        code, said = exit_of(error)
+        died = Died(time.time(), os.getpid(), code, by_sys_exit=True, last_words=said)
+        return error_of(place.global_rank, {place.global_rank: died}, place.world_size, where)
+    except BaseException as error:  # noqa: BLE001 (raised by the handle)
+        traceback.clear_frames(error.__traceback__)
+        if is_echo(error) and is_requeued(store):
+            return _Report("requeued")
+        add_note(error, f"raised in rank {place.global_rank} of {place.world_size} ({where})")
+        if is_echo(error):
+            add_note(error, "a connection to another rank broke: the output of that rank has the reason")
+        return error
+
+
+def _outcome_of(job: Job, reports: Sequence[_Report]) -> _Outcome:
+    """Return the results of all ranks, the error of a result that cannot be sent, or the restart that a rank requests."""
+    if "requeued" in [report.word for report in reports]:
+        return Requeued(time.time())
+    outcomes = {rank: Returned(0.0, memoryview(bytearray(report.block))) for rank, report in enumerate(reports)}
+    try:
+        values = values_of(job.name, Ending(outcomes), outcomes, len(reports))
+    except Exception as error:  # noqa: BLE001 (the user's classes may fail here)
+        return error
+    for rank, report in enumerate(reports):
+        if report.word == "unsendable":
+            refused: BaseException = values[rank]
+            add_note(refused, f"raised in rank {rank} of {len(reports)}")
+            return refused
+    return RankResults(values)
+
+
+def _kind(job: Job) -> Device:
+    return Device(job.platform.device)
+
+
+def _enter(place: Place, job: Job, agreement: Agreement, store: dist.Store | None, group: dist.ProcessGroup | None) -> Rank:
     """Make this process the rank, in new process groups that meet at the store, or in those of the user."""
     rank = set_up(place, job.platform, agreement.preemption)
     groups = groups_of(job.platform, is_on_one_machine=place.is_on_one_machine)
@@ -204,19 +253,29 @@ def _enter(
     return replace(rank, group=group)
 
 
-def _keep_group() -> None:
-    """Keep a process group that the user created."""
+def _keep_groups() -> None:
+    """Keep the process groups that the user created."""
 
 
-def _call(job: Job, exchange: Exchange, rank: Rank, group: dist.ProcessGroup | None) -> Any:
+def _call_as(rank: Rank, job: Job, group: dist.ProcessGroup | None) -> Any:
     """Call the function as this rank. If the user created `group`, destroy the groups of ``ipc_groups`` afterwards."""
-    exchange.report_joined()
     try:
         with being(rank):
             return job.call()
     finally:
         if group is not None and rank.group not in (None, group):
             dist.destroy_process_group(rank.group)
+
+
+def _meeting_of(world: World, platform: Platform) -> Meeting:
+    """Return the meeting of the world's ranks. A new one begins after a failed call."""
+    address = _address_of(world)
+    limit = None if platform.timeout_min is None else timedelta(minutes=platform.timeout_min)
+    if address not in _meetings or not _meetings[address].is_open:
+        store = dist.PrefixStore(f"parawrap/{world.restart}/meeting/{next(_generations)}", _store_of(world))
+        _meetings[address] = Meeting(store, world.global_rank, world.world_size, limit)
+    _meetings[address].limit = limit
+    return _meetings[address]
 
 
 def _store_of(world: World) -> dist.Store:
@@ -229,26 +288,12 @@ def _store_of(world: World) -> dist.Store:
     return _stores[address]
 
 
-def _session_of(world: World, platform: Platform) -> str:
-    """Return the name under which this world's values are signed. The ranks agree on it in the first call."""
-    address = _address_of(world)
-    if address not in _sessions:
-        limit_s = None if platform.timeout_min is None else 60 * platform.timeout_min
-        _sessions[address] = agree_on_session(_store_of(world), world, Signer(), limit_s)
-    return _sessions[address]
-
-
-def _sign_store(store: dist.Store, session: str, call: int) -> SignedStore:
-    """Return the part of the store for one call of a session."""
-    return SignedStore(store, f"parawrap/{session}/{call}", Signer())
-
-
 def _connection_to_store(world: World) -> dist.Store:
     """Open another connection to the same store."""
     return dist.TCPStore(*_address_of(world), is_master=False, wait_for_workers=False)
 
 
-def _address_of(world: World) -> tuple[str, int]:
+def _address_of(world: World) -> _Address:
     assert world.master_addr is not None
     assert world.master_port is not None
     return world.master_addr, world.master_port

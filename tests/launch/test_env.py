@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, functional, wrapper
+from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import LaunchTimeoutError, PlatformError, RankDiedError
 from parawrap.launch._world import find_world
 from tests.helpers import worlds
@@ -113,26 +114,23 @@ def an_existing_group(rank):
 
 
 @scenario
-def an_empty_store(rank):
-    """After calls that returned large results or failed, the world's store has no key of parawrap's."""
+def large_results(rank):
+    """Of different sizes in each rank."""
 
     def large(size):
-        return torch.full((size,), 7, dtype=torch.uint8)
+        return torch.full((size + current_rank().global_rank,), 7, dtype=torch.uint8)
 
-    def fail():
-        if current_rank().global_rank == 1:
-            raise KeyError("late")
+    assert [each.sum().item() for each in on_cpu(large)(20 << 20)] == [7 * (20 << 20), 7 * (20 << 20) + 7]
 
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    for size in 3 << 20, 20 << 20:
-        assert [each.sum().item() for each in on_cpu(large)(size)] == [7 * size] * 2
-    error = error_of(on_cpu(fail, ipc_groups=None))  # also in the rank that has returned
-    assert (type(error), str(error)) == (KeyError, "'late'")
-    meet("called", rank)
-    eventually(
-        lambda: not [key for key in store.list_keys() if "parawrap" in key and "groups" not in key], "an empty store"
-    )
-    meet("looked", rank)
+
+@scenario
+def different_calls(rank):
+    """Ranks in different calls get an error with both functions, and exchange no values."""
+    error = error_of(on_cpu(group_size if rank else total))
+    assert type(error) is LaunchError
+    assert "rank 0 calls total as its call" in str(error)
+    assert "rank 1 group_size as its call" in str(error)
+    assert on_cpu(total)() == (21, 21)
 
 
 def meet(name, rank):
@@ -143,37 +141,44 @@ def meet(name, rank):
 
 @scenario
 def errors(rank):
-    """Every process raises the error of one rank, although the other one waits in a collective. The next call works."""
+    """A rank raises its own error. The other one, in a collective or with its result, raises too. The next call works."""
 
-    def fail(failing):
+    def fail(failing, waits):
         if current_rank().global_rank == failing:
             raise KeyError("odd")
-        dist.barrier()
+        if waits:
+            dist.barrier()
 
-    for failing in range(2):
-        launch = on_cpu(fail).submit(failing)
+    for failing, waits in (0, True), (1, True), (1, False):
+        launch = on_cpu(fail).submit(failing, waits)
         error = error_of(launch.results)
-        assert (launch.state, repr(error)) == ("failed", "KeyError('odd')")
-        assert f"rank {failing} of 2" in notes_of(error)
-        assert rank == failing or "raise KeyError(" in notes_of(error)
-    error = error_of(on_cpu(lambda: sys.exit(3) if current_rank().global_rank else dist.barrier()))
-    assert (type(error), error.rank, error.exit_code) == (RankDiedError, 1, 3)
+        assert launch.state == "failed"
+        if rank == failing:
+            assert repr(error) == "KeyError('odd')"
+            assert f"raised in rank {failing} of 2" in notes_of(error)
+        elif waits:
+            assert "a connection to another rank broke: the output of that rank has the reason" in notes_of(error)
+        else:
+            assert type(error) is LaunchError
+            assert "its function raised an exception, or its process ended" in str(error)
+    error = error_of(on_cpu(lambda: sys.exit(3) if current_rank().global_rank else None))
+    assert rank == 0 or (type(error), error.rank, error.exit_code) == (RankDiedError, 1, 3)
+    error = error_of(on_cpu(lambda: [threading.Lock()] if current_rank().global_rank else None))
+    assert type(error) is UnsendableError
     assert on_cpu(lambda: "after")() == ("after", "after")
 
 
 @scenario
 def late_ranks(rank):
-    """Rank 0 waits for results no longer than timeout_min, and waits in vain to join a group, which torch counts."""
-    function = on_cpu(lambda: rank and meet("waited", rank), ipc_groups=None, timeout_min=2 if rank else 0.002)
+    """Rank 0 waits for results no longer than timeout_min."""
+    function = on_cpu(lambda: rank and meet("waited", rank), ipc_groups=None, timeout_min=2 if rank else 0.02)
+    error = error_of(function)
     if rank == 0:
-        error = error_of(function)
         assert type(error) is LaunchTimeoutError
-        assert "rank 1 of 2 did not end within the platform's timeout_min" in str(error)
+        assert "the other ranks of this world did not end the call within the platform's timeout_min" in str(error)
         meet("waited", rank)
     else:
-        function()
-    error = error_of(on_cpu(total, ipc_timeout_min=0.002, ipc_groups=None if rank else []))
-    assert (type(error), "rank 1 of 2" in notes_of(error)) == (ValueError, True)  # of total, in both ranks
+        assert type(error) is LaunchError
     assert on_cpu(total)() == (21, 21)
 
 
