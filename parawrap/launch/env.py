@@ -151,7 +151,7 @@ def _run(job: Job, world: World) -> _Outcome:
     number, meeting = next(_calls), _meeting_of(world, job.platform)
     calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
     check_calls(calls)
-    prefix = f"parawrap/call/{number}"
+    prefix = f"parawrap/{world.restart}/call/{number}"  # the store of torchrun outlives a restart
     store = dist.PrefixStore(prefix, _store_of(world))
     agreement = Agreement(
         lambda: dist.PrefixStore(prefix, _connection_to_store(world)), world.global_rank, world.world_size
