@@ -114,8 +114,8 @@ def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     before = {*threading.enumerate()}  # of fixtures with a larger scope
     yield
     for thread in threading.enumerate():
-        if thread.name.startswith(("parawrap-launch", "parawrap-ranks")) and thread not in before:
-            thread.join(30)  # a launch has its outcome a moment before its thread ends
+        if thread.name.startswith(("parawrap-launch", "parawrap-ranks", "parawrap-lanes")) and thread not in before:
+            thread.join(30)  # a launch, or a future, has its outcome a moment before its thread ends
     if _lanes(before):
         gc.collect()  # only here, because a collection per test takes minutes
     assert not _lanes(before), "threads still run after the test"

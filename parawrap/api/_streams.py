@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,12 +17,10 @@ from parawrap.engine.call import Entry
 from parawrap.engine.pooled import PooledSession
 from parawrap.engine.resume import OutputFolder
 from parawrap.engine.session import Session
-from parawrap.engine.streams import StreamOptions, stream
+from parawrap.engine.streams import StreamOptions, StreamSize, stream
 from parawrap.errors import ShardError
 
 __all__ = ["Streams"]
-
-_CHUNKS_PER_LANE = 2  # one runs, and one waits so that the lane never idles
 
 
 class Streams(ABC):
@@ -67,7 +65,7 @@ class Streams(ABC):
         return_exceptions: bool = False,
         ordered: bool = True,
         buffersize: int | None = None,
-        chunksize: int = 1,
+        chunksize: int | Literal["auto"] = "auto",
         resume: str | Path | None = None,
         key: Callable[[Any], Any] | None = None,
         progress: bool = False,
@@ -86,9 +84,11 @@ class Streams(ABC):
             with_inputs: Yield ``(batch, output)``, with the batch as `batches` gave it.
             return_exceptions: Yield the exception of a batch in place of its output, and continue.
             ordered: Yield in the order of the batches. With False, yield each output as soon as it is computed.
-            buffersize: The number of batches in flight, 2 chunks per lane by default. It bounds the memory.
-            chunksize: With workers, the number of batches that travel in one message, as in concurrent.futures. It pays if
-                a batch takes less than a millisecond. With threads it changes nothing.
+            buffersize: The number of batches in flight, which bounds the memory: 2 per lane by default, and 3 chunks per
+                lane with workers.
+            chunksize: With workers, the number of batches that travel in one message, as in concurrent.futures. By default,
+                a message holds about 5 ms of work, by the time that batches took before: at most 64 batches and 256 KiB;
+                one batch with ``retries=0``. With threads it changes nothing.
             resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
                 outputs without computing them. The source must give the same batches in the same order in every run:
                 a batch with another pickle is refused. Weights are not compared: use a new folder after you change them.
@@ -100,9 +100,7 @@ class Streams(ABC):
             desc: The text in front of the bar.
 
         Raises:
-            ShardError: If `batches` is a tensor, a mapping, or a text; if `buffersize` or `chunksize` is below 1; if fewer
-                batches may be in flight than a chunk has; or if `methods` names several methods. Use
-                ``p.method(name).map(...)``.
+            ShardError: If `batches` is a tensor, a mapping, or a text.
             ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, if
                 `key` is given without `resume`, or if `methods` names several methods. Use ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
@@ -122,10 +120,10 @@ class Streams(ABC):
         if buffersize is not None and buffersize < 1:
             msg = f"buffersize={buffersize} is too small: at least one batch must be in flight. Use 1 or more"
             raise ShardError(msg)
-        if chunksize < 1:
-            msg = f"chunksize={chunksize} is too small: a message has at least one batch. Use 1 or more"
+        if chunksize != "auto" and not (isinstance(chunksize, int) and chunksize >= 1):
+            msg = f'chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "auto"'
             raise ShardError(msg)
-        if buffersize is not None and buffersize < chunksize:
+        if buffersize is not None and chunksize != "auto" and buffersize < chunksize:
             msg = f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at least as many"
             raise ShardError(msg)
         if prepare is not None and not callable(prepare):
@@ -139,19 +137,16 @@ class Streams(ABC):
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
         session = self._open_session()
-        if not session.takes_chunks:
-            chunksize = 1
-        if buffersize is None:
-            buffersize = _CHUNKS_PER_LANE * len(session.devices) * chunksize
-        options = StreamOptions(buffersize, chunksize, prepare, with_inputs, return_exceptions, ordered)
         entry, name = self._entry()
+        total = _length_of(batches) if total is None else total
+        size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
+        options = StreamOptions(buffersize, prepare, with_inputs, return_exceptions, ordered)
+        starter = session.open_stream(entry, prepare, size)
         if resume is None and not progress:
-            return stream(session.open_stream(entry, prepare), batches, options)
+            return stream(starter, batches, options)
         folder = None if resume is None else OutputFolder(Path(resume), name, key)
-        if total is None and isinstance(batches, Sized):
-            total = len(batches)
         bar = Progress(session.stats, total, desc) if progress else None
-        return _with_folder_and_bar(partial(stream, session.open_stream(entry, prepare), batches), options, folder, bar)
+        return _with_folder_and_bar(partial(stream, starter, batches), options, folder, bar)
 
 
 def _refuse_single_batch(batches: object) -> None:
@@ -169,6 +164,13 @@ def _refuse_single_batch(batches: object) -> None:
     else:
         return
     raise ShardError(msg)
+
+
+def _length_of(batches: Iterable[Any]) -> int | None:
+    if isinstance(batches, Sized):
+        with suppress(TypeError, NotImplementedError):  # a DataLoader of a dataset without a length
+            return len(batches)
+    return None
 
 
 def _with_folder_and_bar(

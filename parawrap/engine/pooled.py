@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -25,7 +24,7 @@ from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, as_call, failed
+from parawrap.engine.streams import Pending, Prepare, Starter, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Recorder, Trace, timed
 from parawrap.errors import SessionError, ShardError, add_note
 from parawrap.tree import WholeLeaf
@@ -145,8 +144,6 @@ class Pool(Protocol):
     """The lanes of one target, and its copies for them, in other processes or on NeuronCores."""
 
     @property
-    def takes_chunks(self) -> bool: ...
-    @property
     def has_target_here(self) -> bool: ...
     @property
     def cuts_for_one_lane(self) -> bool: ...
@@ -165,10 +162,9 @@ class Pool(Protocol):
     def is_ready(self) -> bool: ...
     def refresh(self) -> None: ...
     def renew(self) -> None: ...
-    def original_of(self, value: Any) -> Any: ...
+    def original_of(self, value: Any, /) -> Any: ...
     def run(self, calls: Sequence[PartCall], modes: Modes, turns: str | None) -> list[TaskOutcome]: ...
     def submit(self, call: PooledCall, modes: Modes) -> LaneFuture: ...
-    def submit_chunk(self, calls: Sequence[PooledCall], modes: Modes) -> Sequence[LaneFuture]: ...
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -199,11 +195,6 @@ class PooledSession:
         self._calls = self._plain_calls = 0
         self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
-
-    @property
-    def takes_chunks(self) -> bool:
-        """True if several batches may travel in one message."""
-        return self.pool.takes_chunks
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, apply, and gather; or run the call plainly if there is nothing to cut."""
@@ -262,7 +253,7 @@ class PooledSession:
             except Exception as error:  # noqa: BLE001
                 return failed(error)
             return future
-        return self.send([self.make_call(entry, args, kwargs, None)], modes)[0]
+        return self.send(self.make_call(entry, args, kwargs, None), modes)
 
     def get_ready(self) -> Modes | None:
         """Bring the copies up to date, and return the modes of the caller; None if whole calls must run plainly.
@@ -278,15 +269,15 @@ class PooledSession:
         self.pool.refresh()
         return Modes.capture(self.pool.backend.type)
 
-    def open_stream(self, entry: Entry, prepare: Prepare | None) -> PooledStream:
+    def open_stream(self, entry: Entry, prepare: Prepare | None, _size: StreamSize) -> Starter:
         """Return what starts the batches of one stream."""
         return PooledStream(self, entry, prepare)
 
-    def send(self, calls: Sequence[PooledCall], modes: Modes) -> Sequence[Future[Any]]:
-        """Give whole calls to the pool; several travel in one message."""
-        futures = [self.pool.submit(calls[0], modes)] if len(calls) == 1 else [*self.pool.submit_chunk(calls, modes)]
-        self._futures.update(futures)
-        return futures
+    def send(self, call: PooledCall, modes: Modes) -> Future[Any]:
+        """Give a whole call to the pool."""
+        future = self.pool.submit(call, modes)
+        self._futures.add(future)
+        return future
 
     def run_plainly(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
@@ -295,7 +286,7 @@ class PooledSession:
         if not self.pool.has_target_here and self.pool.is_ready():
             modes = self.get_ready()
             assert modes is not None
-            return self.send([self.make_call(entry, args, kwargs, prepare)], modes)[0].result()
+            return self.send(self.make_call(entry, args, kwargs, prepare), modes).result()
         record = prepare_record = None
         if self.recorder.traces and here.lane is None:  # a lane's own span has it already
             record = partial(self.recorder.record, entry.method, entry.batch, None)
@@ -354,13 +345,18 @@ class PooledSession:
 
     def _finish(self, output: Any, call: PooledCall, lane: Lane) -> Any:
         """Return the caller's output of a whole call. Runs in the lane's thread."""
+        return self.finish_output(output, lane, call.rows or 0)
+
+    def finish_output(self, output: Any, lane: Lane | None, rows: int) -> Any:
+        """Return the caller's output of a whole call, and count the call."""
         output = with_originals(output, self.pool.original_of)
         device = self.output_device or (None if self.pool.home in (None, _CPU) else self.pool.home)
         if device is not None or not self.rules.keep_single:
             output = join([output], (1,), self.rules, device)
         with self._counting:
             self._calls += 1
-            lane.rows += call.rows or 0
+            if lane is not None:
+                lane.rows += rows
         return output
 
     def _originals(self, plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
@@ -384,7 +380,10 @@ class PooledSession:
 class PooledStream:
     """Starts the batches of one stream on the lanes of a pool."""
 
+    wait_for = None  # the lanes have threads
+
     def __init__(self, session: PooledSession, entry: Entry, prepare: Prepare | None) -> None:
+        self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
         self._session = session
         self._entry = entry
         self._prepare = prepare
@@ -392,42 +391,27 @@ class PooledStream:
 
     def start(self, number: int, batch: Any) -> Pending:
         """Start a batch. An error goes into the pending call, and is raised in place of the output."""
+        session = self._session
         try:
-            if self._is_ready() and self._modes is not None:
-                return self._session.send([self._make_call(number, batch)], self._modes)[0]
-            future: Future[Any] = Future()
-            args, kwargs = self._arguments(batch)
-            future.set_result(self._session.run_plainly(self._entry_of(number), args, kwargs, self._prepare))
-            return future
+            if self._modes is None:
+                self._modes = session.get_ready()
+            args, kwargs = as_call(batch) if self._prepare is None else ((batch,), {})
+            entry = self._entry._replace(batch=number) if session.recorder.traces else self._entry
+            if self._modes is None:
+                return succeeded(session.run_plainly(entry, args, kwargs, self._prepare))
+            return session.send(session.make_call(entry, args, kwargs, self._prepare), self._modes)
         except Exception as error:  # noqa: BLE001
             return failed(error)
 
-    def start_chunk(self, batches: Sequence[tuple[int, Any]]) -> Sequence[Pending]:
-        """Start batches, in one message if that succeeds; otherwise each batch gets its own error."""
-        if len(batches) > 1:
-            with suppress(Exception):  # which batch it was shows below
-                calls = [self._make_call(number, batch) for number, batch in batches]
-                if self._is_ready() and self._modes is not None:
-                    return self._session.send(calls, self._modes)
-        return [self.start(number, batch) for number, batch in batches]
+    def has_room(self, unread: int, *, has_output: bool) -> bool:
+        """True if fewer batches are in flight than by default."""
+        return unread < self.most
+
+    def flush(self) -> None:
+        """Do nothing: lanes have the batches at once."""
 
     def end(self) -> None:
         """Do nothing: a pool reads the model when a stream begins."""
-
-    def _is_ready(self) -> bool:
-        if self._modes is None:
-            self._modes = self._session.get_ready()
-        return self._modes is not None
-
-    def _make_call(self, number: int, batch: Any) -> PooledCall:
-        args, kwargs = self._arguments(batch)
-        return self._session.make_call(self._entry_of(number), args, kwargs, self._prepare)
-
-    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return as_call(batch) if self._prepare is None else ((batch,), {})
-
-    def _entry_of(self, number: int) -> Entry:
-        return self._entry._replace(batch=number) if self._session.recorder.traces else self._entry
 
 
 def _is_on_cpu(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from parawrap.engine.call import Calls, Entry, Lane, Modes, here, log_wait, must
 from parawrap.engine.device_streams import LaneFuture, Moment, Reached
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, as_call, failed
+from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Trace, timed
 from parawrap.errors import ReplicaError, SessionError, add_note
 from parawrap.tree import flatten
@@ -124,6 +124,10 @@ class WholeCall:
                 lane.tasks += 1
                 lane.busy_ns += perf_counter_ns() - start
 
+    def done(self) -> bool:
+        """True if the call has ended, and its outcome was not read."""
+        return not self._done.locked()
+
     def result(self) -> Any:
         """Wait for the call, and return its output or raise its error, once."""
         if not self._done.acquire(timeout=_LONG_WAIT_S):
@@ -192,8 +196,6 @@ class WholeCall:
 class Session(Calls):
     """The calls of one target, until `close`. Thread-safe."""
 
-    takes_chunks = False  # threads get no messages
-
     # Whole calls, each in one lane
 
     def get_ready(self, prepare: Prepare | None = None) -> Ready | None:
@@ -242,8 +244,8 @@ class Session(Calls):
         self.send(WholeCall(self, entry, args, kwargs, ready, future))
         return future
 
-    def open_stream(self, entry: Entry, prepare: Prepare | None) -> ThreadStream:
-        """Return what starts the batches of one stream."""
+    def open_stream(self, entry: Entry, prepare: Prepare | None, _size: StreamSize) -> ThreadStream:
+        """Return what starts the batches of one stream. Batches of threads do not travel in messages."""
         return ThreadStream(self, entry, prepare)
 
     def send(self, call: WholeCall) -> None:
@@ -390,7 +392,10 @@ class Session(Calls):
 class ThreadStream:
     """Starts the batches of one stream in the lanes of a session. The model is read before the first batch."""
 
+    wait_for = None  # the lanes have threads
+
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
+        self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
         self._session = session
         self._entry = entry
         self._prepare = prepare
@@ -410,18 +415,19 @@ class ThreadStream:
             if session.recorder.traces:
                 entry = entry._replace(batch=number)
             if self._ready is None:
-                future: Future[Any] = Future()
-                future.set_result(session.run_whole_plainly(entry, args, kwargs, self._prepare))
-                return future
+                return succeeded(session.run_whole_plainly(entry, args, kwargs, self._prepare))
             call = WholeCall(session, entry, args, kwargs, self._ready)
             session.send(call)
             return call
         except Exception as error:  # noqa: BLE001
             return failed(error)
 
-    def start_chunk(self, batches: Sequence[tuple[int, Any]]) -> Sequence[Pending]:
-        """Start batches one by one: threads get no messages."""
-        return [self.start(number, batch) for number, batch in batches]
+    def has_room(self, unread: int, *, has_output: bool) -> bool:
+        """True if fewer batches are in flight than by default."""
+        return unread < self.most
+
+    def flush(self) -> None:
+        """Do nothing: lanes have the batches at once."""
 
     def end(self) -> None:
         """Check that the model is what it was when the stream began.

@@ -10,7 +10,7 @@ Lanes take batch after batch without a wait for the caller. Modes and the state 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import SimpleQueue
@@ -33,15 +33,18 @@ class Pending(Protocol):
     """A whole call that runs, or waits for a lane: a future, or the like."""
 
     def result(self) -> Any: ...
+    def done(self) -> bool: ...
     def cancel(self) -> bool: ...
     def add_done_callback(self, function: Callable[[Any], object], /) -> None: ...
 
 
 class StreamOptions(NamedTuple):
-    """The options of one stream, as in `Parallel.map`. Outputs that `folder` holds are not computed again."""
+    """The options of one stream, as in `Parallel.map`. Outputs that `folder` holds are not computed again.
 
-    buffersize: int
-    chunksize: int = 1
+    Without `buffersize`, the starter decides how many batches are in flight.
+    """
+
+    buffersize: int | None
     prepare: Prepare | None = None
     with_inputs: bool = False
     return_exceptions: bool = False
@@ -49,11 +52,30 @@ class StreamOptions(NamedTuple):
     folder: OutputFolder | None = None
 
 
+class StreamSize(NamedTuple):
+    """What is known of the batches of a stream: how many are in a message, in flight, and in the source; None if open."""
+
+    chunksize: int | None = None
+    buffersize: int | None = None
+    total: int | None = None
+
+
 class Starter(Protocol):
-    """Starts the batches of one stream. An error goes into the pending call of its batch. `end` follows the last one."""
+    """Starts the batches of one stream. An error goes into the pending call of its batch.
+
+    It may keep batches back until `flush`, which follows the last one, or until a result is read. `end` follows the last
+    output. `wait_for` waits until a condition holds; it is None if other threads make it hold. `most` is the number of
+    batches in flight by default; if it is None, `has_room` decides, which knows if the caller could get an output now.
+    """
+
+    @property
+    def most(self) -> int | None: ...
+    @property
+    def wait_for(self) -> Callable[[Callable[[], bool]], None] | None: ...
 
     def start(self, number: int, batch: Any) -> Pending: ...
-    def start_chunk(self, batches: Sequence[tuple[int, Any]]) -> Sequence[Pending]: ...
+    def has_room(self, unread: int, *, has_output: bool) -> bool: ...
+    def flush(self) -> None: ...
     def end(self) -> None: ...
 
 
@@ -72,40 +94,38 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
-    """Yield the output of every batch; at most ``options.buffersize`` batches are in flight.
+    """Yield the output of every batch; at most ``options.buffersize`` batches, if it is given, are in flight.
 
     An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
     outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
     """
-    flying: deque[Flight] | _AsFinished = deque() if options.ordered else _AsFinished()
-    source, folder, chunksize, keeps = iter(batches), options.folder, options.chunksize, options.with_inputs
-    is_plain = chunksize == 1 and folder is None
+    flying: deque[Flight] | _AsFinished = deque() if options.ordered else _AsFinished(starter.wait_for)
+    source, folder, keeps, most = iter(batches), options.folder, options.with_inputs, options.buffersize or starter.most
     number, has_ended = 0, False
     failure: Exception | None = None
-    flights: list[Flight] | None
     pending: Pending | None
     try:
         while True:
-            while not has_ended and len(flying) <= options.buffersize - chunksize:
+            while not has_ended and (
+                starter.has_room(len(flying), has_output=_has_output(flying)) if most is None else len(flying) < most
+            ):
                 try:
-                    if is_plain:
-                        batch = next(source, _END)
-                        if batch is _END:
-                            has_ended = True
-                            break
-                        hint = None if type(batch) is torch.Tensor or options.prepare is not None else _hint(batch)
-                        flying.append((number, starter.start(number, batch), batch if keeps else None, hint))
-                        number += 1
-                    else:
-                        flights, has_ended = _start_chunk(starter, source, number, options)
-                        flying.extend(flights)
-                        number += len(flights)
-                except _ReadError as error:
-                    flying.extend(error.flights)
-                    has_ended, failure = True, error.cause
+                    batch = next(source, _END)
+                    if batch is _END:
+                        has_ended = True
+                        if folder is not None:
+                            folder.check_end(number)
+                        break
+                    pending = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
                     has_ended, failure = True, _note_reading(error, number)
-                batch = flights = None  # the source makes the next batch
+                    break
+                hint = None if type(batch) is torch.Tensor or options.prepare is not None else _hint(batch)
+                flying.append((number, pending or starter.start(number, batch), batch if keeps else None, hint))
+                number += 1
+                batch = pending = None  # the source makes the next batch
+            if has_ended:
+                starter.flush()
             if not flying:
                 break
             number_of, pending, batch, hint = flying.popleft()
@@ -133,42 +153,6 @@ def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> 
             flight[1].cancel()
 
 
-class _ReadError(Exception):
-    """An error of the source, with the batches that it gave before."""
-
-    def __init__(self, flights: list[Flight], cause: Exception) -> None:
-        super().__init__()
-        self.flights = flights
-        self.cause = cause
-
-
-def _start_chunk(starter: Starter, source: Iterator[Any], number: int, options: StreamOptions) -> tuple[list[Flight], bool]:
-    """Start up to a chunk of batches, except those with known outputs. Return them, and True if the source has ended."""
-    folder, chunk = options.folder, list[tuple[int, Any, Pending | None]]()
-    failure, has_ended = None, False
-    recalled: Pending | None
-    try:
-        while len(chunk) < options.chunksize:
-            batch = next(source, _END)
-            if batch is _END:
-                has_ended = True
-                if folder is not None:
-                    folder.check_end(number + len(chunk))
-                break
-            recalled = None if folder is None else folder.recall(number + len(chunk), batch)
-            chunk.append((number + len(chunk), batch, recalled))
-    except Exception as error:  # noqa: BLE001
-        failure = _note_reading(error, number + len(chunk))
-    started = iter(starter.start_chunk([(at, batch) for at, batch, recalled in chunk if recalled is None]))
-    flights: list[Flight] = []
-    for at, batch, recalled in chunk:
-        hint = None if options.prepare is not None else _hint(batch)
-        flights.append((at, recalled or next(started), batch if options.with_inputs else None, hint))
-    if failure is not None:
-        raise _ReadError(flights, failure)
-    return flights, has_ended
-
-
 def _note_reading(error: Exception, number: int) -> Exception:
     drop_own_frames(error)
     add_note(error, f"while batch {number} of the stream was read, counted from 0")
@@ -178,26 +162,36 @@ def _note_reading(error: Exception, number: int) -> Exception:
 class _AsFinished:
     """Batches in flight. `popleft` waits for the first that finishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_for: Callable[[Callable[[], bool]], None] | None) -> None:
         self._flying: dict[int, Flight] = {}
         self._finished: SimpleQueue[int] = SimpleQueue()
+        self._wait_for = wait_for
 
     def append(self, flight: Flight) -> None:
         self._flying[flight[0]] = flight
         flight[1].add_done_callback(partial(_put_number, self._finished, flight[0]))
 
-    def extend(self, flights: Iterable[Flight]) -> None:
-        for flight in flights:
-            self.append(flight)
-
     def popleft(self) -> Flight:
+        if self._wait_for is not None:
+            self._wait_for(self.has_finished)
         return self._flying.pop(self._finished.get())
+
+    def has_finished(self) -> bool:
+        """True if a batch has finished."""
+        return not self._finished.empty()
 
     def __len__(self) -> int:
         return len(self._flying)
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(list(self._flying.values()))
+
+
+def _has_output(flying: deque[Flight] | _AsFinished) -> bool:
+    """True if `popleft` gives a batch that has ended."""
+    if isinstance(flying, _AsFinished):
+        return flying.has_finished()
+    return bool(flying) and flying[0][1].done()
 
 
 def _put_number(finished: SimpleQueue[int], number: int, _: object) -> None:
@@ -224,6 +218,13 @@ def _hint(batch: Any) -> str | None:
             "argument, use map(..., prepare=lambda batch: (batch,))"
         )
     return None
+
+
+def succeeded(value: Any) -> Future[Any]:
+    """Return a future with a value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 def failed(error: Exception) -> Future[Any]:

@@ -34,8 +34,6 @@ class Job:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         number: The number of the launch among those of `map`. It stands in front of the output.
-        line: A socket for a function that serves requests. The rank gets its descriptor as the first argument, and may be
-            idle for long. Local launches of one rank only.
     """
 
     platform: Platform
@@ -45,7 +43,6 @@ class Job:
     sent_as: Any = None
     bound_to: tuple[Any, ...] = ()
     number: int | None = None
-    line: int | None = None
 
     @property
     def name(self) -> str:

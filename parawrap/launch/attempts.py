@@ -7,7 +7,6 @@ All ranks restart together, as in torch.distributed.elastic. The ranks of each a
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -83,15 +82,7 @@ def make_pool(
         )
         for rank in range(platform.world_size)
     ]
-    return Pool(
-        world.starter,
-        assignments,
-        transcripts,
-        limits,
-        stays=stays,
-        wants_groups=platform.requires_ipc,
-        watches=job.line is None,
-    )
+    return Pool(world.starter, assignments, transcripts, limits, stays=stays, wants_groups=platform.requires_ipc)
 
 
 class Attempts:
@@ -109,7 +100,6 @@ class Attempts:
         self._packed = job.pack()
         self._packed.detach()  # the ranks start later
         self._settings = machines.settings()
-        self._line = None if job.line is None else os.dup(job.line)  # the caller closes its own
         self._pool: Pool | None = None
         self._history: list[str] = []
         self._is_cancelled = False
@@ -156,8 +146,6 @@ class Attempts:
                 _log.warning("%s: %s; its ranks start again (restart %d)", self._job.name, self._history[-1], self.restart)
         finally:
             self._machines.close()
-            if self._line is not None:
-                os.close(self._line)
 
     def _make_attempt(
         self, transcripts: Sequence[Transcript], up_at: float | None, on_begin: Callable[[], None]
@@ -177,8 +165,7 @@ class Attempts:
                 on_begin()
                 ending = pool.set_up()
                 if ending.is_success:
-                    files, self._line = () if self._line is None else (self._line,), None
-                    ending = pool.call(Call(job.name, range(platform.world_size), self._packed, files))
+                    ending = pool.call(Call(job.name, range(platform.world_size), self._packed))
                 return ending, pool.preempted
             finally:
                 self._pool = None

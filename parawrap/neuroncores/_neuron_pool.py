@@ -40,7 +40,6 @@ class NeuronPool:
     """
 
     has_target_here = True
-    takes_chunks = False  # threads get no messages
     cuts_for_one_lane = True
     home: torch.device | None = None
     refreshes = copied_bytes = 0  # the weights of a compiled model are part of it
@@ -106,10 +105,6 @@ class NeuronPool:
             queued = QueuedCall(partial(self._run_whole, call), modes)
             self._lanes.send(queued)
             return queued.future
-
-    def submit_chunk(self, calls: Sequence[PooledCall], modes: Modes) -> Sequence[LaneFuture]:
-        """Run calls one by one."""
-        return [self.submit(call, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run a call whole in this thread, on the next core in turn."""

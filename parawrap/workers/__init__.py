@@ -1,7 +1,7 @@
 """Lanes that work in other processes: the same calls, cut and joined in the same way, without a shared interpreter lock.
 
-A worker is a rank of the local launcher, or a Ray actor, with a copy of the model. Its lane in this process sends it shards
-and whole calls.
+A worker is a rank of a pool of processes, or a Ray actor, with a copy of the model. Its lane in this process sends it parts
+of calls, and batches in chunks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join_rules import JoinRules
-from parawrap.engine.pooled import PooledSession
 from parawrap.launch import Platform
-from parawrap.workers._build import Build, build
-from parawrap.workers._local_worker import LocalWorkers
-from parawrap.workers._ray_workers import RayWorkers, devices_of
-from parawrap.workers._worker_pool import WorkerPool, Workers
+from parawrap.workers.built_model import Build, build
+from parawrap.workers.lanes import Workers
+from parawrap.workers.local_workers import LocalWorkers
+from parawrap.workers.ray_workers import RayWorkers, devices_of
+from parawrap.workers.worker_pool import WorkerPool
+from parawrap.workers.worker_stream import WorkerSession
 
 __all__ = ["Build", "build", "devices_of", "open_session"]
 
@@ -31,11 +32,11 @@ def open_session(
     rules: JoinRules,
     output_device: torch.device | None = None,
     retries: int = 1,
-) -> PooledSession:
+) -> WorkerSession:
     """Open a session with one worker process per device, or with the workers of a platform for Ray.
 
-    A call whose worker died runs `retries` more times.
+    If a worker dies, its call runs `retries` more times.
     """
     workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
     pool = WorkerPool(target, workers, retries)
-    return PooledSession(target, pool, cutters=cutters, rules=rules, output_device=output_device)
+    return WorkerSession(target, pool, cutters=cutters, rules=rules, output_device=output_device)

@@ -1,11 +1,15 @@
-"""Values arrive in the lanes, and return, as they were. `tests/launch/messages/test_pickle_values.py` has other kinds."""
+"""Values arrive in the lanes, and return, as they were. `tests/processes/test_pickling.py` has other kinds."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+
+from tests.helpers.pools import processes
 
 TENSORS = {
     "step": lambda: torch.arange(100.0).view(10, 10)[::2, 3:5],
@@ -20,7 +24,13 @@ TENSORS = {
     "conjugate": lambda: torch.randn(5, 3, dtype=torch.complex64).conj(),
     "sparse": lambda: torch.eye(5).to_sparse(),
     "parameter": lambda: nn.Parameter(torch.randn(5, 3)),
+    "float8": lambda: torch.randn(2, 3).to(torch.float8_e4m3fn),
 }
+
+
+@dataclass
+class Holding:
+    tensor: torch.Tensor
 
 
 def facts(tensor):
@@ -41,6 +51,46 @@ def test_tensors_arrive_and_return(block):
         output, seen = block.submit(look, tensor).result()
         assert (seen, facts(output)) == (facts(tensor), facts(tensor)), name
         assert_close(output, tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
+def test_only_argument(kind):
+    """A batch of one tensor is one argument, whatever the kind of tensor."""
+    with processes(lambda *args: (len(args), args[0])) as p:
+        for name, make in TENSORS.items():
+            tensor = make()
+            for count, output in (p.submit(tensor).result(), *p.map([tensor])):
+                assert (name, count) == (name, 1)
+                assert_close(output.detach(), tensor.detach())
+
+
+def test_output_on_freed_memory(block):
+    """An output that is not plain may be a view of a tensor that is freed with the call."""
+
+    def rows(x):
+        return Holding(torch.cat([x] * 50)[: len(x)])
+
+    x = torch.ones(5000, 8)
+    for output in (block.submit(rows, x).result(), *block.map([(rows, x)] * 4, chunksize=1)):
+        assert_close(output.tensor, x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("size", [3, 600])
+def test_write_into_a_tensor(block, mode, size):
+    """Also of 1 MiB and more, where the output lies in the memory of the argument."""
+
+    def add(x):
+        return x.add_(1)
+
+    with mode():
+        for _ in range(3):
+            x = torch.zeros(size, 600)
+            assert_close(block.submit(add, x).result(), torch.ones(size, 600))
+            assert_close(x, torch.ones(size, 600))
+            assert_close(list(block.map([(add, x)])), [torch.full((size, 600), 2.0)])
+            assert_close(block(add, x), torch.full((size, 600), 3.0))
+            assert_close(x, torch.full((size, 600), 3.0))
 
 
 def test_identity_holds(block):

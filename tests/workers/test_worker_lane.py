@@ -65,17 +65,32 @@ def test_exception_ends_running_calls(gate):
             future.result()
 
 
+def test_exception_ends_streams_of_other_threads(gate):
+    """Also those whose batches wait for a worker."""
+
+    def read(ordered):
+        with torch.no_grad():
+            list(p.map(numbers(1, 3, 5), chunksize=1, ordered=ordered))
+
+    with gate, ThreadPoolExecutor(4) as threads, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
+        reading = [threads.submit(read, number % 2) for number in range(4)]
+        gate.wait_for(2)
+        raise KeyError
+    for each in reading:
+        with pytest.raises(SessionError, match="closed"):
+            each.result(PATIENCE_S)
+
+
 def test_queued_calls_run_or_cancel(gate):
-    """The third call waits for a lane with room. In the queue, a call that cannot be sent fails alone."""
-    batches = (*numbers(1, 2, 4), (each for each in ()), *numbers(6))
+    """The third call waits for a lane with room. A call that cannot be sent is refused at once."""
     with gate, parallel(Gated(gate.paths), ["cpu"], workers="process") as p:
-        first, second, cancelled, unsendable, last = map(p.submit, batches)
+        first, second, cancelled, last = map(p.submit, numbers(1, 2, 4, 6))
+        with pytest.raises(UnsendableError):
+            p.submit(each for each in ())
         gate.wait_for(1)
         assert cancelled.cancel()
         gate.open(1)
         assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
-        with pytest.raises(UnsendableError):
-            unsendable.result()
 
 
 def test_call_to_a_dead_worker_runs(gate):

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -170,11 +171,15 @@ def test_calls_draw_different_numbers(block, kind):
     assert torch.equal(torch.get_rng_state(), before) == (kind != "thread")
 
 
-def test_seed_gives_the_same_numbers(block):
-    """Under deterministic algorithms, lanes continue the caller's numbers one after another."""
+def test_seed_gives_the_same_numbers(block, kind):
+    """Under deterministic algorithms, lanes continue the caller's numbers one after another. Workers cannot."""
     x = torch.ones(7, 3)
     torch.manual_seed(5)
     expected = torch.cat([noisy(x[:4]), noisy(x[4:])]), torch.rand(3)
+    if kind != "thread":
+        with deterministic(), pytest.raises(SessionError, match=r"random numbers in a cut call.*Use map or submit"):
+            block(noisy, x)
+        return
     with deterministic():
         for _ in range(3):
             torch.manual_seed(5)
@@ -235,6 +240,32 @@ def test_warning_appears_once(block):
         with pytest.raises(UserWarning, match="of the model") as raised:
             block(warn, x)
     assert [note for note in raised.value.__notes__ if note.startswith("in lane 0 on cpu")]
+
+
+def test_warning_of_a_class_of_the_script(block):
+    class ScriptWarning(UserWarning):
+        pass
+
+    def warn(x):
+        warnings.warn("of the script", ScriptWarning, stacklevel=1)
+        return x
+
+    for run in (block, lambda *call: block.submit(*call).result()):
+        with pytest.warns(ScriptWarning, match="of the script"):
+            run(warn, torch.ones(9))
+
+
+def test_prepare_that_cannot_be_unpickled(block, kind):
+    """Each batch has an error of its own, with a note of its own."""
+    if kind == "thread":
+        return
+    for _ in range(2):
+        outputs = list(block.map(numbers(6), prepare=partial(len, OnlyIn()), chunksize=3, return_exceptions=True))
+        assert [type(output) for output in outputs] == [LookupError] * 6
+        for number, output in enumerate(outputs):
+            assert [note for note in output.__notes__ if "of the stream" in note] == [
+                f"in batch {number} of the stream, counted from 0"
+            ]
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])

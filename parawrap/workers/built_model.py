@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, NoReturn
 from parawrap._public import public
 from parawrap.errors import SessionError
 
-__all__ = ["Build", "build"]
-
 
 class Build(NamedTuple):
     """A function that returns the model, and its arguments."""

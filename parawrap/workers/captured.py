@@ -9,8 +9,6 @@ from typing import Any
 
 from parawrap.engine.survey import names_of_globals
 
-__all__ = ["CapturedValues"]
-
 _ABSENT = object()
 
 

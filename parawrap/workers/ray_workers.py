@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import pickle
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
-from queue import SimpleQueue
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from time import monotonic, perf_counter_ns
 from typing import Any
 
@@ -17,11 +18,13 @@ import torch
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
 from parawrap.launch.ray.reservation import Reservation, join_cluster
-from parawrap.workers._ray_actor import Actor, loaded, pack_apart
-from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
+from parawrap.processes.pickling import Packed
+from parawrap.workers.lanes import Reply, error_from_worker
+from parawrap.workers.model import SEEDS
+from parawrap.workers.packing import NOWHERE, Packer
+from parawrap.workers.ray_actor import Actor, block_of, parcel_of
 
-__all__ = ["RayWorkers", "devices_of"]
-
+_LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
 _PLACING_S = 60.0  # for the start of an actor
 _FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
 _REMEDIES = {
@@ -65,9 +68,10 @@ class RayWorkers:
         self._ray: Any = None
         self._reservation: Reservation | None = None
         self._has_ended = False
-        self._model: tuple[ModelFile | None, Any] = None, None
+        self._model: tuple[Packed | None, Any] = None, None
+        self._numbers = count(1)
 
-    def start(self, lane: int, seed: int) -> RayWorker:
+    def start(self, lane: int) -> RayWorker:
         """Start the worker of a lane.
 
         Raises:
@@ -78,6 +82,7 @@ class RayWorkers:
                 self._reserve()
             assert self._reservation is not None
             options = self._reservation.options_of_rank(lane)
+        seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
@@ -94,6 +99,21 @@ class RayWorkers:
                 )
                 raise LaunchError(msg) from error
             return worker
+
+    def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
+        """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
+        ended = [position for position, worker in enumerate(workers) if worker.has_ended]
+        if ended:
+            return ended
+        waiting = {worker.oldest: position for position, worker in enumerate(workers) if worker.oldest is not None}
+        patience_s = _LOOK_S if timeout_s is None else timeout_s
+        if not self._ray.is_initialized():  # its actors are gone
+            return list(waiting.values())
+        if not waiting:
+            time.sleep(patience_s)
+            return []
+        ready, _ = self._ray.wait([*waiting], num_returns=1, timeout=patience_s)
+        return [waiting[each] for each in ready]
 
     def end(self) -> None:
         """Release the resources. A thread that waits for them raises LaunchError."""
@@ -116,84 +136,81 @@ class RayWorkers:
             msg = f"{self._platform.name}: {why} while workers started"
             raise LaunchError(msg)
 
-    def _store(self, file: ModelFile) -> Any:
+    def _store(self, packed: Packed) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
         with self._changing:
-            if self._model[0] is not file:
+            if self._model[0] is not packed:
                 import numpy as np
 
-                with mmap.mmap(file.number, 0, prot=mmap.PROT_READ) as packed:
-                    array = np.frombuffer(packed, dtype=np.uint8)
-                    self._model = file, self._ray.put(array)
-                    del array  # it refers to the mapping
+                self._model = packed, self._ray.put(np.frombuffer(b"".join(packed.parts), dtype=np.uint8))
             return self._model[1]
 
 
 class RayWorker:
-    """An actor that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
+    """An actor that answers messages in the order of sending. One thread at a time uses it."""
+
+    has_more = False
 
     def __init__(
-        self,
-        ray: Any,
-        lane: int,
-        device: torch.device,
-        options: dict[str, Any],
-        seed: int,
-        stored: Callable[[ModelFile], Any],
+        self, ray: Any, lane: int, device: torch.device, options: dict[str, Any], seed: int, stored: Callable[[Packed], Any]
     ) -> None:
         self.label = f"worker {lane} on {device}"
         self.function = -1
         self._ray = ray
         self._store = stored
-        self._sent: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._sent: deque[Any] = deque()
         self._death: Exception | None = None
-        self._given = self._answered = 0  # requests; the sending thread counts the first, the receiving one the second
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
         self._actor = actor.remote(str(device), threads, seed, sys.path)
+
+    @property
+    def oldest(self) -> Any:
+        """The reference of the next answer; None if nothing was sent."""
+        return self._sent[0] if self._sent else None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the actor was found dead."""
+        return self._death is not None
 
     def started(self) -> Any:
         """Return a reference that is ready when the actor runs."""
         return self._actor.started.remote()
 
-    def send(self, number: int, word: str, value: Any, address: str) -> None:
-        """Send a request.
+    def send(self, body: tuple[Any, ...], packer: Packer) -> None:
+        """Send calls.
 
         Raises:
-            UnsendableError: If the value cannot be pickled. Nothing is sent then.
-            ConnectionError: If Ray was shut down.
+            ConnectionError: If the actor has ended while it had nothing to do, or if Ray was shut down.
         """
-        parcel = pack_apart(value, address)
         self._check_ray()
-        if self._given == self._answered:
+        if not self._sent:
             self._check_alive()
-        self._given += 1
-        self._sent.put((number, self._actor.answer.remote(word, parcel)))
+        self._sent.append(self._actor.call.remote(parcel_of(body, packer)))
 
-    def send_model(self, number: int, file: ModelFile) -> None:
-        """Send a pickled model."""
+    def send_model(self, model: Packed | bytes) -> None:
+        """Send a model, or a pickled call that builds it."""
         self._check_ray()
-        self._given += 1
-        self._sent.put((number, self._actor.take_model.remote(self._store(file))))
+        if isinstance(model, bytes):
+            self._sent.append(self._actor.build_model.remote(model))
+        else:
+            self._sent.append(self._actor.take_model.remote(self._store(model)))
 
-    def receive(self) -> Answer | None:
-        """Wait for the next answer; None if the actor has ended."""
-        sent = self._sent.get()
-        if sent is None:
+    def receive(self) -> Reply | BaseException | None:
+        """Wait for the next reply, or the exception of a model that cannot be made; None if the actor has ended."""
+        if not self._sent:
             return None
-        number, reference = sent
         try:
-            has_raised, took_ns, parcel = self._ray.get(reference)
+            has_failed, took_ns, parcel = self._ray.get(self._sent.popleft())
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
-        self._answered += 1
-        read = partial(loaded, parcel)
-        if has_raised:
-            packed, (traceback,) = parcel
-            read = partial(raise_from_worker, packed, traceback, self.label)
-        end = perf_counter_ns()  # the clock of another machine cannot be compared
-        return Answer(number, end - took_ns, end, read)
+        body, end = pickle.loads(parcel[0]), perf_counter_ns()  # the clock of another machine cannot be compared
+        if has_failed:
+            packed, traceback = body
+            return error_from_worker(packed, traceback, self.label)
+        return Reply(body, block_of(parcel), NOWHERE, end - took_ns, end)
 
     def death(self) -> ParawrapError:
         """Return the error that says how the actor ended."""
@@ -201,13 +218,8 @@ class RayWorker:
         why = str(self._death).strip().splitlines()
         return RankDiedError(f"{self.label} died: {' '.join(line.strip() for line in why)}")
 
-    def interrupt(self) -> None:
-        """End the actor, and the thread that receives."""
-        self.close()
-
     def close(self, *, at_once: bool = True) -> None:
-        """End the actor. A request that it runs is not finished."""
-        self._sent.put(None)
+        """End the actor. A message that it works on is not finished."""
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):  # it has ended
                 self._ray.kill(self._actor)
@@ -218,7 +230,6 @@ class RayWorker:
             self._ray.get(self.started())
         except Exception as error:
             self._death = error
-            self._sent.put(None)
             raise ConnectionError from error
 
     def _check_ray(self) -> None:

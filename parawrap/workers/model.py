@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -15,38 +14,35 @@ from torch.nn.parameter import is_lazy
 from parawrap.engine.away import count_optimizer_steps, optimizer_steps
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.holdings import Holdings
-from parawrap.engine.replicas import buffers_of, home_of, is_written_unseen, version_of
+from parawrap.engine.replicas import home_of, is_written_unseen, version_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack
-from parawrap.tree import flatten, unflatten
-from parawrap.workers._build import Build
-from parawrap.workers._captured_values import CapturedValues
-from parawrap.workers._server import ModelTensor, WrittenBuffer, pickle_function
-from parawrap.workers._worker_lane import ModelFile, Worker
-
-__all__ = ["SEEDS", "SentModel"]
+from parawrap.workers.built_model import Build
+from parawrap.workers.captured import CapturedValues
+from parawrap.workers.worker import pickle_function
 
 SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
 
 
 class SentModel:
-    """The target of a block with workers. `install` and `send` run in any thread; one thread at a time reads the target.
+    """The target of a block with workers. One thread at a time reads the target; a changed model is sent whole.
 
-    `is_unsent` is True if the workers do not have the model as it was read last. A changed model is sent whole.
+    Attributes:
+        home: The device of the model.
+        refreshes: How often a changed model was read.
+        copied_bytes: The size of the changed models.
+        parameters: Those that may require gradients.
     """
 
     def __init__(self, target: Any) -> None:
         self.target = target
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.refreshes = self.copied_bytes = 0
-        self.is_unsent = True
-        self._changing = threading.Lock()
-        self._packed: Packed | None = None
-        self._file: ModelFile | None = None
-        self._built: bytes | None = None
+        self.parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
+        self._packing = threading.Lock()
+        self._packed: Packed | bytes | None = None
         self._tensors: list[torch.Tensor] = []
-        self._by_id: dict[int, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []  # that may be written without a new version, as sent
         self._function: bytes | None = None
@@ -81,18 +77,14 @@ class SentModel:
         )
 
     def read_target(self) -> None:
-        """Read the target as it is now. Until `sent`, all workers need it."""
+        """Read the target as it is now. All workers need it."""
         if self._was_read:
             self.refreshes += 1
             self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
         self._must_renew = False
         self._survey_target()
-        self._drop_file()
-        self._was_read = self.is_unsent = True
-
-    def sent(self) -> None:
-        """Note that all workers have the target."""
-        self.is_unsent = False
+        self._packed = None
+        self._was_read = True
 
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
@@ -101,68 +93,35 @@ class SentModel:
     def ran_plainly(self) -> None:
         """Note a call in the caller's thread, which may have written buffers unseen."""
         trains = any(module.training for module in self._modules)
-        self._must_renew = self._must_renew or (trains and any(map(is_written_unseen, self._by_id.values())))
+        self._must_renew = self._must_renew or (trains and any(map(is_written_unseen, self._tensors)))
 
     def forget(self) -> None:
         """Free the memory of the model."""
-        self.is_unsent, self._was_read = True, False
-        self._drop_file()
+        self._was_read, self._packed, self._captured = False, None, None
         self._holdings, self._state = Holdings((), lambda owner: None), ()
         self._tensors, self._modules, self._unseen = [], [], []
-        self._by_id, self._captured = {}, None
 
-    def send(self, worker: Worker, number: int) -> None:
-        """Send the whole model to a worker.
+    def pack(self) -> Packed | bytes:
+        """Return the target as it was read last: packed, or a pickled call that builds it.
 
         Raises:
             UnsendableError: If it cannot be pickled.
         """
-        if isinstance(self.target, Build):
-            with self._changing:
-                if self._built is None:  # once: a worker that takes another's place builds the same
-                    self._built = pickle_function((*self.target, self._seed, torch.get_default_dtype()), "")
-            worker.send(number, "build", self._built, "")
-            return
-        with self._changing:
-            if self._file is None:
-                model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
-                sent: list[FunctionType | type] = []
-                try:
-                    self._packed = pack(model, "", partial(_NotingPickler, sent))
-                    self._file = ModelFile(self._packed.file())
-                except UnsendableError as error:
-                    msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
-                    raise UnsendableError(msg) from error.__cause__
-                self._captured = self._captured or CapturedValues(sent)
-            worker.send_model(number, self._file)
-
-    def install(self, worker: Worker) -> int:
-        """Give a new worker the model as the others have it, and return its process id."""
-        self.send(worker, 0)
-        pid: int = _answer_of(worker)
-        return pid
-
-    # Outputs and buffers that come from workers
-
-    def take_buffers(self, written: Sequence[WrittenBuffer]) -> None:
-        """Write buffers that came from a worker into the target."""
-        for index, name, value in written:
-            buffers = buffers_of(self._modules[index])
-            buffer = buffers.get(name)
-            with lasting():
-                if buffer is not None and buffer.shape == value.shape:
-                    buffer.copy_(value)
-                else:
-                    buffers[name] = value.clone()
-
-    def of_model(self, output: Any) -> Any:
-        """Return an output with tensors of the model in the places of their stand-ins."""
-        leaves, spec = flatten(output)
-        return unflatten(spec, [self._tensors[leaf.position] if isinstance(leaf, ModelTensor) else leaf for leaf in leaves])
-
-    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor if it is one of the model's. Copies that came from a worker are not."""
-        return self._by_id.get(id(tensor))
+        with self._packing:
+            if self._packed is not None:
+                return self._packed
+            if isinstance(self.target, Build):
+                self._packed = pickle_function((*self.target, self._seed, torch.get_default_dtype()), "")
+                return self._packed
+            sent: list[FunctionType | type] = []
+            try:
+                self._packed = pack({"model": self.target}, "", partial(_NotingPickler, sent))
+                self._packed.detach()  # a worker that takes another's place gets the same
+            except UnsendableError as error:
+                msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
+                raise UnsendableError(msg) from error.__cause__
+            self._captured = self._captured or CapturedValues(sent)
+            return self._packed
 
     def _read_state(self) -> tuple[Any, ...]:
         """Return what a write into a tensor of the target changes."""
@@ -179,7 +138,6 @@ class SentModel:
             msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
         self._tensors = [*survey.params, *survey.tensors]
-        self._by_id = {id(tensor): tensor for tensor in self._tensors}
         self._holdings = Holdings(survey.places, lambda owner: owner)
         self._state = self._read_state()
         self._modules = survey.modules
@@ -196,12 +154,6 @@ class SentModel:
             return None
         return pickle_function(self.target, "target")
 
-    def _drop_file(self) -> None:
-        with self._changing:
-            if self._file is not None:
-                self._file = self._packed = None
-            self._built = None
-
 
 class _NotingPickler(ValuePickler):
     """Notes the functions and classes that it pickles with their code, closures, and globals."""
@@ -215,10 +167,3 @@ class _NotingPickler(ValuePickler):
         if isinstance(obj, (FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
         return reduced
-
-
-def _answer_of(worker: Worker) -> Any:
-    answer = worker.receive()
-    if answer is None:
-        raise ConnectionError
-    return answer.read()

@@ -1,0 +1,275 @@
+"""`map` over workers: batches travel in chunks, which are as large as they must be for the messages to cost little.
+
+A chunk holds about 5 ms of work, by the time that batches took before. Only the schedule depends on time, never a value.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from parawrap.engine.call import Entry
+from parawrap.engine.pooled import PooledSession
+from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.workers.lanes import Call, Form, Reply, Request
+from parawrap.workers.packing import Packer
+from parawrap.workers.worker import SentModes
+from parawrap.workers.worker_pool import WorkerPool
+
+_TARGET_NS = 5_000_000  # of work in one message
+_MOST = 64  # batches in one message
+_MOST_BYTES = 256 << 10  # of their tensors; a larger one is the last of its message, so it is not copied
+_LOOK_NS = 200_000  # between two looks for answers while the caller works
+_READ_AHEAD = 3  # chunks per lane that the caller has not read: two in the worker, and one to replace them
+
+
+class StreamCall(Call):
+    """A batch of a stream. Its output is loaded when it is read.
+
+    It refers to the stream weakly: the generator holds the stream, and a message in flight must not keep the block alive.
+    """
+
+    __slots__ = ("_callbacks", "_stream", "is_cancelled", "rows")
+
+    def __init__(self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        super().__init__(args, kwargs)
+        self._stream = stream
+        self._callbacks: list[Callable[[Any], object]] = []
+        self.is_cancelled = False
+        self.rows = 0
+
+    def done(self) -> bool:
+        """True if the batch has ended."""
+        return self.is_done
+
+    def result(self) -> Any:
+        """Wait for the output."""
+        stream = self._stream()
+        assert stream is not None
+        return stream.read(self)
+
+    def cancel(self) -> bool:
+        """Drop the batch, unless a worker has it."""
+        self.is_cancelled = True
+        return True
+
+    def add_done_callback(self, function: Callable[[Any], object], /) -> None:
+        """Call a function once the batch has ended."""
+        self._callbacks.append(function)  # before the look: another thread may receive the end
+        if self.is_done:
+            self.call_back()
+
+    def call_back(self) -> None:
+        """Call the functions that wait for the end."""
+        with suppress(IndexError):  # another thread calls them
+            while self._callbacks:
+                self._callbacks.pop()(self)
+
+
+class _Chunk(Request):
+    """The batches of one message."""
+
+    __slots__ = ()
+
+    def start(self) -> bool:
+        return not all(call.is_cancelled for call in self.calls if isinstance(call, StreamCall))
+
+
+class WorkerStream:
+    """Starts the batches of one stream, and reads their outputs. For one thread.
+
+    Args:
+        session: The session of the block.
+        pool: Its workers.
+        entry: The method.
+        prepare: The function of one batch that runs in the worker.
+        size: The sizes that are known. Without a size of chunks, it adapts to the time that batches take.
+    """
+
+    most = None
+
+    def __init__(
+        self, session: PooledSession, pool: WorkerPool, entry: Entry, prepare: Prepare | None, size: StreamSize
+    ) -> None:
+        self._own: weakref.ref[WorkerStream] = weakref.ref(self)
+        self._session = session
+        self._pool = pool
+        self._lanes = pool.workers
+        self._entry = entry
+        self._prepare = prepare
+        self._chunksize = 1 if self._lanes.retries == 0 else None  # calls that ran with one that died must not run again
+        self._chunksize = size.chunksize or self._chunksize
+        self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * len(self._lanes.all)))
+        self._left = size.total
+        self._size = self._chunksize or self._size_for(self._pool.pace.each_ns)
+        self._goal = 1
+        self._form: Form | None = None
+        self._chunk: _Chunk | None = None
+        self._until = 0
+        self._looked_at = self._ready_since = 0
+        self._has_records = False
+
+    # The interface of streams
+
+    def start(self, number: int, batch: Any) -> Pending:
+        """Put a batch into the open chunk. An error goes into the pending call, and is raised in place of the output."""
+        try:
+            if type(batch) is torch.Tensor or self._prepare is not None:
+                args, kwargs = (batch,), None
+            else:
+                args, kwargs = as_call(batch)
+            if self._form is None and not self._begin():
+                entry = self._entry._replace(batch=number)
+                return succeeded(self._session.run_plainly(entry, args, kwargs or {}, self._prepare))
+            self._pool.refuse_gradients(args, kwargs)
+            call = StreamCall(self._own, args, kwargs)
+            chunk = self._chunk or self._open()
+            assert chunk.packer is not None
+            items = call.pack(chunk.packer)
+            self._note(call, number)
+        except Exception as error:  # noqa: BLE001
+            return failed(error)
+        call.request, call.place = chunk, len(chunk.calls)
+        chunk.calls.append(call)
+        chunk.items.append(items)
+        if self._left is not None:
+            self._left -= 1
+        if self._is_full(chunk):
+            self._close()
+        return call
+
+    def has_room(self, unread: int, *, has_output: bool) -> bool:
+        """True if the stream may read another batch before the caller gets an output.
+
+        An output that is there waits until the workers have enough to do, but not for a source that takes its time.
+        """
+        now = perf_counter_ns()
+        if now - self._looked_at > _LOOK_NS:
+            self._looked_at = now
+            self._lanes.look()
+        if unread >= _READ_AHEAD * len(self._lanes.all) * self._size:
+            return False
+        if not has_output:
+            self._ready_since = 0
+            return True
+        if not self._lanes.wants_more:
+            self._ready_since = 0
+            return False
+        self._ready_since = self._ready_since or now
+        return now - self._ready_since < _TARGET_NS
+
+    def flush(self) -> None:
+        """Send the open chunk, which gets no more batches."""
+        self._close()
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`, with all batches sent."""
+        if not is_done():
+            self.flush()
+            self._lanes.wait(is_done)
+
+    def end(self) -> None:
+        """Do nothing: workers read the model when a stream begins."""
+
+    # Chunks
+
+    def _begin(self) -> bool:
+        """Bring the workers up to date; False if the batches must run plainly."""
+        modes = self._session.get_ready()
+        if modes is None:
+            return False
+        prepare = None if self._prepare is None else self._pool.number_function(self._prepare)
+        self._form = Form(SentModes.pack(modes), modes.inference, self._entry.method, prepare)
+        self._has_records = bool(self._session.recorder.traces)
+        return True
+
+    def _open(self) -> _Chunk:
+        assert self._form is not None
+        size = self._size
+        if (
+            self._chunksize is None and self._left is not None
+        ):  # smaller chunks near the end, for all workers to end together
+            size = max(1, min(size, max(size // 4, self._left // (2 * len(self._lanes.all)))))
+        self._chunk = chunk = _Chunk(
+            [], self._form, partial(_on_end, self._own), Packer(copied=0 if size == 1 else _MOST_BYTES)
+        )
+        self._goal, self._until = size, perf_counter_ns() + _TARGET_NS
+        return chunk
+
+    def _is_full(self, chunk: _Chunk) -> bool:
+        assert chunk.packer is not None
+        if len(chunk.calls) >= self._goal or chunk.packer.size > _MOST_BYTES:
+            return True
+        return self._chunksize is None and perf_counter_ns() > self._until  # of a source that takes its time
+
+    def _close(self) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None and chunk.calls:  # else its only batch could not be sent
+            self._lanes.post(chunk)
+
+    def note(self, reply: Reply, batches: int) -> None:
+        """Adapt the size of chunks to the time of one."""
+        if self._chunksize is None:
+            each_ns = self._pool.pace.note(reply.end - reply.start, batches)
+            self._size = min(self._size_for(each_ns), 4 * self._size)
+
+    def _size_for(self, each_ns: float | None) -> int:
+        return 1 if not each_ns else max(1, min(self._most, int(_TARGET_NS / each_ns)))
+
+    # Outputs
+
+    def read(self, call: StreamCall) -> Any:
+        """Return the output of a batch."""
+        request = call.request
+        if request is None or not request.is_done:
+            if self._chunk is not None and (request is self._chunk or self._lanes.wants_more):
+                self._close()
+            self._lanes.wait(partial(_is_done, call))
+        elif (now := perf_counter_ns()) - self._looked_at > _LOOK_NS:
+            self._looked_at = now
+            self._lanes.look()
+        lane = None if call.request is None else call.request.lane
+        return self._session.finish_output(call.load(), lane, call.rows)
+
+    def _count_rows(self, call: StreamCall) -> int:
+        cutter = self._session.cutters[self._entry.method]
+        if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
+            return cutter.rows(call.args)
+        return max(0, cutter.whole(call.args, call.kwargs or {})[0].rows)
+
+    def _note(self, call: StreamCall, number: int) -> None:
+        if self._prepare is None:
+            call.rows = self._count_rows(call)
+        if self._has_records or self._session.recorder.traces:
+            rows = None if self._prepare is not None else call.rows
+            call.record = partial(self._session.recorder.record, self._entry.method, number, rows)
+
+
+class WorkerSession(PooledSession):
+    """The calls of one target, over workers, until `close`. Thread-safe."""
+
+    pool: WorkerPool
+
+    def open_stream(self, entry: Entry, prepare: Prepare | None, size: StreamSize) -> WorkerStream:
+        """Return what starts the batches of one stream."""
+        return WorkerStream(self, self.pool, entry, prepare, size)
+
+
+def _on_end(own: weakref.ref[WorkerStream], chunk: Request) -> None:
+    """Note the end of a chunk, in the thread that received it."""
+    stream = own()
+    if stream is not None and chunk.reply is not None:
+        stream.note(chunk.reply, len(chunk.calls))
+    for call in chunk.calls:
+        assert isinstance(call, StreamCall)
+        call.call_back()
+
+
+def _is_done(call: StreamCall) -> bool:
+    return call.is_done
