@@ -35,7 +35,7 @@ except BaseException as error:
     os.write(1, text.encode())
     os._exit(1)
 os.write(1, b"ready")
-serve()  # the end of its standard output tells the actor of its end
+serve(["parawrap.launch.set_up"])  # the end of its standard output tells the actor of its end
 """
 
 
