@@ -6,6 +6,7 @@ order. The ranks gather their results. An exception is raised here, and the laun
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import os
@@ -276,6 +277,15 @@ def _meeting_of(world: World, platform: Platform) -> Meeting:
         _meetings[address] = Meeting(store, world.global_rank, world.world_size, limit)
     _meetings[address].limit = limit
     return _meetings[address]
+
+
+@atexit.register
+def _leave_world() -> None:
+    """End the threads of gloo and of the store while the interpreter is whole: later they may abort the process."""
+    for meeting in _meetings.values():
+        meeting.leave()
+    _meetings.clear()
+    _stores.clear()
 
 
 def _store_of(world: World) -> dist.Store:
