@@ -380,7 +380,7 @@ class PooledSession:
 class PooledStream:
     """Starts the batches of one stream on the lanes of a pool."""
 
-    wait_for = None  # the lanes have threads
+    has_room = wait_for = None  # the lanes have threads
 
     def __init__(self, session: PooledSession, entry: Entry, prepare: Prepare | None) -> None:
         self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
@@ -402,10 +402,6 @@ class PooledStream:
             return session.send(session.make_call(entry, args, kwargs, self._prepare), self._modes)
         except Exception as error:  # noqa: BLE001
             return failed(error)
-
-    def has_room(self, unread: int, *, has_output: bool) -> bool:
-        """True if fewer batches are in flight than by default."""
-        return unread < self.most
 
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""

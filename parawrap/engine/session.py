@@ -392,7 +392,7 @@ class Session(Calls):
 class ThreadStream:
     """Starts the batches of one stream in the lanes of a session. The model is read before the first batch."""
 
-    wait_for = None  # the lanes have threads
+    has_room = wait_for = None  # the lanes have threads
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
         self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
@@ -421,10 +421,6 @@ class ThreadStream:
             return call
         except Exception as error:  # noqa: BLE001
             return failed(error)
-
-    def has_room(self, unread: int, *, has_output: bool) -> bool:
-        """True if fewer batches are in flight than by default."""
-        return unread < self.most
 
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""

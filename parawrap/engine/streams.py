@@ -53,7 +53,7 @@ class StreamOptions(NamedTuple):
 
 
 class StreamSize(NamedTuple):
-    """What is known of the batches of a stream: how many are in a message, in flight, and in the source; None if open."""
+    """The number of batches in a message, in flight, and in the source of a stream. None if it is not given."""
 
     chunksize: int | None = None
     buffersize: int | None = None
@@ -64,17 +64,23 @@ class Starter(Protocol):
     """Starts the batches of one stream. An error goes into the pending call of its batch.
 
     It may keep batches back until `flush`, which follows the last one, or until a result is read. `end` follows the last
-    output. `wait_for` waits until a condition holds; it is None if other threads make it hold. `most` is the number of
-    batches in flight by default; if it is None, `has_room` decides, which knows if the caller could get an output now.
+    output.
+
+    Attributes:
+        most: The number of batches in flight by default.
+        has_room: Without a buffersize, returns True if the stream may read another batch. Takes the number of batches in
+            flight, and True if the caller could get an output instead. None if only `most` counts.
+        wait_for: Waits until a condition holds. None if other threads make it hold.
     """
 
     @property
-    def most(self) -> int | None: ...
+    def most(self) -> int: ...
+    @property
+    def has_room(self) -> Callable[[int, bool], bool] | None: ...
     @property
     def wait_for(self) -> Callable[[Callable[[], bool]], None] | None: ...
 
     def start(self, number: int, batch: Any) -> Pending: ...
-    def has_room(self, unread: int, *, has_output: bool) -> bool: ...
     def flush(self) -> None: ...
     def end(self) -> None: ...
 
@@ -101,14 +107,15 @@ def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> 
     """
     flying: deque[Flight] | _AsFinished = deque() if options.ordered else _AsFinished(starter.wait_for)
     source, folder, keeps, most = iter(batches), options.folder, options.with_inputs, options.buffersize or starter.most
+    has_room = None if options.buffersize else starter.has_room
     number, has_ended = 0, False
     failure: Exception | None = None
     pending: Pending | None
     try:
         while True:
-            while not has_ended and (
-                starter.has_room(len(flying), has_output=_has_output(flying)) if most is None else len(flying) < most
-            ):
+            while not has_ended and len(flying) < most:
+                if has_room is not None and not has_room(len(flying), _has_output(flying)):
+                    break
                 try:
                     batch = next(source, _END)
                     if batch is _END:

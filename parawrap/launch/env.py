@@ -272,6 +272,8 @@ def _meeting_of(world: World, platform: Platform) -> Meeting:
     """Return the meeting of the world's ranks. A new one begins after a failed call."""
     address = _address_of(world)
     limit = None if platform.timeout_min is None else timedelta(minutes=platform.timeout_min)
+    if not _meetings:
+        atexit.register(_leave_world, os.getpid())
     if address not in _meetings or not _meetings[address].is_open:
         store = dist.PrefixStore(f"parawrap/{world.restart}/meeting/{next(_generations)}", _store_of(world))
         _meetings[address] = Meeting(store, world.global_rank, world.world_size, limit)
@@ -279,9 +281,13 @@ def _meeting_of(world: World, platform: Platform) -> Meeting:
     return _meetings[address]
 
 
-@atexit.register
-def _leave_world() -> None:
-    """End the threads of gloo and of the store while the interpreter is whole: later they may abort the process."""
+def _leave_world(process: int) -> None:
+    """End the threads of gloo and of the store while the interpreter is whole.
+
+    A thread of gloo that frees a tensor later finds no interpreter, and aborts the process.
+    """
+    if os.getpid() != process:  # a forked child, which has no such threads
+        return
     for meeting in _meetings.values():
         meeting.leave()
     _meetings.clear()

@@ -1,4 +1,4 @@
-"""What the ranks of a torchrun, srun, or mpirun world exchange, where no process watches all ranks.
+"""Messages between the ranks of a torchrun, srun, or mpirun world, where no process watches all ranks.
 
     function ──► Meeting ── gather ──► the values of all ranks, in order of ranks
     SIGUSR2  ──► Agreement ── store ──► the loop iteration to save in
@@ -168,7 +168,7 @@ class Agreement:
 
 
 def note_requeue(store: dist.Store) -> None:
-    """Note that a rank requests a restart, so that broken connections to it are no failure."""
+    """Note that a rank requests a restart, so that broken connections to it do not count as failures."""
     store.set(_REQUEUED, "")
 
 

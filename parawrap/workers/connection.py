@@ -37,7 +37,6 @@ _byte = ctypes.c_ubyte
 
 
 class _Head(NamedTuple):
-    number: int
     start: int  # of the work, as perf_counter_ns
     end: int
     size: int  # of the block
@@ -50,14 +49,13 @@ class _Head(NamedTuple):
     has_file: bool  # another file comes with it
 
 
-_HEAD = struct.Struct("=qqqqqiiii??2x")
+_HEAD = struct.Struct("=qqqqiiii??2x")
 _NUMBER = struct.Struct("=i")
 
 
 class Message(NamedTuple):
     """A received message. `start` and `end` are when its sender worked on it. The receiver closes `file`."""
 
-    number: int
     body: Any
     block: Block
     given: Block
@@ -128,7 +126,6 @@ class Connection:
 
     def send(
         self,
-        number: int,
         body: Any,
         packer: Packer,
         *,
@@ -154,7 +151,6 @@ class Connection:
         is_new = slab is not None and slab.file is not None
         numbers = b"".join(map(_NUMBER.pack, (*released, *retired)))
         head = _HEAD.pack(
-            number,
             start,
             end,
             size,
@@ -206,7 +202,7 @@ class Connection:
             is_lent = self._lends or (head.size >= _WORTH_LENDING and len(self._lent) <= _MOST_LENT)
             block = Block(memory) if is_lent else aligned(memoryview(memory)[: head.size])
         body = pickle.loads(pickled)
-        return Message(head.number, body, block, given, head.start, head.end, head.size, head.slab, file)
+        return Message(body, block, given, head.start, head.end, head.size, head.slab, file)
 
     def close(self) -> None:
         """Close the connection, which ends a waiting reader at either end."""

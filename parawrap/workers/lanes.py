@@ -132,8 +132,8 @@ class Call:
             return packer.add({"args": self.args, "kwargs": self.kwargs}, ""), True
         return packer.add(self.args, "args"), False
 
-    @property
-    def is_done(self) -> bool:
+    def done(self) -> bool:
+        """True if the call has ended."""
         return self.request is not None and self.request.is_done
 
     def load(self) -> Any:
@@ -338,13 +338,7 @@ class Lanes:
                 if is_done():
                     return
                 self._has_reader = True
-            try:
-                self._receive(None)
-            finally:
-                with self._changed:
-                    self._has_reader = False
-                    if self._followers:
-                        self._changed.notify_all()
+            self._receive_for_all(None)
 
     def look(self) -> None:
         """Receive what has arrived, without waiting."""
@@ -352,13 +346,7 @@ class Lanes:
             if self._has_reader or not self.are_started:
                 return
             self._has_reader = True
-        try:
-            self._receive(0.0)
-        finally:
-            with self._changed:
-                self._has_reader = False
-                if self._followers:
-                    self._changed.notify_all()
+        self._receive_for_all(0.0)
 
     def receive_for(self, future: Future[Any]) -> None:
         """Receive for a future in a thread, which ends once no such future is open."""
@@ -426,6 +414,16 @@ class Lanes:
         except BaseException:  # Ctrl-C, perhaps in the middle of a message
             lane.worker.close()
             raise
+
+    def _receive_for_all(self, timeout_s: float | None) -> None:
+        """Receive as the only reader, and let another thread be it afterwards."""
+        try:
+            self._receive(timeout_s)
+        finally:
+            with self._changed:
+                self._has_reader = False
+                if self._followers:
+                    self._changed.notify_all()
 
     def _receive(self, timeout_s: float | None) -> None:
         """Take the replies that arrive, and send what waits."""

@@ -108,14 +108,14 @@ class LocalWorker:
             SessionError: If memory lacks room for their tensors. Nothing is sent then.
             ConnectionError: If the process has ended.
         """
-        self._connection.send(0, ("calls", body), packer)
+        self._connection.send(("calls", body), packer)
 
     def send_model(self, model: Packed | bytes) -> None:
         """Send a model, or a pickled call that builds it."""
         if isinstance(model, Packed):
-            self._connection.send(0, ("model", None), _NOTHING, file=model.file())
+            self._connection.send(("model", None), _NOTHING, file=model.file())
         else:
-            self._connection.send(0, ("build", model), _NOTHING)
+            self._connection.send(("build", model), _NOTHING)
 
     def receive(self) -> Reply | BaseException | None:
         """Wait for the next reply, or the exception of a model that cannot be made; None if the process has ended."""
@@ -222,15 +222,15 @@ def _answer(connection: Connection, server: Server, message: Message) -> None:
         else:
             body, packer = server.build_model(value), _NOTHING
     except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-        connection.send(0, ("failed", _describe(error)), _NOTHING)
+        connection.send(("failed", _describe(error)), _NOTHING)
         return
     try:
-        connection.send(0, ("done", body), packer, start=start, end=perf_counter_ns(), given=message.slab)
+        connection.send(("done", body), packer, start=start, end=perf_counter_ns(), given=message.slab)
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (memory lacks room)
         failed = tuple(Answer(None, None, _describe(error), None, start, start))
-        connection.send(0, ("done", [failed] * len(body)), _NOTHING, start=start, end=perf_counter_ns())
+        connection.send(("done", [failed] * len(body)), _NOTHING, start=start, end=perf_counter_ns())
 
 
 def _describe(error: BaseException) -> tuple[bytes, str]:

@@ -213,7 +213,7 @@ class Server:
         *,
         is_plain: bool,
     ) -> tuple[Any, Written | None]:
-        """Return the output of a call, and what it wrote into its arguments."""
+        """Return the output of a call, and its writes into tensors of its arguments."""
         if self._device != _CPU and function is None:
             args, kwargs = self._place((args, kwargs))
         contents = None

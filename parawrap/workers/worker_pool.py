@@ -159,8 +159,8 @@ class WorkerPool:
             for call in calls:
                 call.place()
                 self.refuse_gradients(call.args, call.kwargs)
+            form = Form(SentModes.pack(modes), modes.inference, calls[0].entry.method, is_whole=False)
             for call in calls:
-                form = Form(SentModes.pack(modes), modes.inference, call.entry.method, is_whole=False)
                 sent.append(part := Call(tuple(call.args), dict(call.kwargs)))
                 part.record = call.record
                 part.request = request = Request([part], form)
@@ -255,12 +255,12 @@ class WorkerPool:
     def _outcome(self, call: Call) -> TaskOutcome:
         """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
         try:
-            self.workers.wait(lambda: call.is_done)
+            self.workers.wait(call.done)
             return TaskOutcome(call.load())
         except Exception as error:  # noqa: BLE001 (the other lanes must finish before it is raised)
             return TaskOutcome(error=error)
         except BaseException as error:
-            if call.is_done:
+            if call.done():
                 return TaskOutcome(error=error)
             raise
 

@@ -44,10 +44,6 @@ class StreamCall(Call):
         self.is_cancelled = False
         self.rows = 0
 
-    def done(self) -> bool:
-        """True if the batch has ended."""
-        return self.is_done
-
     def result(self) -> Any:
         """Wait for the output."""
         stream = self._stream()
@@ -62,7 +58,7 @@ class StreamCall(Call):
     def add_done_callback(self, function: Callable[[Any], object], /) -> None:
         """Call a function once the batch has ended."""
         self._callbacks.append(function)  # before the look: another thread may receive the end
-        if self.is_done:
+        if self.done():
             self.call_back()
 
     def call_back(self) -> None:
@@ -92,8 +88,6 @@ class WorkerStream:
         size: The sizes that are known. Without a size of chunks, it adapts to the time that batches take.
     """
 
-    most = None
-
     def __init__(
         self, session: PooledSession, pool: WorkerPool, entry: Entry, prepare: Prepare | None, size: StreamSize
     ) -> None:
@@ -103,8 +97,10 @@ class WorkerStream:
         self._lanes = pool.workers
         self._entry = entry
         self._prepare = prepare
-        self._chunksize = 1 if self._lanes.retries == 0 else None  # calls that ran with one that died must not run again
-        self._chunksize = size.chunksize or self._chunksize
+        self.most = _READ_AHEAD * len(self._lanes.all) * (size.chunksize or _MOST)
+        self._chunksize = size.chunksize
+        if self._chunksize is None and self._lanes.retries == 0:
+            self._chunksize = 1  # the batches of a chunk must not run again because one killed the worker
         self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * len(self._lanes.all)))
         self._left = size.total
         self._size = self._chunksize or self._size_for(self._pool.pace.each_ns)
@@ -113,7 +109,6 @@ class WorkerStream:
         self._chunk: _Chunk | None = None
         self._until = 0
         self._looked_at = self._ready_since = 0
-        self._has_records = False
 
     # The interface of streams
 
@@ -144,7 +139,7 @@ class WorkerStream:
             self._close()
         return call
 
-    def has_room(self, unread: int, *, has_output: bool) -> bool:
+    def has_room(self, unread: int, has_output: bool) -> bool:
         """True if the stream may read another batch before the caller gets an output.
 
         An output that is there waits until the workers have enough to do, but not for a source that takes its time.
@@ -186,15 +181,12 @@ class WorkerStream:
             return False
         prepare = None if self._prepare is None else self._pool.number_function(self._prepare)
         self._form = Form(SentModes.pack(modes), modes.inference, self._entry.method, prepare)
-        self._has_records = bool(self._session.recorder.traces)
         return True
 
     def _open(self) -> _Chunk:
         assert self._form is not None
         size = self._size
-        if (
-            self._chunksize is None and self._left is not None
-        ):  # smaller chunks near the end, for all workers to end together
+        if self._chunksize is None and self._left is not None:  # smaller near the end, for all workers to end together
             size = max(1, min(size, max(size // 4, self._left // (2 * len(self._lanes.all)))))
         self._chunk = chunk = _Chunk(
             [], self._form, partial(_on_end, self._own), Packer(copied=0 if size == 1 else _MOST_BYTES)
@@ -230,7 +222,7 @@ class WorkerStream:
         if request is None or not request.is_done:
             if self._chunk is not None and (request is self._chunk or self._lanes.wants_more):
                 self._close()
-            self._lanes.wait(partial(_is_done, call))
+            self._lanes.wait(call.done)
         elif (now := perf_counter_ns()) - self._looked_at > _LOOK_NS:
             self._looked_at = now
             self._lanes.look()
@@ -246,7 +238,7 @@ class WorkerStream:
     def _note(self, call: StreamCall, number: int) -> None:
         if self._prepare is None:
             call.rows = self._count_rows(call)
-        if self._has_records or self._session.recorder.traces:
+        if self._session.recorder.traces:
             rows = None if self._prepare is not None else call.rows
             call.record = partial(self._session.recorder.record, self._entry.method, number, rows)
 
@@ -269,7 +261,3 @@ def _on_end(own: weakref.ref[WorkerStream], chunk: Request) -> None:
     for call in chunk.calls:
         assert isinstance(call, StreamCall)
         call.call_back()
-
-
-def _is_done(call: StreamCall) -> bool:
-    return call.is_done

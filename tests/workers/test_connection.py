@@ -26,7 +26,7 @@ def ends():
 
 def pass_on(value, sender, receiver, *, copied=0):
     packer = Packer(copied=copied)
-    sender.send(1, packer.add(value, "value"), packer)
+    sender.send(packer.add(value, "value"), packer)
     return receiver.receive()
 
 
@@ -62,7 +62,7 @@ def test_output_that_lies_in_an_argument(ends):
     x = torch.rand(MIB)
     request = pass_on(x, here, there)
     packer = Packer(request.addresses)
-    there.send(1, packer.add(value_of(request)[10:].view(2, -1), "output"), packer, given=request.slab)
+    there.send(packer.add(value_of(request)[10:].view(2, -1), "output"), packer, given=request.slab)
     assert packer.size == 0
     output = value_of(here.receive())
     torch.testing.assert_close(output, x[10:].view(2, -1))
