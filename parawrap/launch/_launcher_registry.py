@@ -8,5 +8,5 @@ LAUNCHERS = {
     "env": "parawrap.launch.env",
     "local": "parawrap.launch.local",
     "ray": "parawrap.launch.ray._ray_launcher",
-    "slurm": "parawrap.launch.slurm._slurm_launcher",
+    "slurm": "parawrap.launch.slurm.slurm_launcher",
 }

@@ -33,7 +33,7 @@ from parawrap.launch._world import World, find_world
 from parawrap.launch.launch import Launch, make_ended_launch
 from parawrap.launch.meeting import Agreement, Meeting, check_calls, is_requeued, note_requeue
 from parawrap.launch.set_up import Place, groups_of, set_up
-from parawrap.launch.slurm._job_commands import requeue_job
+from parawrap.launch.slurm.commands import requeue_job
 from parawrap.processes.groups import leave_groups, stay_on_loopback
 from parawrap.processes.outcomes import (
     Died,

@@ -26,7 +26,9 @@ from parawrap.errors import LaunchError, LaunchTimeoutError
 from parawrap.processes.preemption import Preemption
 
 _LONG = timedelta(days=365)  # a rank may take any time for the function
-_LINGER_S = 1.0  # for ranks that wait in a collective of the function to notice that this one has returned
+LINGER_S = 1.0
+"""Seconds for ranks that wait in a collective of the function to end it before this one, which has returned, leaves it."""
+
 _LOOK_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
 _SHORT_S = 0.01
 _RANKS_A_LOOK = 2000  # in larger worlds, each rank looks less often to limit the load on the store
@@ -97,7 +99,7 @@ class Meeting:
         options.timeout = self.limit or _LONG
         work = self._group.allgather([outputs], [value], options)
         if while_waiting is not None:
-            until = time.monotonic() + _LINGER_S
+            until = time.monotonic() + LINGER_S
             while not work.is_completed() and time.monotonic() < until:
                 time.sleep(_SHORT_S)
             while_waiting()
@@ -172,9 +174,9 @@ def note_requeue(store: dist.Store) -> None:
     store.set(_REQUEUED, "")
 
 
-def is_requeued(store: dist.Store) -> bool:
-    """True if another rank requests a restart, at most a second after a connection to it broke."""
-    until = time.monotonic() + _LINGER_S
+def is_requeued(store: dist.Store, wait_s: float = LINGER_S) -> bool:
+    """True if another rank requests a restart, at most this many seconds after a connection to it broke."""
+    until = time.monotonic() + wait_s
     while not (found := store.check([_REQUEUED])) and time.monotonic() < until:
         time.sleep(_SHORT_S)
     return bool(found)

@@ -105,11 +105,10 @@ class RankSetUp:
             IN_RANK: str(os.getpid()),
         }
         if store is not None:
-            has_agent = self.platform.requires_ipc and store.path is None
             variables |= {
                 "MASTER_ADDR": store.host or LOOPBACK,
                 "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": str(has_agent),
+                "TORCHELASTIC_USE_AGENT_STORE": str(store.is_served),
             }
         return variables
 

@@ -29,13 +29,16 @@ _OPEN_FILES = Path("/dev/fd")
 class StoreAddress:
     """The store where the ranks of one launch meet: at a host and port, or in a file.
 
-    With a file, host and port are a free address for MASTER_ADDR and MASTER_PORT. User code on rank 0 may open a store
-    there.
+    With a file, host and port are an address for MASTER_ADDR and MASTER_PORT.
+
+    Attributes:
+        is_served: True if a store listens at the port. Otherwise the port is free: user code on rank 0 may open one.
     """
 
     host: str | None = None
     port: int = 0
     path: str | None = None
+    is_served: bool = False
 
     def __str__(self) -> str:
         return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
@@ -94,7 +97,7 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
         port = int(listener.getsockname()[1])
         file = os.dup(listener.fileno())
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
-    yield StoreAddress(host, port)
+    yield StoreAddress(host, port, is_served=True)
     del store
 
 

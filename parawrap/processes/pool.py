@@ -242,7 +242,7 @@ class Pool:
         self._number = 0
         self._kill_at = self._leave_at = _NEVER
         self._has_killed = False
-        self._preempts: bool | None = None  # ends_late of a preemption that came before the call
+        self._preempts = False  # before the call
         self._unanswered: set[int] = set()
         self._stacks: dict[int, str] = {}
         self.idle_deaths: dict[int, Outcome] = {}
@@ -369,8 +369,8 @@ class Pool:
         if self._progress is not None and self._progress.call is call:
             self._halt(self._progress, by_user=True)
 
-    def preempt(self, *, ends_late: bool = True) -> None:
-        """Order the ranks to save and exit. With `ends_late`, ranks that still run after ``grace_s`` are ended.
+    def preempt(self) -> None:
+        """Order the ranks to save and exit. Ranks that still run after ``grace_s`` are ended.
 
         All ranks save in the same loop iteration: the first one that no rank has reached yet. So each rank reports how
         often `should_checkpoint` has returned False, and further calls block until that iteration is known. The rank's
@@ -379,12 +379,11 @@ class Pool:
         if self._kill_at != _NEVER or self._stays:
             return
         if self._progress is None:
-            self._preempts = ends_late
+            self._preempts = True
             return
-        if ends_late and self._leave_at == _NEVER:
-            self._leave_at = time.monotonic() + self._limits.grace_s
         if self.preempted:
             return
+        self._leave_at = time.monotonic() + self._limits.grace_s
         self.preempted = True
         running = self._running()
         self._unanswered = {member.rank for member in running}
@@ -414,28 +413,16 @@ class Pool:
         data, control, status, streams = self._starter.start(rank)
         member = _Member(rank, Wire(data), Wire(control), status, transcript, dict(enumerate(streams, start=1)))
         self._members.append(member)
-        self.watch(member.wire, partial(self._on_answer, member))
-        self.watch(member.control, partial(self._on_word, member))
-        self.watch(status, partial(self._on_status, member))
+        self._watch(member.wire, partial(self._on_answer, member))
+        self._watch(member.control, partial(self._on_word, member))
+        self._watch(status, partial(self._on_status, member))
         for number, file in member.streams.items():
             os.set_blocking(file, False)
-            self.watch(file, partial(self._on_output, member, number))
+            self._watch(file, partial(self._on_output, member, number))
         return member
 
-    def watch(self, file: Any, act: Callable[[], object]) -> None:
-        """Call `act` whenever a file is readable or at its end."""
+    def _watch(self, file: Any, act: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, act)
-
-    def forget(self, file: Any) -> None:
-        """Stop watching a file."""
-        self._selector.unregister(file)
-
-    def end_connection(self, rank: int) -> None:
-        """Handle the loss of the machine, or the task, that a rank runs on."""
-        member = self._members[rank]
-        if member.is_alive and not member.has_exited:
-            self._on_exit(member, None, self._starter.describe(rank))
-        self._forget(member)
 
     def _drop(self, wire: Wire) -> None:
         if wire.fileno() >= 0:
@@ -454,8 +441,8 @@ class Pool:
         look_at = now + self._look_s() if self._watches else _NEVER
         progress = _Progress(call, now, self._limits.end_of(now), look_at, last_sign=now)
         self._progress = progress
-        if self._preempts is not None:
-            self.preempt(ends_late=self._preempts)
+        if self._preempts:
+            self.preempt()
         self._stacks = {}
         for member in self._members:
             member.looked, member.wants_stacks = None, False

@@ -140,7 +140,7 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
     code = _FORCED
     with contextlib.suppress(EndOrdered):  # between two calls
         code = _Rank(wire, orders, assignment).run()
-    _leave(code)
+    leave(code)
 
 
 def _start_session(streams: Sequence[int]) -> None:
@@ -162,10 +162,11 @@ def _start_session(streams: Sequence[int]) -> None:
         setattr(sys, f"__{name}__", stream)  # functions that replaced the stream put this one back
     faulthandler.enable()
     if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
-        sys.breakpointhook = _refuse_breakpoint
+        sys.breakpointhook = refuse_breakpoint
 
 
-def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    """Raise LaunchError, in place of ``breakpoint()``."""
     msg = (
         "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs the function in the "
         "launching process, for a debugger"
@@ -224,7 +225,7 @@ class _Rank:
         if not body.is_for_this_rank:
             return None
         value = function(*message.files, *args, **kwargs)
-        _flush_streams()
+        flush_streams()
         if not self._assignment.stays:
             join_threads()  # of the function, as an interpreter does at its exit
         return value
@@ -288,7 +289,7 @@ class _Rank:
         self._modules = [name for name in self._modules if name not in loaded]
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
-            _flush_streams()
+            flush_streams()
         body = AnswerBody(
             number,
             time.time(),
@@ -413,15 +414,16 @@ class Control:
 # -- the end of the process
 
 
-def _flush_streams() -> None:
+def flush_streams() -> None:
+    """Write what the standard streams have buffered."""
     for stream in (sys.stdout, sys.stderr):  # the function may have replaced or closed them
         if stream is not None and hasattr(stream, "flush") and not getattr(stream, "closed", False):
             stream.flush()
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
-    for step in (join_threads, run_exit_handlers, _flush_streams, _flush_files):
+    for step in (join_threads, run_exit_handlers, flush_streams, _flush_files):
         try:
             step()
         except BaseException:  # noqa: BLE001 (reported as the interpreter reports it)

@@ -90,11 +90,15 @@ class Observed:
 
     def _start_all(self):
         name = self._launcher.name
-        is_watched = name not in ("torchrun", "inline")
+        is_watched, has_handle = name in ("local", "ray"), name not in ("torchrun", "inline")
         here, described = os.getpid(), self._new_folder("described")
         if is_watched:
             self._play("left elsewhere", scenarios.leave_others_with_a_new_group)
-            for limited, limit in ("timeout", {"timeout_min": 0.2}), ("silence", {"hang_timeout_s": 6}):
+        for limited, limit, is_kept in (
+            ("timeout", {"timeout_min": 0.2}, has_handle),
+            ("silence", {"hang_timeout_s": 6}, is_watched),
+        ):
+            if is_kept:
                 self._results[limited] = self._pool.submit(self._end_by_limit, self._new_folder(limited), **limit).result
         self._play(
             "described",
@@ -110,11 +114,11 @@ class Observed:
         failed = self._new_folder("raised")
         restarting = self._new_folder("restarting")
         wait_options = {"do": self._preempt(restarting), "max_restarts": 1, "grace_s": 60}
-        self._play("restarting", scenarios.live_through_restarts, restarting, is_watched, **wait_options)
+        self._play("restarting", scenarios.live_through_restarts, restarting, has_handle, **wait_options)
         fail = scenarios.fail_while_others_wait
         self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
         self._play("sys.exit", fail, partial(sys.exit, 3))
-        dies = {} if is_watched else {"dies": True}
+        dies = {} if has_handle else {"dies": True}
         self._play("os._exit", fail, partial(os._exit, 7), **dies)
         self._play("killed", fail, partial(signal.raise_signal, signal.SIGKILL), **dies)
         self._play("result", scenarios.return_lock)

@@ -93,11 +93,20 @@ def live_through_restarts(folder, fails_first):
             dist.barrier()
             rank.requeue()
         dist.all_reduce(torch.ones(1))
+        note_step(folder, step)
         step += 1
         report(folder, "counting")
     if start == 2:
         rank.requeue()
-    return int(state.read_text()), rank.restart
+    saved = int(state.read_text())
+    note_step(folder, saved)
+    return saved, rank.restart
+
+
+def note_step(folder, step):
+    """Add a step to those that this rank has done."""
+    with Path(folder, f"steps-{current_rank().global_rank}").open("a") as file:
+        file.write(f"{step}\n")
 
 
 def raise_odd_error():

@@ -62,7 +62,7 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf
 SlurmdParameters=config_overrides
 ReturnToService=2
 MinJobAge=86400
-KillWait=1
+KillWait=5
 OverTimeLimit=0
 InactiveLimit=0
 SlurmctldTimeout=60

@@ -1,14 +1,11 @@
-"""The network interfaces of this machine."""
+"""The network interface that leads to a host."""
 
 from __future__ import annotations
 
-from parawrap.launch._addresses import interface_of, list_addresses
-from parawrap.processes.groups import LOOPBACK
+from parawrap.launch._addresses import interface_to
 
 
-def test_other_nodes_get_no_loopback():
-    """Each address belongs to an interface; loopback is listed only if it is the only address."""
-    addresses = list_addresses()
-    assert all(map(interface_of, addresses))
-    assert addresses == [LOOPBACK] or (addresses and LOOPBACK not in addresses)
-    assert interface_of("192.0.2.1") is None
+def test_the_way_to_a_host():
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("::1") is None
+    assert interface_to("no-such-host.invalid") is None

@@ -69,19 +69,13 @@ def test_changes_and_deaths_of_actors(ray_cluster):
     with over("ray", model, methods=("forward", "count"), retries=3) as p:
         model.factor.mul_(2)
         assert_close(model.count(torch.zeros(9)), torch.ones(9))
-        pids = []
-
-        def source():
-            for number in range(25):
-                if number == 15:
-                    os.kill(pids[-1], signal.SIGKILL)
-                yield torch.full((3,), float(number))
-
         found = []
-        for x, pid in p.method("forward").map(source()):
+        source = (torch.full((3,), float(number)) for number in range(200))
+        for x, pid in p.method("forward").map(source, chunksize=1):  # which reads few batches ahead
             found.append(int(x[0]))
-            pids.append(pid)
-        assert found == [4 * number for number in range(25)]
+            if len(found) == 15:
+                os.kill(pid, signal.SIGKILL)
+        assert found == [4 * number for number in range(200)]
         with pytest.raises(RankDiedError, match=r"worker . on cpu died"):
             p.method("forward").submit(torch.full((2,), -1.0)).result()
         assert_close(p.method("forward").submit(torch.ones(4)).result()[0], torch.full((4,), 4.0))

@@ -20,8 +20,8 @@ from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.attempts import World
 from parawrap.launch.ray._node_actor import CONNECTIONS
+from parawrap.launch.ray.arrivals import CONNECT_S, TOKEN_BYTES, Arrivals
 from parawrap.launch.ray.reservation import Reservation, join_cluster
-from parawrap.launch.remote import CONNECT_S, TOKEN_BYTES, Arrivals
 from parawrap.processes.groups import LOOPBACK, open_tcp_store
 from parawrap.processes.server import Connections
 from parawrap.processes.settings import Settings
@@ -176,7 +176,6 @@ class _Starter:
         except TimeoutError as error:
             msg = f"rank {rank} on {self.place_of(rank)} did not connect in {CONNECT_S:g} s"
             raise LaunchError(msg) from error
-        assert arrived is not None
         status, data, control, *streams = arrived
         self._status[rank] = status.dup()
         return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))

@@ -11,9 +11,9 @@ import pytest
 
 from parawrap.errors import PlatformError
 from parawrap.launch._platform import Platform
-from parawrap.launch.slurm import _batch_job
-from parawrap.launch.slurm._job_commands import job_state, requeue_job
-from parawrap.launch.slurm._launch_folder import Folder
+from parawrap.launch.slurm import batch_job
+from parawrap.launch.slurm.commands import job_state, requeue_job
+from parawrap.launch.slurm.launch_folder import Folder
 
 
 @pytest.fixture
@@ -43,41 +43,22 @@ def platform(**fields):
 
 def test_the_script_has_the_resources(folder):
     """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
-    text = _batch_job.job_script(platform(n_gpus=2, ram=1.5), folder)
+    text = batch_job.job_script(platform(n_gpus=2, ram=1.5), folder)
     for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
         assert f"#SBATCH {line}\n" in text
     assert str(folder.submitit) in text
     assert "--kill-on-bad-exit=1" in text
     more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
-    text = _batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    text = batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
     for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
         assert f"#SBATCH {line}\n" in text
-    assert text.index("echo before") < text.index("for PARAWRAP_ATTEMPT")
+    assert text.index("echo before") < text.index("srun ")
 
 
 @pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
 def test_contradicting_parameters(name, folder):
     with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
-        _batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
-
-
-def run_loop(folder, restarts, codes):
-    """Run the loop of a script with tasks that exit with these codes. Return its exit code and the attempts."""
-    parameters = _batch_job._parameters(platform(max_restarts=restarts), folder)
-    lines = ["end_with() { return $1; }", f"codes=({' '.join(map(str, codes))})", *parameters["setup"]]
-    task = ["echo $PARAWRAP_ATTEMPT", "end_with ${codes[$PARAWRAP_ATTEMPT]}"]
-    script = "\n".join([*lines, *task, *parameters["teardown"]])
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout.split()
-
-
-def test_the_script_restarts_tasks(folder):
-    """The loop ends at a success, after max_restarts, or once the launch is over."""
-    assert run_loop(folder, 0, [1]) == (1, ["0"])
-    assert run_loop(folder, 2, [1, 0, 1]) == (0, ["0", "1"])
-    assert run_loop(folder, 1, [3, 4]) == (4, ["0", "1"])
-    folder.mark_over()
-    assert run_loop(folder, 2, [5, 0, 0]) == (5, ["0"])
+        batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
 
 
 def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
@@ -87,22 +68,18 @@ def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
         command(name, "")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "here")
-    assert _batch_job.submit(platform(), [folder]) == ["7"]
+    assert batch_job.submit(platform(), [folder]) == ["7"]
     assert os.environ["SLURM_JOB_ID"] == "here"
     names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}
 
 
-def test_submitit_starts_guarded(folder):
-    """Slurm's signals stay pending, and the job exits before submitit unpickles files from a folder of others."""
+def test_signals_wait_for_the_rank():
+    """Slurm's signals would end a process that still imports torch, and processes that the function starts."""
     show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    call = [*shlex.split(_batch_job._guard_python()), "-c", show, str(folder.submitit / "any")]
+    call = [*shlex.split(batch_job._blocking_python()), "-c", show]
     blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
-    assert {str(int(signal.SIGUSR2)), str(int(signal.SIGTERM))} <= set(blocked)
-    folder.submitit.chmod(0o777)
-    refused = subprocess.run(call, check=False, capture_output=True, text=True)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == f"other users may write to {folder.submitit}\n"
+    assert {str(int(signal.SIGUSR1)), str(int(signal.SIGUSR2))} <= set(blocked)
 
 
 # -- other commands of Slurm

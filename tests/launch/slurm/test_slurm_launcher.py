@@ -1,4 +1,4 @@
-"""Launches on a Slurm cluster: job arrays, ends from outside, guards, preemption, and lost nodes.
+"""Launches on a Slurm cluster: job arrays, ends from outside, preemption, and lost nodes.
 
 Most launches run at the same time, because each of them waits for a scheduler and for processes that load torch.
 """
@@ -6,20 +6,21 @@ Most launches run at the same time, because each of them waits for a scheduler a
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch import Job
-from parawrap.launch.slurm._slurm_launcher import launcher
+from parawrap.launch.slurm.slurm_launcher import launcher
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
@@ -33,12 +34,10 @@ SECRET = "a-secret-from-the-environment"
 KILLED_SUBMITTER = """
 import os, pathlib, signal, sys, time
 from parawrap import Platform, wrapper
-from parawrap.launch.slurm import _slurm_launcher
-from tests.contract import scenarios
+from tests.launch.slurm.test_slurm_launcher import wait_for_a_file
 
-_slurm_launcher._LEASE_S = 8.0  # longer than the interval between signs of life
 folder = pathlib.Path(sys.argv[1])
-wrapper(Platform(device="slurm", verbose=False, ipc_groups=None))(scenarios.wait_for_ever).submit(folder)
+wrapper(Platform(device="slurm", verbose=False, ipc_groups=None))(wait_for_a_file).submit(folder / "end")
 while not (folder / "begun-0").exists():
     time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -48,37 +47,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 # -- functions of ranks
 
 
-def leave_a_process_behind(folder):
-    """Leave a process in a new session, which holds a lock, and fail."""
-    lock = scenarios.hold_lock(folder)
-    command = ["bash", "-c", "setsid sleep 600 & disown"]
-    subprocess.run(command, pass_fds=[lock.fileno()], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    dist.barrier()  # a failure ends the other rank
-    raise KeyError
+def wait_for_a_file(path):
+    scenarios.hold_lock(path.parent)
+    scenarios.report(path.parent, "begun")
+    eventually(path.exists, "the file")
+    scenarios.report(path.parent, "ended")
 
 
-def clean_up_slowly(folder):
-    """Rank 1 fails; rank 0 needs longer to clean up than Slurm waits here between SIGTERM and SIGKILL."""
-    if current_rank().global_rank == 1:
-        eventually((folder / "begun-0").exists, "the start of rank 0")
-        raise KeyError
-    try:
-        scenarios.report(folder, "begun")
-        time.sleep(600)
-    finally:
-        time.sleep(2.5)
-        scenarios.report(folder, "cleaned")
-
-
-def kill_guard(folder):
-    """Rank 1 kills the task that guards it while rank 0 waits for it."""
-    scenarios.report(folder, f"start{current_rank().restart}")
-    dist.barrier()  # both have reported
-    if current_rank().global_rank == 1:
-        server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        os.kill(int(server[1]), signal.SIGKILL)
-        time.sleep(600)
+def wait_for_each_other(folder):
+    """Wait in C code for a message that never comes, and report the cleanup."""
+    scenarios.hold_lock(folder)
     dist.barrier()
+    scenarios.report(folder, "begun")
+    try:
+        dist.recv(torch.ones(1), src=1 - current_rank().global_rank)
+    finally:
+        scenarios.report(folder, "cleaned")
 
 
 def wait_or_requeue(path):
@@ -169,10 +153,10 @@ def launch_folder(slurm, tmp_path_factory):
 def started(slurm, launch_folder, tmp_path_factory):
     made = Started(slurm, tmp_path_factory.mktemp("started"))
     alone = {"ipc_groups": None}
-    command = [sys.executable, "-c", KILLED_SUBMITTER, made.folder("lease")]
+    command = [sys.executable, "-c", KILLED_SUBMITTER, made.folder("left alone")]
     made.submitter = subprocess.Popen(command, cwd=ROOT)
-    wait_for_reports(made.folder("lease"), "begun", 1)
-    made.add("cancelled", lambda: None)  # notes the job of the submitter
+    wait_for_reports(made.folder("left alone"), "begun", 1)
+    made.add("left alone", lambda: None)  # notes the job of the submitter
     paths = [made.folder("array") / str(number) for number in range(5)]
     made.add("array", lambda: submit_array(paths, max_parallel=3))
     with pytest.MonkeyPatch.context() as patch:
@@ -182,10 +166,7 @@ def started(slurm, launch_folder, tmp_path_factory):
         (made.folder("import") / "sitecustomize.py").write_text(program)
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
-    made.add("sigterm", lambda: submit(scenarios.wait_for_ever, made.folder("sigterm"), grace_s=1.0, **alone))
-    made.add("guard", lambda: submit(kill_guard, made.folder("guard"), max_restarts=1))
-    made.add("cleanup", lambda: submit(clean_up_slowly, made.folder("cleanup"), **alone))
-    made.add("left", lambda: submit(leave_a_process_behind, made.folder("left")))
+    made.add("in C code", lambda: submit(wait_for_each_other, made.folder("in C code")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
     with ThreadPoolExecutor() as pool:
         made.mapped = pool.submit(lambda: list(mapped([1, 3, 2])))
@@ -264,44 +245,30 @@ def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
-    assert f"node 1 (node1): {sys.executable} cannot import parawrap" in raised.value.message
+    assert raised.value.message.startswith("node 1 (node1) cannot run parawrap: ModuleNotFoundError: ")
 
 
-def test_sigterm_ends_ranks(started):
-    """Slurm sends SIGTERM to all tasks before it kills them, after the ranks have ended."""
-    wait_for_reports(started.folder("sigterm"), "begun", 2)
-    started.cluster.run("scancel", "--signal=TERM", started.jobs["sigterm"])
-    with pytest.raises(RankDiedError, match="was killed by SIGTERM"):
-        started.results("sigterm")
+def test_cancel_ends_waits_in_c_code(started):
+    """The connections of ranks that wait for each other break, so that they clean up before Slurm kills them."""
+    folder = started.folder("in C code")
+    wait_for_reports(folder, "begun", 2)
+    started.launches["in C code"].cancel()
+    with pytest.raises(LaunchCancelledError):
+        started.results("in C code")
+    wait_for_reports(folder, "cleaned", 2)
+    assert_no_survivors(folder, 2)
 
 
-def test_the_death_of_a_guard(started):
-    """RankDiedError names the rank of the killed task, after a restart by the batch script."""
-    with pytest.raises(RankDiedError, match="rank 1 of 2 was lost with its task in Slurm job") as raised:
-        started.results("guard")
-    assert raised.value.rank == 1
-    wait_for_reports(started.folder("guard"), "start1", 2)
-
-
-def test_ranks_have_time_to_clean_up(started):
-    """After a failure, the `finally` blocks of the other ranks have ``grace_s``, although Slurm would give them less."""
-    with pytest.raises(KeyError):
-        started.results("cleanup")
-    wait_for_reports(started.folder("cleanup"), "cleaned", 1)
-
-
-def test_no_process_is_left(started):
-    """A process in another session ends with its rank."""
-    with pytest.raises(KeyError):
-        started.results("left")
-    assert_no_survivors(started.folder("left"), 2)
-
-
-def test_a_job_ends_with_its_submitter(started, launch_folder):
-    """When the lease of a killed submitter expires, the rank cleans up. `launch_folder` checks the files."""
+def test_a_job_outlives_its_submitter(started, launch_folder):
+    """It runs to its end. Its folder stays."""
     assert started.submitter.wait() == -signal.SIGKILL
-    wait_for_reports(started.folder("lease"), "cleaned", 1)
-    assert_no_survivors(started.folder("lease"), 1)
+    folder = started.folder("left alone")
+    (folder / "end").touch()
+    wait_for_reports(folder, "ended", 1)
+    assert_no_survivors(folder, 1)
+    number = started.jobs["left alone"]
+    (left,) = {path.parents[1] for path in launch_folder.rglob(f"{number}_0_result.pkl")}
+    shutil.rmtree(left)
 
 
 # -- nodes that other jobs or no jobs can use

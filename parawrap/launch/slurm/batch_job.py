@@ -1,6 +1,6 @@
 """The batch job of a launch: its resources and its submission. submitit writes the script and submits it.
 
-The job has one task per rank (`_task`). A loop in its script runs the tasks again if ``max_restarts`` allows it.
+The job has one task per rank (`task`).
 """
 
 from __future__ import annotations
@@ -21,27 +21,22 @@ import cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.launch.slurm._job_commands import slurm_missing
-from parawrap.launch.slurm._launch_folder import Folder
-
-__all__ = ["job_script", "log_ends", "submit"]
+from parawrap.launch.slurm.commands import slurm_missing
+from parawrap.launch.slurm.launch_folder import Folder
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
 
 _JOB_LOG = "job-%j.log"  # of the batch script and srun; each task has its own files
+_ARRAY_LOG = "job-%A_%a.log"
 
 # Submitit handles these parameters itself. All others go to sbatch unchanged.
 _OWN = ("additional_parameters", "array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
 _REFUSED = ("nodes", "ntasks_per_node", "stderr_to_stdout", "use_srun")
 
-# Starts submitit with signals blocked, so that they stay pending until a handler is installed. submitit unpickles the files
-# in its folder, so refuse a folder that another user owns or can write to.
-_GUARDED_PYTHON = (
-    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM)); "
-    "folder = os.path.dirname(sys.argv[-1]); status = os.lstat(folder); "
-    "status.st_uid != os.geteuid() and sys.exit(folder + ' belongs to another user'); "
-    "status.st_mode & 0o022 and sys.exit('other users may write to ' + folder); "
+# Starts submitit with signals blocked: they wait until the rank takes them, and do not end processes that it starts.
+_BLOCKING_PYTHON = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2)); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
@@ -102,26 +97,17 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
         raise LaunchError(msg) from error
 
 
-def log_ends(folder: Folder, job: str, at_most: int) -> str:
-    """Return the ends of what a job and its tasks wrote."""
-    patterns = (_JOB_LOG.replace("%j", "*"), f"{job}_*_log.*")
-    logs = sorted(path for pattern in patterns for path in folder.submitit.glob(pattern))
-    logs += [folder.tasks_log] if folder.tasks_log.exists() else []
-    ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
-    return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
-
-
 def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int | None) -> Callable[[], list[str]]:
     """Return a call that submits. Another process can run it without parawrap."""
-    parameters = _parameters(platform, folders[0])
+    parameters = _parameters(platform, folders[0], is_array=len(folders) > 1)
     if len(folders) > 1:
         parameters["array_parallelism"] = max_parallel or len(folders)
     calls = [partial(_run_task, str(folder.path)) for folder in folders]
-    return partial(_submit, str(folders[0].submitit), _guard_python(), parameters, calls)
+    return partial(_submit, str(folders[0].submitit), _blocking_python(), parameters, calls)
 
 
-def _guard_python() -> str:
-    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
+def _blocking_python() -> str:
+    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_BLOCKING_PYTHON)}"
 
 
 def _submit(folder: str, python: str, parameters: dict[str, Any], calls: Sequence[Callable[[], Any]]) -> list[str]:
@@ -134,25 +120,15 @@ def _submit(folder: str, python: str, parameters: dict[str, Any], calls: Sequenc
     return [str(job.job_id) for job in jobs]
 
 
-def _run_task(folder: str) -> Any:
-    """Run a task of the job. The node's Python may lack parawrap."""
+def _run_task(folder: str) -> None:
+    """Run a task of the job. If the node's Python lacks parawrap, submitit reports the error."""
     import gc
-    import os
-    import socket
-    import sys
-    from pathlib import Path
 
     gc.disable()  # collection would take a sixth of the time to import torch
-    try:
-        from parawrap.launch.slurm._task import guard_rank
-    except BaseException as error:
-        node, start = os.environ.get("SLURM_NODEID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
-        path = Path(folder, f".trouble-{os.getpid()}-{node}")
-        path.write_text(f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}")
-        path.rename(path.with_name(f"trouble-{start}-{node}"))
-        raise
+    from parawrap.launch.slurm.task import run_rank
+
     gc.enable()
-    return guard_rank(folder)
+    run_rank(folder)
 
 
 def _print_numbers(submission: Callable[[], list[str]]) -> None:
@@ -190,17 +166,17 @@ def _import_submitit() -> Any:
     return submitit
 
 
-def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
+def _parameters(platform: Platform, folder: Folder, *, is_array: bool) -> dict[str, Any]:
     """Return the job's resources under submitit's names. ``slurm_additional_parameters`` overrides the others."""
     limit = platform.timeout_min
     has_gpus = platform.device == Device.GPU
     cpus = 1 if platform.device == Device.CPU else platform.n_cpus
     own, options = _additional(platform.slurm_additional_parameters or {})
-    launch = shlex.quote(str(folder.path.parent))
-    logs = dict.fromkeys(("output", "error"), str(folder.submitit / _JOB_LOG))
+    log = str(folder.submitit / (_ARRAY_LOG if is_array else _JOB_LOG))
     # Slurm does not pass --cpus-per-task on to the tasks. submitit's script sets a variable for them.
     srun = [
         "--kill-on-bad-exit=1",
+        f"--wait={max(1, math.ceil(platform.grace_s))}",
         "--export=ALL",
         "--open-mode=append",
         "--distribution=block",
@@ -218,20 +194,9 @@ def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
         "signal_delay_s": math.ceil(platform.grace_s),
         "wckey": None,
         **own,
-        "additional_parameters": logs | options,
+        "additional_parameters": {"output": log, "error": log} | options,
         "srun_args": [*srun, *own.get("srun_args", ())],
-        "setup": [
-            *own.get("setup", ()),
-            "export SUBMITIT_LOG_LEVEL=CRITICAL",
-            f"for PARAWRAP_ATTEMPT in $(seq 0 {platform.max_restarts}); do export PARAWRAP_ATTEMPT",
-        ],
-        "teardown": [
-            "code=$?; [ $code = 0 ] && break",
-            f"ls {launch}/${{SLURM_ARRAY_TASK_ID:-0}} | grep -qx over && break",  # a listing is not cached
-            "done",
-            *own.get("teardown", ()),
-            "exit $code",
-        ],
+        "setup": [*own.get("setup", ()), "export SUBMITIT_LOG_LEVEL=CRITICAL"],
     }
 
 

@@ -12,16 +12,6 @@ import signal
 import subprocess
 from typing import NamedTuple
 
-__all__ = [
-    "JobState",
-    "cancel_job",
-    "hosts_of",
-    "is_down",
-    "job_state",
-    "requeue_job",
-    "slurm_missing",
-]
-
 _ENDED = [
     "BOOT_FAIL",
     "CANCELLED",
@@ -74,7 +64,7 @@ def slurm_missing() -> str | None:
 
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
-    output = _output_of("scontrol", "--oneliner", "show", "job", job)
+    output = _run("scontrol", "--oneliner", "show", "job", job)[1]
     fields = dict(re.findall(r"(\w+)=(\S*)", output.partition(" Command=")[0]))
     if "JobState" not in fields:
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
@@ -91,19 +81,23 @@ def job_state(job: str) -> JobState:
 
 def hosts_of(nodes: str) -> list[str]:
     """Return the hostnames in a list of nodes as Slurm writes it."""
-    return _output_of("scontrol", "show", "hostnames", nodes).split() if nodes else []
+    return _run("scontrol", "show", "hostnames", nodes)[1].split() if nodes else []
 
 
 def is_down(host: str) -> bool:
     """True if Slurm reports this node as down."""
-    return (
-        "DOWN" in _output_of("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0]).upper()
-    )
+    command = ("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0])
+    return "DOWN" in _run(*command)[1].upper()
 
 
 def cancel_job(job: str) -> None:
     """Cancel a job. Slurm sends SIGTERM first and SIGKILL later."""
     _run("scancel", job)
+
+
+def signal_job(job: str, name: str) -> None:
+    """Send a signal to all tasks of a job, and to the processes that they have started."""
+    _run("scancel", f"--signal={name}", job)
 
 
 def requeue_job(job: str) -> str | None:
@@ -120,13 +114,8 @@ def requeue_job(job: str) -> str | None:
     return output.strip() or f"exit code {code}"
 
 
-def _output_of(*command: str) -> str:
-    """Return the output of a command. The command may fail, for example while the controller is busy or restarts."""
-    return _run(*command)[1]
-
-
 def _run(*command: str) -> tuple[int, str]:
-    """Return the exit code and the output of a command."""
+    """Return the exit code and the output of a command. It may fail, for example while the controller restarts."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired) as error:

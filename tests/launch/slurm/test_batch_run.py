@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, Platform, RankDiedError, wrapper
+from parawrap.launch.slurm import batch_run
+from parawrap.processes.outcomes import Died
 from tests.contract.table import check_cell
 from tests.helpers.waiting import PATIENCE_S
 
@@ -38,7 +42,8 @@ def refusal_of(name):
 
 @pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
 def test_each_final_state_has_its_error(state, kind, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("parawrap.launch.slurm._job_follower._POLL_S", 0.1)
+    monkeypatch.setattr(batch_run, "_POLL_S", 0.1)
+    monkeypatch.setattr(batch_run, "_LATE_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
     answer = f"case $* in *hostnames*) echo node0 node1;; *) echo '{shown}';; esac"
     programs = {"sbatch": "echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
@@ -50,6 +55,31 @@ def test_each_final_state_has_its_error(state, kind, text, tmp_path, monkeypatch
     with pytest.raises(kind) as raised:
         wrapper(Platform(device="slurm", verbose=False, ram=2))(len).submit("").results(PATIENCE_S)
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "died"),
+    [
+        ("Exited with exit code 7", Died(math.inf, 0, 7)),
+        ("exited", Died(math.inf, 0, 0)),
+        ("Killed", Died(math.inf, 0, -signal.SIGKILL)),
+        ("Segmentation fault (core dumped)", Died(math.inf, 0, -signal.SIGSEGV)),
+        ("Out Of Memory", Died(math.inf, 0, None, lost_with="its task: Out Of Memory")),
+    ],
+)
+def test_words_of_srun_name_a_death(words, died):
+    assert batch_run._death(words) == died
+
+
+def test_only_the_first_ends_are_deaths():
+    """After its line about the step, srun ends the other tasks. It also names tasks that still run."""
+    log = (
+        "srun: error: node0: tasks 2-3,5: Killed\nsrun: StepId=7.0 task 4: running\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Terminated\n"
+    )
+    first = log.partition(batch_run._ENDS_ALL)[0]
+    ((ranks, how),) = batch_run._DEATH.findall(first)
+    assert ([*batch_run._numbers_in(ranks)], how) == ([2, 3, 5], "Killed")
 
 
 @pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "Ray")])

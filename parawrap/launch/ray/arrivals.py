@@ -1,7 +1,6 @@
-"""Ranks of other processes, whose connections to the process that supervises them are TCP connections.
+"""The TCP connections of ranks, which the actors of their nodes open.
 
-A process on the rank's machine opens them, and passes them to the server that forks the rank. A token, which travels on
-another way, protects the port.
+A token, which Ray carries to the nodes, protects the port.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import hmac
 import socket
 import time
-from collections.abc import Callable, Sequence
 from typing import Self
 
 TOKEN_BYTES = 32
@@ -18,18 +16,6 @@ CONNECT_S = 60.0
 """Seconds for all connections of a rank to arrive; a guess that no test has contradicted."""
 
 _HELLO_BYTES = TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
-
-
-def connect(address: tuple[str, int], token: bytes, rank: int, kinds: Sequence[int]) -> list[socket.socket]:
-    """Open connections of these kinds for a rank."""
-    connections = []
-    for kind in kinds:
-        made = socket.create_connection(address, CONNECT_S)
-        made.settimeout(None)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sendall(token + rank.to_bytes(4, "little") + bytes([kind]))
-        connections.append(made)
-    return connections
 
 
 class Arrivals:
@@ -63,22 +49,19 @@ class Arrivals:
             for connection in found.values():
                 connection.close()
 
-    def of_rank(self, rank: int, is_over: Callable[[], bool] = lambda: False) -> list[socket.socket] | None:
-        """Wait for the connections of a rank, in the order of their kinds. Return None if `is_over` returns True before.
+    def of_rank(self, rank: int) -> list[socket.socket]:
+        """Wait for the connections of a rank, in the order of their kinds.
 
         Raises:
             TimeoutError: If they do not arrive in time.
         """
         until = time.monotonic() + CONNECT_S
-        self._listener.settimeout(0.2)
         while len(self._arrived.get(rank, ())) < self._kinds:
-            if is_over():
-                return None
+            self._listener.settimeout(max(0.0, until - time.monotonic()))
             try:
                 self._accept()
-            except TimeoutError:
-                if time.monotonic() > until:
-                    raise
+            except BlockingIOError as error:  # of a limit of no time
+                raise TimeoutError from error
         arrived = self._arrived.pop(rank)
         return [arrived[kind] for kind in range(self._kinds)]
 

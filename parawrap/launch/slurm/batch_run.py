@@ -1,0 +1,463 @@
+"""The submitting process's view of a batch job: it follows the starts of the job, and reads how the ranks ended.
+
+    files of the tasks ──► output, and outcomes of ranks ─┐
+    output of srun ──────► deaths of ranks                ├──► the ending of a start ──► requeue, or the end
+    scontrol ────────────► the state of the job ──────────┘
+
+The job itself needs none of this: it runs to its end when this process has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
+from parawrap.launch._job import Job
+from parawrap.launch.attempts import may_restart, summary_of_attempt
+from parawrap.launch.slurm import commands
+from parawrap.launch.slurm.launch_folder import Folder, Plan, Report
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Ending,
+    Outcome,
+    Raised,
+    Requeued,
+    Returned,
+    counts_as_echo,
+    first_failure,
+)
+from parawrap.processes.output import Transcript
+from parawrap.processes.settings import Settings
+
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.5  # pause between two reads of the folder; it grows while the job writes nothing
+_POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
+_END_POLL_S = 0.1  # once ranks have ended
+_JOBS_PER_POLL = 20  # with more jobs, each is polled less often
+_LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
+_LEAVING_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
+_STACKS_S, _QUIET_S = 5.0, 0.3
+_LOG_END = 2000  # characters: about thirty lines, enough for a traceback
+
+# What srun says of tasks that end by themselves, before it ends all others.
+_ENDS_ALL = "_step_signal: Terminating"
+_DEATH = re.compile(r"srun: (?:error: \S+:|StepId=\S+) tasks? ([\d,-]+): (?!running)(.+)")
+
+_log = logging.getLogger("parawrap.launch")
+_followed: set[BatchRun] = set()
+
+
+class BatchRun:
+    """The ranks of one launch in a batch job. Implements `Run`.
+
+    Args:
+        job: The launch.
+        folder: Its folder, which is removed at its end.
+
+    Attributes:
+        has_begun: True if the ranks of this start have met.
+    """
+
+    def __init__(self, job: Job, folder: Folder) -> None:
+        self._job = job
+        self._platform = job.platform
+        self._folder = folder
+        self._is_cancelled = False
+        self._history: list[str] = []
+        self.has_begun = False
+        plan = Plan(job.name, job.sent_platform, Settings.here().for_other_machines())
+        try:
+            folder.call.write_bytes(job.pack().to_bytes())
+            folder.write_plan(plan)
+        except OSError as error:
+            raise folder.unusable(error) from error
+
+    def note_number(self, number: str) -> None:
+        """Store the number of the submitted job, before `supervise`."""
+        self._number = number
+        ranks = range(self._platform.world_size)
+        self._files = [self._folder.task_files(number, rank) for rank in ranks]
+        self._srun_log = self._folder.submitit / f"job-{number}.log"
+
+    # -- any thread
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def preempt(self) -> None:
+        if not commands.job_state(self._number).waits:
+            commands.signal_job(self._number, "USR2")
+
+    def state_of(self, rank: int) -> str:
+        """Return "running": the tasks do not report the states of single ranks."""
+        return "running"
+
+    def stacks(self) -> dict[int, str]:
+        if not self.has_begun:
+            return {}
+        files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
+        before = sizes = _sizes(files)
+        commands.signal_job(self._number, "USR1")
+        until = changed = time.monotonic()
+        until += _STACKS_S
+        while (now := time.monotonic()) < until and (sizes == before or now < changed + _QUIET_S):
+            time.sleep(_LOOK_S)
+            if (latest := _sizes(files)) != sizes:
+                sizes, changed = latest, time.monotonic()
+        return {rank: _text_of(file, start) for rank, (file, start) in enumerate(zip(files, before, strict=True))}
+
+    # -- the thread of the launch
+
+    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
+        """Follow the job. `on_begin` is not called, because `Launch` does not wait for the ranks of a job."""
+        _followed.add(self)
+        output = [
+            (transcript, stream, _Tail(Path(path)))
+            for transcript, files in zip(transcripts, self._files, strict=True)
+            for stream, path in ((1, files.stdout), (2, files.stderr))
+        ]
+        start = 0
+        try:
+            while True:
+                following = _Start(self, start, output)
+                ending = following.follow()
+                if ending is None:  # the job was requeued
+                    start = following.next_start
+                    continue
+                self.has_begun = False
+                failures = self._folder.failures(start)
+                if self._is_cancelled or not may_restart(ending, self._platform, failures):
+                    return self._complete(ending, transcripts)
+                self._note(start, summary_of_attempt(ending, is_preempted=False))
+                if reason := commands.requeue_job(self._number):
+                    return replace(ending, history=[*self._history, f"Slurm refused to requeue the job: {reason}"])
+        except OSError as error:
+            raise self._folder.unusable(error) from error
+        finally:
+            _followed.discard(self)
+            if not commands.job_state(self._number).is_over:
+                commands.cancel_job(self._number)
+            self._folder.remove()
+
+    def _note(self, start: int, summary: str) -> None:
+        self._history.append(f"attempt {start} {summary}")
+        _log.warning("%s: %s; its ranks start again", self._job.name, self._history[-1])
+
+    def _complete(self, ending: Ending, transcripts: Sequence[Transcript]) -> Ending:
+        """Add the tracebacks of ranks to their transcripts, and the last output of those that died to their outcomes."""
+        outcomes = dict(ending.outcomes)
+        for rank, outcome in outcomes.items():
+            if isinstance(outcome, Raised):
+                transcripts[rank].record(outcome.traceback)
+            elif isinstance(outcome, Died) and not outcome.last_words:
+                outcomes[rank] = replace(outcome, last_words=transcripts[rank].last_words())
+        return replace(ending, outcomes=outcomes, history=[*self._history, *ending.history])
+
+
+class _Start:
+    """One start of the job.
+
+    Attributes:
+        next_start: The number of the start that follows, once `follow` has returned None.
+    """
+
+    def __init__(self, run: BatchRun, start: int, output: Sequence[tuple[Transcript, int, _Tail]]) -> None:
+        self._run = run
+        self._start = start
+        self._output = output
+        self._platform = run._platform
+        self._number = run._number
+        self._srun_begun = len(_read(run._srun_log))  # a later start appends
+        self._reports: dict[int, Report] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._nodes = ""
+        self._began_at = self._changed_at = self._polled_at = time.monotonic()
+        self._ranks_began_at: float | None = None
+        self._ended_at: float | None = None  # when the first sign of the end was seen
+        self._over_at: float | None = None  # when Slurm said so
+        self._timed_out = ""
+        self._stacks: dict[int, str] = {}
+        self.next_start = start
+
+    def follow(self) -> Ending | None:
+        """Wait for the end of this start. Return None if Slurm has requeued the job before."""
+        while True:
+            self._take_output()
+            self._take_reports()
+            self._check_limits()
+            if self._ended_at is None and self._has_ended():
+                self._ended_at = time.monotonic()
+            if time.monotonic() >= self._polled_at + self._poll_pause_s():
+                state = commands.job_state(self._number)
+                self._polled_at = time.monotonic()  # scontrol may take long
+                self._nodes = self._nodes or state.nodes  # a job that loses a node no longer lists it
+                if state.starts > self._start:
+                    return self._go_on(state.starts)
+                if self._is_over(state):
+                    self._take_output()
+                    return self._ending(state)
+            time.sleep(min(_LOOK_S + (time.monotonic() - self._changed_at) / 20, _LONGEST_LOOK_S))
+
+    def _take_output(self) -> None:
+        """Add the new output of the tasks to the transcripts."""
+        names = {path.name for path in self._run._folder.submitit.iterdir()}
+        for transcript, stream, tail in self._output:
+            if tail.path.name in names and (data := tail.new_bytes()):
+                transcript.write(stream, data)
+                self._changed_at = time.monotonic()
+
+    def _take_reports(self) -> None:
+        """Read the new files in which tasks have written how their ranks ended."""
+        for rank, files in enumerate(self._run._files):
+            try:
+                status = Path(files.result_pickle).stat()
+            except FileNotFoundError:
+                continue
+            seen = (status.st_ino, status.st_mtime_ns)
+            if seen == self._seen.get(rank):
+                continue
+            self._seen[rank] = seen
+            with contextlib.suppress(FileNotFoundError):  # the next start has removed it
+                word, value = pickle.loads(Path(files.result_pickle).read_bytes())
+                if word != "success":
+                    raise self._cannot_run(rank, value)
+                if value.start == self._start:
+                    self._reports[rank] = value
+
+    def _cannot_run(self, rank: int, traceback: str) -> LaunchError:
+        """Return the error of a task that could not run this package."""
+        node = rank // self._platform.ranks_per_node
+        hosts = commands.hosts_of(commands.job_state(self._number).nodes)
+        host = hosts[node] if node < len(hosts) else "unknown host"
+        said = traceback.strip().rpartition("\n")[2]
+        error = LaunchError(f"node {node} ({host}) cannot run parawrap: {said}")
+        error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{traceback}")
+        return error
+
+    def _check_limits(self) -> None:
+        run, limit = self._run, self._platform.timeout_min
+        if not run.has_begun and (run._folder.address(self._start) is not None):
+            run.has_begun = True
+            self._ranks_began_at = time.monotonic()
+            self._polled_at = -math.inf  # to know the nodes
+        began = self._ranks_began_at
+        if limit is not None and began is not None and self._ended_at is None and time.monotonic() > began + 60 * limit:
+            self._timed_out = f"not done after timeout_min={limit:g} minutes"
+            self._stacks = run.stacks()
+            commands.cancel_job(self._number)
+            self._ended_at = time.monotonic()
+        if run._is_cancelled and self._ended_at is None:
+            commands.cancel_job(self._number)
+            self._ended_at = time.monotonic()
+
+    def _has_ended(self) -> bool:
+        """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start end."""
+        outcomes = [report.outcome for report in self._reports.values()]
+        fails = any(not isinstance(each, (Returned, Requeued)) and not counts_as_echo(each) for each in outcomes)
+        return fails or len(outcomes) == self._platform.world_size or bool(self._deaths())
+
+    def _is_over(self, state: commands.JobState) -> bool:
+        """True if the job has ended, and its files have arrived. End a job that does not end by itself."""
+        now = time.monotonic()
+        if not state.is_over:
+            if self._ended_at is not None and now > self._ended_at + _LEAVING_S:
+                commands.cancel_job(self._number)
+            return False
+        self._over_at = self._over_at or now
+        self._take_reports()
+        return self._ended_at is not None or self._has_ended() or now >= self._over_at + _LATE_S
+
+    def _poll_pause_s(self) -> float:
+        """Return the pause between two polls. It grows with time and with the number of jobs, and is short near the end."""
+        if self._ended_at is not None:
+            return _END_POLL_S
+        pause_s = min(max(_POLL_S, (time.monotonic() - self._began_at) / 5), _LONGEST_POLL_S)
+        return pause_s * max(1.0, len(_followed) / _JOBS_PER_POLL)
+
+    def _deaths(self) -> dict[int, str]:
+        """Return what srun says of the ranks that ended first, without a report."""
+        said = _read(self._run._srun_log)[self._srun_begun :].decode(errors="replace").partition(_ENDS_ALL)[0]
+        return {
+            rank: how.strip()
+            for ranks, how in _DEATH.findall(said)
+            for rank in _numbers_in(ranks)
+            if rank not in self._reports
+        }
+
+    def _go_on(self, starts: int) -> Ending | None:
+        """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
+        run = self._run
+        run.has_begun = False
+        self.next_start = starts
+        if run._is_cancelled:
+            commands.cancel_job(self._number)
+            return Ending({}, cancelled=True)
+        failures = run._folder.failures(starts)
+        if failures > run._folder.failures(self._start):
+            if failures > self._platform.max_restarts:
+                commands.cancel_job(self._number)
+                return self._lost()
+            if len(run._history) < failures:
+                run._note(self._start, "lost a node")
+        return None
+
+    # -- from the files and the state of a job to an ending
+
+    def _ending(self, state: commands.JobState) -> Ending:
+        """Return how the ranks ended.
+
+        Raises:
+            LaunchError: If something else than the ranks has ended the job.
+        """
+        outcomes: dict[int, Outcome] = {rank: _in_memory(each.outcome) for rank, each in self._reports.items()}
+        places = self._places(state)
+        if self._run._is_cancelled:
+            return Ending({}, cancelled=True)
+        if self._timed_out:
+            return Ending(outcomes, stacks=self._stacks, timed_out=self._timed_out)
+        is_known = any(isinstance(each, (Raised, Died)) and not counts_as_echo(each) for each in outcomes.values())
+        is_done = [type(each) for each in outcomes.values()] == [Returned] * self._platform.world_size
+        if not is_known and not is_done:
+            if state.name == "NODE_FAIL":
+                return self._lost()
+            self._raise_for(state)
+            for rank, how in self._deaths().items():
+                outcomes[rank] = _death(how)
+            is_known = first_failure(outcomes) is not None
+        history = []
+        if state.name == "OUT_OF_MEMORY":
+            history = [f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._memory}"]
+        if not is_known and not is_done:
+            raise self._unexplained(state)
+        for rank in range(self._platform.world_size):
+            outcomes.setdefault(rank, Ended(time.time()))
+        return Ending(outcomes, places=places, history=history)
+
+    @property
+    def _memory(self) -> str:
+        return f"ram={self._platform.ram} GB per node"
+
+    def _places(self, state: commands.JobState) -> dict[int, str]:
+        hosts = commands.hosts_of(self._nodes)
+        per_node = self._platform.ranks_per_node
+        found = {}
+        for rank in range(self._platform.world_size):
+            node = rank // per_node
+            report = self._reports.get(rank)
+            found[rank] = f"node {node}, {report.host if report else hosts[node] if node < len(hosts) else 'unknown host'}"
+        return found
+
+    def _raise_for(self, state: commands.JobState) -> None:
+        """Raise the error of a final state that explains the end of the ranks."""
+        name, job = self._run._job.name, f"Slurm job {self._number}"
+        # Slurm forgets an array element that is cancelled before it starts.
+        if state.name == "CANCELLED" or (state.name == "FORGOTTEN" and self._ranks_began_at is None):
+            msg = f"the launch of {name} was cancelled by another process: {job} was removed from the queue"
+            raise LaunchCancelledError(msg)
+        if state.name in ("TIMEOUT", "DEADLINE"):
+            stacks = {rank: _text_of(self._run._folder.stacks_of(rank)) for rank in range(self._platform.world_size)}
+            said = "\n".join(f"rank {rank}:\n{text}" for rank, text in stacks.items() if text)
+            msg = (
+                f"{name} reached the time limit of {job}, {state.time_limit}{'. Stacks:' if said else ''}\n{said}".rstrip()
+            )
+            raise LaunchTimeoutError(msg, stacks=stacks)
+        if state.name == "OUT_OF_MEMORY" and not self._deaths():
+            msg = f"{name} used more memory than {job} had reserved, {self._memory}"
+            raise LaunchError(msg)
+        if state.name == "PREEMPTED":
+            msg = f"{name} was preempted, and the cluster does not requeue {job}"
+            raise LaunchError(msg)
+
+    def _unexplained(self, state: commands.JobState) -> LaunchError:
+        msg = (
+            f"Slurm job {self._number}, which ran {self._run._job.name}, ended as {state.name} ({state.reason}) before its "
+            "ranks had returned"
+        )
+        error = LaunchError(msg)
+        if logs := self._ends_of_logs():
+            error.add_note(f"its tasks wrote:\n{logs}")
+        else:
+            where = f"{self._run._folder.root} is on a file system that all nodes share"
+            error.add_note(f"its tasks wrote nothing: check that {where}, or set PARAWRAP_LAUNCH_DIR to another folder")
+        return error
+
+    def _ends_of_logs(self) -> str:
+        files = [self._run._srun_log, *(Path(path) for each in self._run._files for path in (each.stdout, each.stderr))]
+        ends = [(path.name, _text_of(path).strip()[-_LOG_END:]) for path in files]
+        return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
+
+    def _lost(self) -> Ending:
+        """Return the ending of a job that has lost a node, whose first rank is the one that died."""
+        hosts = commands.hosts_of(self._nodes)
+        node = next((node for node, host in enumerate(hosts) if commands.is_down(host)), 0)
+        rank = node * self._platform.ranks_per_node
+        host = hosts[node] if node < len(hosts) else "unknown host"
+        died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self._number}")
+        return Ending({rank: died}, places={rank: f"node {node}, {host}"})
+
+
+def _in_memory(outcome: Outcome) -> Outcome:
+    """Return an outcome with memory in place of the bytes in which it travelled."""
+    if isinstance(outcome, Returned):
+        return replace(outcome, value=memoryview(bytearray(outcome.value)))
+    if isinstance(outcome, Raised):
+        return replace(outcome, error=memoryview(bytearray(outcome.error)))
+    return outcome
+
+
+def _death(how: str) -> Died:
+    """Return the death that srun reports as "exited", "Exited with exit code 7", or with the description of a signal."""
+    code = None
+    if exited := re.match(r"(?i)exited(?: with exit code (\d+))?", how):
+        code = int(exited[1] or 0)
+    else:
+        for number in signal.valid_signals():
+            if how.startswith(signal.strsignal(number) or "?"):
+                code = -number
+    return Died(math.inf, 0, code, lost_with="" if code is not None else f"its task: {how}")
+
+
+def _numbers_in(text: str) -> Iterable[int]:
+    """Return the numbers in a list such as ``0-2,5``."""
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _text_of(path: Path, start: int = 0) -> str:
+    return _read(path)[start:].decode(errors="replace")
+
+
+def _sizes(files: Sequence[Path]) -> list[int]:
+    return [len(_read(file)) for file in files]
+
+
+class _Tail:
+    """Reads a file while it grows. The file is opened for each read, because network file systems then show what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def new_bytes(self) -> bytes:
+        """Return the bytes since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        self._position += len(data)
+        return data

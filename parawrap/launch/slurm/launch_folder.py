@@ -1,0 +1,161 @@
+"""The folder through which the submitting process and the tasks of a launch communicate.
+
+    NAME-XXXXXXXX/          private; one per job or job array
+      submitit/             the batch script, and for each task its output, and how its rank ended
+      0/  1/  ...           one per launch:
+        call, plan          what the ranks run, from the submitting process
+        address-START       where the ranks of a start of the job meet, from rank 0
+        preempted-START     the next start of the job is no failure
+        stacks-RANK         what faulthandler wrote
+
+It is on a file system that the submitting process and all nodes share. Each file has one writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parawrap.errors import LaunchError
+from parawrap.launch._platform import Platform
+from parawrap.processes.groups import StoreAddress
+from parawrap.processes.outcomes import Outcome
+from parawrap.processes.settings import Settings
+
+_ROOT = "PARAWRAP_LAUNCH_DIR"
+_SUBMITIT = "submitit"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch's settings for its tasks, except for the call.
+
+    Attributes:
+        name: The function's name.
+        platform: The launch's platform.
+        settings: The settings of the submitting process, without its environment.
+    """
+
+    name: str
+    platform: Platform
+    settings: Settings
+
+
+class Report(NamedTuple):
+    """The value that a task returns through submitit.
+
+    Attributes:
+        start: The number of earlier starts of the job.
+        host: The name of its machine.
+        outcome: How its rank ended, with bytes in place of memory.
+    """
+
+    start: int
+    host: str
+    outcome: Outcome
+
+
+class Folder:
+    """The folder of one launch. Stateless."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.call = path / "call"
+        self.submitit = path.parent / _SUBMITIT
+        self._plan = path / "plan"
+
+    @classmethod
+    def planned(cls, name: str) -> Folder:
+        """Return the folder that `new` would make, without the random suffix of its name."""
+        root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
+        return cls(root / "".join(each if each.isalnum() else "-" for each in name) / "0")
+
+    @classmethod
+    def new(cls, name: str, count: int) -> list[Folder]:
+        """Make the folders for the launches of one job array, in PARAWRAP_LAUNCH_DIR or in the home folder.
+
+        Raises:
+            LaunchError: If the folders cannot be made.
+        """
+        planned = cls.planned(name)
+        try:
+            planned.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
+        except OSError as error:
+            msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
+            raise LaunchError(msg) from error
+        folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
+        try:
+            for path in (folders[0].submitit, *(folder.path for folder in folders)):
+                path.mkdir()
+        except OSError as error:
+            shutil.rmtree(array, ignore_errors=True)
+            raise folders[0].unusable(error) from error
+        return folders
+
+    def task_files(self, job: str, rank: int) -> Any:
+        """Return submitit's paths of a task: its output in ``stdout`` and ``stderr``, its value in ``result_pickle``."""
+        import submitit.core.utils  # an optional package
+
+        return submitit.core.utils.JobPaths(self.submitit, job_id=job, task_id=rank)
+
+    @property
+    def root(self) -> Path:
+        """The folder that contains all launches."""
+        return self.path.parent.parent
+
+    def remove(self) -> None:
+        """Remove the folder. The last launch of an array also removes the shared parent folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
+                shutil.rmtree(self.path.parent, ignore_errors=True)
+
+    def unusable(self, error: OSError) -> LaunchError:
+        """Return the exception for a folder that cannot be read or written."""
+        return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write the plan, before the job is submitted."""
+        self._plan.write_bytes(pickle.dumps(plan))
+
+    def read_plan(self) -> Plan:
+        """Return the plan."""
+        plan: Plan = pickle.loads(self._plan.read_bytes())
+        return plan
+
+    def write_address(self, start: int, address: StoreAddress) -> None:
+        """Publish where the ranks of a start of the job meet."""
+        path = self.path / f"address-{start}"
+        part = path.with_suffix(".part")
+        part.write_bytes(pickle.dumps(address))
+        part.rename(path)
+
+    def address(self, start: int) -> StoreAddress | None:
+        """Return where the ranks of a start meet. Return None before it is published."""
+        path = self.path / f"address-{start}"
+        return pickle.loads(path.read_bytes()) if path.name in self._names() else None
+
+    def mark_preempted(self, start: int) -> None:
+        """Note that the job is preempted, or that its ranks request the next start: this one did not fail."""
+        (self.path / f"preempted-{start}").touch()
+
+    def failures(self, start: int) -> int:
+        """Return the number of starts before this one that ended by a failure."""
+        names = self._names()
+        return sum(f"preempted-{earlier}" not in names for earlier in range(start))
+
+    def stacks_of(self, rank: int) -> Path:
+        """Return the file with the stacks of a rank."""
+        return self.path / f"stacks-{rank}"
+
+    def _names(self) -> list[str]:
+        """List the folder. Network file systems cache the absence of a single file for a while, but not a listing."""
+        with os.scandir(self.path) as entries:
+            return [entry.name for entry in entries]

@@ -1,0 +1,268 @@
+"""A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
+
+    main thread ───── set-up, function, outcome ──► a file ──► exit, together with the other ranks
+    signal thread ─── SIGUSR1: stacks. SIGUSR2: save. SIGTERM: ends a wait in C code
+    agreement ─────── asks the other ranks for the step to save in
+
+srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that has returned waits for
+the others before it exits: an exit before that is a death, and srun says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from parawrap.errors import LaunchError
+from parawrap.launch._addresses import interface_to
+from parawrap.launch.meeting import LINGER_S, Agreement, is_requeued, note_requeue
+from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch.slurm.commands import requeue_job
+from parawrap.launch.slurm.launch_folder import Folder, Report
+from parawrap.processes._private_names import join_threads
+from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Outcome,
+    Raised,
+    Requeued,
+    Returned,
+    description_of,
+    exit_of,
+    is_echo,
+    pack_exception,
+)
+from parawrap.processes.pickling import Packed, pack, unpack
+from parawrap.processes.preemption import RequeueRequested
+from parawrap.processes.process import EndOrdered, flush_streams, leave, refuse_breakpoint
+from parawrap.processes.script import ScriptOfRank
+
+_ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
+_LOOK_S = 0.05
+_REACTION_S = 1.0  # of Python code to SIGTERM
+_REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
+_ECHO_S = 2.0  # for srun to report the death that broke a connection
+_LONG = timedelta(days=365)
+
+
+def run_rank(path: str) -> NoReturn:
+    """Be this task's rank, and exit. `path` is the launch's folder."""
+    with contextlib.ExitStack() as cleanup:
+        code = _Task(Folder(Path(path)), cleanup).run()
+        if code:
+            flush_streams()
+            os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
+        leave(code)
+
+
+class _Task:
+    """The rank of this task, in its main thread."""
+
+    def __init__(self, folder: Folder, cleanup: contextlib.ExitStack) -> None:
+        import submitit  # the submitting process may lack it
+
+        job = submitit.JobEnvironment()
+        self._folder = folder
+        self._cleanup = cleanup
+        self._plan = folder.read_plan()
+        self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self._place = Place.of(job.global_rank, self._plan.platform, self._start)
+        self._file = Path(job.paths.result_pickle)
+        self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
+        self._is_ending = False
+
+    def run(self) -> int:
+        """Run the function, and write how it ended. Return the exit code."""
+        self._file.unlink(missing_ok=True)  # of an earlier start
+        outcome = self._call()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._write(outcome)
+        if isinstance(outcome, (Returned, Requeued)):
+            return self._end_together()
+        if isinstance(outcome, Raised) and outcome.is_echo:
+            self._await_cause()
+        return 1
+
+    def _call(self) -> Outcome:
+        """Set up the rank and run the function."""
+        try:
+            if self._folder.failures(self._start) > self._plan.platform.max_restarts:
+                msg = f"start {self._start} of this job follows a lost node, and max_restarts does not allow that"
+                raise LaunchError(msg)
+            self._plan.settings.apply()
+            sys.breakpointhook = refuse_breakpoint
+            address = self._meet()
+            agreement = Agreement(lambda: self._messages(address), self._place.global_rank, self._place.world_size)
+            self._take_signals(agreement)
+            interface = None if self._place.is_on_one_machine else interface_to(str(address.host))
+            RankSetUp(self._plan.platform, self._place, address, interface).enter(agreement.preemption)
+            with agreement:
+                return Returned(time.time(), self._value())
+        except RequeueRequested:
+            return self._requeued()
+        except EndOrdered:
+            return Ended(time.time())
+        except SystemExit as error:
+            code, said = exit_of(error)
+            return Died(self._order(), os.getpid(), code, by_sys_exit=True, last_words=said)
+        except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
+            if self._store is not None and is_echo(error) and is_requeued(self._store):
+                return self._requeued()
+            _, summary, traceback, is_consequence = description_of(error)
+            return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
+
+    def _value(self) -> memoryview:
+        """Call the function, and return its pickled value."""
+        function, args, kwargs = ScriptOfRank().take(unpack(memoryview(bytearray(self._folder.call.read_bytes()))))
+        value = function(*args, **kwargs)
+        join_threads()  # of the function, as an interpreter does at its exit
+        return _bytes_of(pack(value, "the result"))
+
+    def _meet(self) -> StoreAddress:
+        """Return the store of this start, which rank 0 keeps."""
+        platform = self._plan.platform
+        if self._place.global_rank == 0:
+            host = LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun runs on this node
+            address = self._cleanup.enter_context(
+                open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=platform.n_nodes > 1)
+            )
+            self._folder.write_address(self._start, address)
+        else:
+            address = self._await_address()
+        self._store = self._messages(address)
+        if platform.ipc_protocol == "file":
+            return replace(address, path=str(self._folder.path / f"store-{self._start}"))
+        return address
+
+    def _await_address(self) -> StoreAddress:
+        until = time.monotonic() + _ARRIVAL_S
+        while (address := self._folder.address(self._start)) is None:
+            if time.monotonic() > until:
+                msg = f"rank 0 did not publish its address within {_ARRIVAL_S:g} seconds"
+                raise LaunchError(msg)
+            time.sleep(_LOOK_S)
+        return address
+
+    def _messages(self, address: StoreAddress) -> dist.Store:
+        """Open a connection to the store for messages between the ranks."""
+        return dist.PrefixStore(f"parawrap/{self._start}", replace(address, path=None).open(self._place.world_size))
+
+    # -- signals. The process starts with SIGUSR1 and SIGUSR2 blocked, and so do processes that the function starts
+
+    def _take_signals(self, agreement: Agreement) -> None:
+        faulthandler.enable()
+        stacks = self._cleanup.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # so that Python writes its number into the socket
+        faulthandler.register(signal.SIGTERM, stacks, chain=True)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        numbers, written = socket.socketpair()
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.detach())
+        os.register_at_fork(after_in_child=_forget_signals)
+        threading.Thread(target=self._act_on, args=(numbers, agreement), name="parawrap-signals", daemon=True).start()
+
+    def _act_on(self, numbers: socket.socket, agreement: Agreement) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+        while number := numbers.recv(1):
+            if number[0] == signal.SIGUSR2:
+                with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
+                    self._folder.mark_preempted(self._start)
+                agreement.request()
+            elif number[0] == signal.SIGTERM:
+                time.sleep(_REACTION_S)
+                if not self._is_ending:
+                    break_links()  # the main thread waits for other ranks, and gets an error
+
+    def _on_sigterm(self, *_: object) -> None:
+        if not self._is_ending:
+            self._is_ending = True
+            raise EndOrdered
+
+    # -- the end
+
+    def _requeued(self) -> Requeued:
+        if self._store is not None:
+            note_requeue(self._store)
+        return Requeued(time.time())
+
+    def _order(self) -> float:
+        """Return the place of this failure among those of all ranks, without comparing the clocks of machines."""
+        if self._store is None:
+            return 0.0
+        try:
+            return float(self._count("failed", 1))
+        except dist.DistError:
+            return math.inf
+
+    def _await_cause(self) -> None:
+        """Wait until the other ranks have reported. The exit of this one would end them, or hide that one has died."""
+        until = time.monotonic() + self._plan.platform.grace_s + _ECHO_S
+        with contextlib.suppress(dist.DistError):
+            while self._count("ended") + self._count("failed") < self._place.world_size and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+
+    def _count(self, key: str, more: int = 0) -> int:
+        assert self._store is not None
+        return int(self._store.add(key, more))
+
+    def _write(self, outcome: Outcome) -> None:
+        import submitit.core.utils
+
+        flush_streams()
+        with submitit.core.utils.temporary_save_path(self._file) as part:
+            part.write_bytes(pickle.dumps(("success", Report(self._start, socket.gethostname(), outcome))))
+
+    def _end_together(self) -> int:
+        """Wait until all ranks have ended, and requeue the job if one of them requests it. Return the exit code."""
+        store = self._store
+        assert store is not None
+        with contextlib.suppress(dist.DistError):  # rank 0 has left, so all have ended
+            if self._count("ended", 1) == self._place.world_size:
+                store.set("all ended", "")
+            try:
+                store.wait(["all ended"], timedelta(seconds=LINGER_S))
+            except dist.DistStoreError:  # others may wait for this rank in a collective
+                break_links()
+                store.wait(["all ended"], _LONG)
+            if is_requeued(store, 0.0):
+                return self._requeue()
+        return 0
+
+    def _requeue(self) -> int:
+        if self._place.global_rank == 0:
+            self._folder.mark_preempted(self._start)
+            reason = requeue_job(os.environ["SLURM_JOB_ID"])
+            if reason is not None:
+                error = LaunchError(f"Slurm refused to requeue the job: {reason}")
+                self._write(Raised(0.0, str(error), str(error), False, _bytes_of(pack_exception(error))))
+                return 1
+        time.sleep(_REQUEUE_S)
+        return 1
+
+
+def _forget_signals() -> None:
+    """Give a process that the function forks the usual handlers."""
+    signal.set_wakeup_fd(-1)
+    faulthandler.unregister(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _bytes_of(packed: Packed) -> memoryview:
+    """Return the bytes of a value, which pickle accepts."""
+    return packed.to_bytes()  # type: ignore[return-value]
