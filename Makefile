@@ -20,7 +20,7 @@ CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-without-ray test-ray test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 help:  ## this list
 	@echo "usage: make [PYTHON=python3.12] TARGET"
@@ -61,9 +61,15 @@ test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromiu
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
-# that it writes covers all launchers.
+# that it writes covers all launchers. Those of Ray run beside the others.
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters of two nodes on this machine (needs root)
-	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
+	$(MAKE) --jobs=2 --output-sync=target test-without-ray test-ray
+
+test-without-ray: $(VENV)/.with-slurm
+	$(BIN)/python -m pytest tests -m 'slurm or (contract and not ray)'
+
+test-ray: $(VENV)/.with-ray
+	$(BIN)/python -m pytest tests -m ray
 
 # Tests that take a minute each, or much of a processor.
 test-long: $(STAMP)  ## tests that take a minute each

@@ -25,6 +25,9 @@ pytest_plugins = ["tests.helpers.clusters", "tests.helpers.browser"]
 # Where a DNS server drops queries, each lost answer would cost a rank 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# Tests start hundreds of processes. Each of them would compile the package, which takes a third of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A simulated accelerator becomes torch's accelerator for the whole process, so its tests need a separate process.
 _ON_DEVICES = ["tests/simdevice", "tests/devices", "tests/neuron_devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES

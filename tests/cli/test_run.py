@@ -6,6 +6,7 @@ import io
 import sys
 
 import pytest
+import torch
 
 
 def test_each_rank_gets_arguments(here):
@@ -33,6 +34,22 @@ def test_device_resets_launcher(here):
     assert tried.stdout == "".join(f"rank {rank}: '{rank} of 4'\n" for rank in range(4))
     shown = here("run", "train:on_slurm", "--device", "slurm", "--dry-run")
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
+
+
+def test_cures_of_a_missing_cluster(here, folder, monkeypatch):
+    """Each message names the next option to change, and the last one leads to a run."""
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(folder))
+    asked = "run", "train:tried", "--device", "slurm", "--nodes", "2"
+    assert "set launcher='local' to start the ranks here" in here(*asked).stderr
+    for cure in ("--local",), ("--launcher", "local"):
+        assert here(*asked, *cure).stdout == "rank 0: '0 of 2'\nrank 1: '1 of 2'\n"
+    assert "set launcher='local' to start the ranks here" in here("run", "train:on_slurm").stderr
+    if not torch.cuda.is_available():
+        said = here("run", "train:on_slurm", "--local").stderr
+        assert "give 'cpu', with n_cpus as the number of ranks instead of n_gpus" in said
+        shown = here("run", "train:on_slurm", "--local", "--device", "cpu", "--cpus", "2")
+        assert shown.stdout == "rank 0: (1.0, 2)\nrank 1: (1.0, 2)\n"
 
 
 def test_dry_run_starts_nothing(here, folder):

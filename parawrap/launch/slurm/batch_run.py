@@ -245,7 +245,7 @@ class _Start:
 
     def _check_limits(self) -> None:
         run, limit = self._run, self._platform.timeout_min
-        if not run.has_begun and (run._folder.address(self._start) is not None):
+        if not run.has_begun and run._folder.has_begun(self._start):
             run.has_begun = True
             self._ranks_began_at = time.monotonic()
             self._polled_at = -math.inf  # to know the nodes

@@ -5,6 +5,7 @@
       0/  1/  ...           one per launch:
         call, plan          what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
+        begun-START         the ranks have met
         preempted-START     the next start of the job is no failure
         stacks-RANK         what faulthandler wrote
 
@@ -141,6 +142,14 @@ class Folder:
         """Return where the ranks of a start meet. Return None before it is published."""
         path = self.path / f"address-{start}"
         return pickle.loads(path.read_bytes()) if path.name in self._names() else None
+
+    def mark_begun(self, start: int) -> None:
+        """Note that the ranks of a start have met, and run the function."""
+        (self.path / f"begun-{start}").touch()
+
+    def has_begun(self, start: int) -> bool:
+        """True if the ranks of a start have met."""
+        return f"begun-{start}" in self._names()
 
     def mark_preempted(self, start: int) -> None:
         """Note that the job is preempted, or that its ranks request the next start: this one did not fail."""

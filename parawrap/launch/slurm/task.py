@@ -111,6 +111,8 @@ class _Task:
             self._take_signals(agreement)
             interface = None if self._place.is_on_one_machine else interface_to(str(address.host))
             RankSetUp(self._plan.platform, self._place, address, interface).enter(agreement.preemption)
+            if self._place.global_rank == 0:
+                self._folder.mark_begun(self._start)
             with agreement:
                 return Returned(time.time(), self._value())
         except RequeueRequested:

@@ -1,0 +1,118 @@
+"""A function for a cluster where no cluster is: each cure that a message names leads to a run that works."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parawrap import LaunchError, Platform, current_rank, wrapper
+from parawrap.errors import PlatformError
+from tests.helpers.torchrun_world import ROOT
+
+LOCAL = re.compile(r"launcher='local'")
+
+
+def place():
+    rank = current_rank()
+    return rank.global_rank, rank.world_size
+
+
+def refusal_of(make):
+    with pytest.raises((LaunchError, PlatformError)) as raised:
+        make()
+    return str(raised.value)
+
+
+def follow(platform, message, size):
+    """Run the function with the cure of the message."""
+    assert LOCAL.search(message), message
+    cured = replace(platform, launcher="local", verbose=False)
+    assert list(wrapper(cured)(place)()) == [(rank, size) for rank in range(size)]
+
+
+@pytest.fixture
+def no_slurm(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_no_commands_of_slurm(no_slurm):
+    platform = Platform(device="slurm", n_nodes=2, n_cpus=1)
+    message = refusal_of(lambda: wrapper(platform)(place)())
+    assert message.startswith("sbatch is not installed here")
+    follow(platform, message, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+def test_no_slurm_and_no_gpus(no_slurm):
+    """The first cure leads to a second one."""
+    platform = Platform(device="slurm", n_nodes=2, n_gpus=2)
+    assert LOCAL.search(refusal_of(lambda: wrapper(platform)(place)()))
+    message = refusal_of(lambda: replace(platform, launcher="local"))
+    assert "give 'cpu', with n_cpus as the number of ranks instead of n_gpus" in message
+    cured = replace(platform, launcher="local", device="cpu", n_gpus=None, n_cpus=2, verbose=False)
+    assert list(wrapper(cured)(place)()) == [(rank, 4) for rank in range(4)]
+    message = refusal_of(lambda: wrapper(platform)(place).inline())
+    assert "give Platform(device='cpu')" in message
+    assert list(wrapper(Platform(device="cpu"))(place).inline()) == [(0, 1)]
+
+
+def test_slurm_refuses_the_job(no_slurm):
+    for name in ("sbatch", "srun", "scontrol", "scancel"):
+        (no_slurm / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: nowhere' >&2\nexit 1\n")
+        (no_slurm / name).chmod(0o755)
+    platform = Platform(device="slurm", n_nodes=2, partition="nowhere")
+    message = refusal_of(lambda: wrapper(platform)(place)())
+    assert "Slurm refused the job: invalid partition specified: nowhere" in message
+    follow(platform, message, 2)
+
+
+@pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "ray")])
+def test_no_package(name, package, monkeypatch):
+    for module in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    platform = Platform(device=name, n_nodes=2, n_cpus=1)
+    message = refusal_of(lambda: wrapper(platform)(place)())
+    extra = re.search(r"pip install 'parawrap-torch\[(\w+)\]'", message)
+    assert f"\n{extra[1]} =" in (ROOT / "setup.cfg").read_text()
+    follow(platform, message, 2)
+
+
+def test_no_cluster_of_ray(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    platform = Platform(device="ray", n_nodes=2)
+    message = refusal_of(lambda: wrapper(platform)(place)())
+    assert message.startswith("the Ray cluster at RAY_ADDRESS=127.0.0.1:1 cannot be joined: ")
+    follow(platform, message, 2)
+
+
+def test_nodes_without_a_launcher():
+    """`n_nodes` alone names no cluster. Each launcher of the message makes a platform."""
+    message = refusal_of(lambda: Platform(device="cpu", n_nodes=2))
+    assert "give 1, or launcher='local' to start those of all nodes here, or the launcher 'slurm' or 'ray'" in message
+    for launcher in ("local", "slurm", "ray"):
+        assert Platform(device="cpu", n_nodes=2, launcher=launcher).world_size == 2
+    follow(Platform(device="cpu", n_nodes=2, launcher="slurm"), message, 2)
+
+
+def test_ranks_that_stay_on_slurm():
+    platform = Platform(device="slurm", n_nodes=2)
+    message = refusal_of(platform.open)
+    assert "decorate the function with @wrapper(Platform(...))" in message
+    assert LOCAL.search(message)
+    with replace(platform, launcher="local", verbose=False).open() as ranks:
+        assert list(ranks(place)) == [(0, 2), (1, 2)]
+
+
+def test_no_surrounding_world():
+    message = refusal_of(lambda: wrapper(Platform(device="cpu", n_cpus=1, launcher="env"))(place)())
+    assert message.startswith("launcher='env' needs a process that torchrun, srun, or mpirun started")
+    assert "leave launcher out" in message
+    assert list(wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(place)()) == [(0, 1)]
