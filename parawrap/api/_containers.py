@@ -11,7 +11,10 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from parawrap.api._private_names import register_pytree_node
+
 __all__ = [
+    "Parts",
     "check_kinds",
     "columns",
     "container_kind",
@@ -23,6 +26,15 @@ __all__ = [
     "rebuilt",
     "transpose_rows",
 ]
+
+
+class Parts(tuple[Any, ...]):
+    """The parts of one argument of a `TupleParallel`, as a collate function returns them. It is a tuple in all respects."""
+
+    __slots__ = ()
+
+
+register_pytree_node(Parts, lambda parts: (list(parts), None), lambda parts, _: Parts(parts))
 
 
 def transpose_rows(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:

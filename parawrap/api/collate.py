@@ -14,7 +14,7 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transpose_rows
+from parawrap.api._containers import Parts, check_kinds, columns, is_container, items_of, plain_tuple, rebuilt
 from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
 from parawrap.engine.cut import balanced_sizes
 from parawrap.errors import ShardError
@@ -170,11 +170,11 @@ def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
 def _cut_rows(value: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
     """Cut a nested value into parts. Its leaves, tensors and sequences of strings, have one row per sample."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.split_with_sizes(sizes))
+        return Parts(value.split_with_sizes(sizes))
     if _is_strings(value):
-        return tuple(_slice(value, sizes))
+        return Parts(_slice(value, sizes))
     cut = {key: _cut_rows(item, sizes) for key, item in items_of(value).items()}
-    return tuple(rebuilt(value, {key: parts[i] for key, parts in cut.items()}) for i in range(len(sizes)))
+    return Parts(rebuilt(value, {key: parts[i] for key, parts in cut.items()}) for i in range(len(sizes)))
 
 
 def _is_strings(value: Any) -> bool:
@@ -254,7 +254,13 @@ def _collate_in_parts(
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
     is_single = parts[0] is cuts[0] or not is_container(parts[0])  # a list of strings collates to itself
     check_kinds(parts, "part", _refuse_parts)
-    return parts if is_single else transpose_rows(parts, "part", _refuse_parts)
+    return Parts(parts) if is_single else _rows_of_parts(parts)
+
+
+def _rows_of_parts(parts: Sequence[Any]) -> Any:
+    """Return the container that the collate function returned, with the parts of each item in its place."""
+    items = {key: Parts(column) for key, column in columns(parts, "part", _refuse_parts).items()}
+    return rebuilt(plain_tuple(parts[0]), items)
 
 
 def _refuse_parts(reason: str) -> NoReturn:

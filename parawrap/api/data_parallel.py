@@ -30,7 +30,7 @@ _UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
-class _Outputs(list[Any]):
+class Outputs(list[Any]):
     """The outputs of a call, with the row counts of their shards if these are known."""
 
     row_counts: Sequence[int] | None = None
@@ -148,7 +148,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         if len(self.device_ids) == 1:
             return self.module(*args[0], **module_kwargs[0])
         row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
-        outputs = _Outputs(self._run_shards(args, module_kwargs))
+        outputs = Outputs(self._run_shards(args, module_kwargs))
         outputs.row_counts = row_counts
         return self.gather(outputs, self.output_device)
 
@@ -177,7 +177,7 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
-        row_counts = outputs.row_counts if isinstance(outputs, _Outputs) else None
+        row_counts = outputs.row_counts if isinstance(outputs, Outputs) else None
         return gather_outputs(outputs, row_counts, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
@@ -222,7 +222,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=sizes)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = device_named(self.output_device)
-        return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
+        return Session(
+            self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output, shares_hooks=True
+        )
 
     def _check_placement(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):

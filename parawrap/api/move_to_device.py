@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from parawrap._public import public
 from parawrap.tree import replace_nodes
@@ -99,6 +100,24 @@ class Batch:
     def pin_memory(self) -> Self:
         """Pin every attribute, and every nested value, that has a ``.pin_memory`` method; return self."""
         return _replace_attrs(self, lambda value: _call_on_leaves(value, {"pin_memory": ()}, {}))
+
+
+def on_lane(value: Any, device: torch.device) -> Any:
+    """Move a nested value to the device of a lane, like `recursive_to`.
+
+    Copies to the CPU block until they are complete. Classes that torch and parawrap do not define need no option of
+    ``.to``.
+    """
+
+    def moves(node: Any) -> bool:
+        return _has_method(node, "to")
+
+    def move(leaf: Any) -> Any:
+        is_known = isinstance(leaf, (torch.Tensor, PackedSequence, Batch))
+        options = {"non_blocking": True} if is_known and device.type != "cpu" else {}
+        return _not_none(leaf.to(device, **options), leaf, "to")
+
+    return replace_nodes(value, moves, move)
 
 
 def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Any:

@@ -139,7 +139,7 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     places = list(map(device_named, devices))
     if not places:
         return []
-    made = Replicas(network, places, detach=detach)
+    made = Replicas(network, places, detach=detach, shares_hooks=True)
     made.refresh()
     made.share_buffers()
     return [replica.target for replica in made.all]

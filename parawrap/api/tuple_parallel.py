@@ -12,15 +12,16 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._containers import container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
-from parawrap.api.data_parallel import DataParallel
-from parawrap.api.move_to_device import recursive_to
+from parawrap.api._containers import Parts, container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
+from parawrap.api.data_parallel import DataParallel, Outputs
+from parawrap.api.move_to_device import on_lane, recursive_to
+from parawrap.api.tuples import cat, cat_rows
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine.call import Calls, Entry, here
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import address
+from parawrap.tree import address, tensors_in
 
 __all__ = ["TupleParallel", "tuple_fn"]
 
@@ -130,16 +131,20 @@ class TupleParallel(DataParallel[T]):
         """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            outputs = self._outputs(args, module_kwargs)
+            outputs = Outputs(self._outputs(args, module_kwargs))
+            outputs.row_counts = _rows_of(args, module_kwargs) if _cat_dim(self.reduction) is not None else None
             return self.gather(outputs, self.output_device if self._lanes else None)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
+        row_counts = outputs.row_counts if isinstance(outputs, Outputs) else None
         if self.transfer_output and self._lanes:
             outputs = recursive_to(
                 list(outputs), torch.device(output_device) if isinstance(output_device, str) else output_device
             )
-        together = _together(outputs)
+        together, dim = _together(outputs), _cat_dim(self.reduction)
+        if dim is not None:
+            return cat_rows(together, dim, row_counts)
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
@@ -253,10 +258,8 @@ class _InLanes:
 
 
 def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:
-    """Move each part to its lane's device. Copies to the CPU block until they are complete."""
-    return [
-        recursive_to(part, device, non_blocking=device.type != "cpu") for part, device in zip(parts, devices, strict=False)
-    ]
+    """Move each part to its lane's device."""
+    return [on_lane(part, device) for part, device in zip(parts, devices, strict=False)]
 
 
 _Part = tuple[tuple[Any, ...], dict[str, Any]]
@@ -298,6 +301,12 @@ def _tuples_of_parts(value: Any, place: str, around: str = "") -> Iterator[tuple
         for key, item in items_of(value).items():
             yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
     elif is_container(value) and not optree.is_structseq_instance(value):  # torch.max(x, 0) has fields, but no parts
+        if any(isinstance(item, Parts) for item in value):
+            msg = (
+                f"{place} is a whole batch of {len(value)} arguments, each with its parts, as tp_collate and "
+                "default_collate return it. Pass each as an argument of its own: model(*batch)"
+            )
+            raise ShardError(msg)
         yield place, value
     else:
         cure = "Give a tuple or list with one part per device"
@@ -324,6 +333,19 @@ def _together(outputs: Sequence[Any]) -> Any:
     if outputs and are_sequences and not all(map(is_list_per_row, outputs)):
         return transpose_rows(outputs, "output", _refuse_outputs)
     return tuple(outputs)
+
+
+def _cat_dim(reduction: object) -> int | None:
+    """Return the dim on which a reduction joins rows, if it is `cat`, or a partial of it."""
+    if isinstance(reduction, functools.partial) and reduction.func is cat and not reduction.args:
+        return int(reduction.keywords.get("dim", 0))
+    return 0 if reduction is cat else None
+
+
+def _rows_of(args: Sequence[Any], kwargs: Sequence[Any]) -> list[int] | None:
+    """Return the rows of each part: the size of its tensors on dim 0. None if the tensors of a part differ in it."""
+    sizes = [{each.shape[0] for each in tensors_in(part) if each.ndim} for part in zip(args, kwargs, strict=True)]
+    return [next(iter(each)) for each in sizes] if all(len(each) == 1 for each in sizes) else None
 
 
 def _refuse_outputs(reason: str) -> NoReturn:

@@ -5,7 +5,7 @@ The public names are those of the library tuple_parallel, the predecessor of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import optree
@@ -49,8 +49,10 @@ def cat(returns: Any, dim: int = 0) -> Any:
     ``(["a", "b"], ["c"])``                    ``["a", "b", "c"]``
     =========================================  ==============================================
 
-    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. A list in a part has one
-    item per row, such as the texts or the boxes of each image: lists are put together, and tuples are joined item by item.
+    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. Tuples are joined item by
+    item. Lists are joined item by item if all their tensors have the rows of their part, as the levels of a feature pyramid
+    or the auxiliary outputs of DETR. Other lists have one item per row, such as the texts or the boxes of each image: they
+    are put together. The rows of a part are those of the arguments of `TupleParallel`, or of the tensors beside the lists.
     Each joined tensor is on the device of its first part. None stays None. Other values are not joined: the result holds
     the tuple of their parts.
 
@@ -59,16 +61,25 @@ def cat(returns: Any, dim: int = 0) -> Any:
         dim: The dim that the rows lie on.
 
     Raises:
-        GatherError: If the parts differ in structure, or the shapes of tensors differ beyond ``dim``.
+        GatherError: If the parts differ in structure, if the shapes of tensors differ beyond ``dim``, or if lists may have
+            one item per row or the rows in each item.
 
     >>> cat(((torch.zeros(3, 4), torch.zeros(2, 4)), (torch.tensor(1.0), torch.tensor(2.0))))[1]
     tensor([1., 2.])
     """
+    return cat_rows(returns, dim, None)
+
+
+def cat_rows(returns: Any, dim: int, rows: Sequence[int] | None) -> Any:
+    """Join parts like `cat`. `rows` are the rows of each part; None if they are unknown."""
     if not _is_transposed(returns):
-        return _join(tuple(returns), dim, "output")
+        parts = tuple(returns)
+        return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
     items = items_of(returns)
     _check_part_counts(items)
-    return rebuilt(plain_tuple(returns), _join_items(items, dim, "output"))
+    if rows is None:
+        rows = _rows_beside_lists(tuple(zip(*items.values(), strict=True)), dim)
+    return rebuilt(plain_tuple(returns), _Join(dim, rows).join_items(items, "output"))
 
 
 @public
@@ -118,27 +129,76 @@ def _check_part_counts(items: dict[Any, Any]) -> None:
         raise GatherError(msg)
 
 
-def _join_items(items: dict[Any, Any], dim: int, place: str) -> dict[Any, Any]:
-    return {key: _join(tuple(parts), dim, f"{place}[{key!r}]") for key, parts in items.items()}
+def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[int] | None:
+    """Return the rows of each part by its tensors outside of lists. None if a part has none, or if they differ."""
+    sizes = [{each.shape[dim] for each in _tensors_beside_lists(part) if _has_dim(each, dim)} for part in parts]
+    return [next(iter(each)) for each in sizes] if all(len(each) == 1 for each in sizes) else None
 
 
-def _join(parts: tuple[Any, ...], dim: int, place: str) -> Any:
-    def refuse(reason: str) -> NoReturn:
-        msg = f"cannot join {place}: {reason}. Return the same structure on every device"
-        raise GatherError(msg)
+def _tensors_beside_lists(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_container(value) and type(value) is not list:
+        for item in items_of(value).values():
+            yield from _tensors_beside_lists(item)
 
-    if not parts:
-        refuse("it has no parts")
-    check_kinds(parts, "part", refuse)
-    first = parts[0]
-    if isinstance(first, torch.Tensor):
-        return _join_tensors(parts, dim, place)
-    if all(type(part) is list for part in parts):
-        device = next((tensor.device for tensor in tensors_in(parts)), None)
-        return [item if device is None else recursive_to(item, device) for part in parts for item in part]
-    if is_container(first):
-        return rebuilt(first, _join_items(columns(parts, "part", refuse), dim, place))
-    return None if first is None else parts
+
+def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
+    return -tensor.ndim <= dim < tensor.ndim
+
+
+class _Join:
+    """Joins parts along a dim. `rows` are the rows of each part; None if they are unknown."""
+
+    def __init__(self, dim: int, rows: Sequence[int] | None) -> None:
+        self._dim = dim
+        self._rows = rows
+
+    def join_items(self, items: dict[Any, Any], place: str) -> dict[Any, Any]:
+        """Join the parts of each item."""
+        return {key: self.join(tuple(parts), f"{place}[{key!r}]") for key, parts in items.items()}
+
+    def join(self, parts: tuple[Any, ...], place: str) -> Any:
+        """Join parts."""
+
+        def refuse(reason: str) -> NoReturn:
+            msg = f"cannot join {place}: {reason}. Return the same structure on every device"
+            raise GatherError(msg)
+
+        if not parts:
+            refuse("it has no parts")
+        check_kinds(parts, "part", refuse)
+        first = parts[0]
+        if isinstance(first, torch.Tensor):
+            return _join_tensors(parts, self._dim, place)
+        if all(type(part) is list for part in parts):
+            if self._has_rows_in_items(parts, place):
+                return [self.join(items, f"{place}[{index}]") for index, items in enumerate(zip(*parts, strict=True))]
+            device = next((tensor.device for tensor in tensors_in(parts)), None)
+            return [item if device is None else recursive_to(item, device) for part in parts for item in part]
+        if is_container(first):
+            return rebuilt(first, self.join_items(columns(parts, "part", refuse), place))
+        return None if first is None else parts
+
+    def _has_rows_in_items(self, parts: tuple[list[Any], ...], place: str) -> bool:
+        """True if each item of the lists has all rows; False if there is one item per row."""
+        found = [[*tensors_in(part)] for part in parts]
+        if not all(found) or len(set(map(len, parts))) > 1:
+            return False
+        sizes = [{each.shape[self._dim] if _has_dim(each, self._dim) else None for each in tensors} for tensors in found]
+        if any(len(each) > 1 or None in each for each in sizes):
+            return False
+        if self._rows is not None and sizes != [{each} for each in self._rows]:
+            return False
+        if self._rows is None or [*map(len, parts)] == [*self._rows]:
+            counts = ", ".join(str(each.pop()) for each in sizes)
+            msg = (
+                f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose tensors have {counts} rows: one "
+                "item per row, or all rows in each item. Return a tuple to join its items, or a tensor instead of one "
+                "item per row"
+            )
+            raise GatherError(msg)
+        return True
 
 
 def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:

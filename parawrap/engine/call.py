@@ -180,6 +180,7 @@ class Calls:
         cutters: Mapping[str | None, Cutter],
         rules: JoinRules,
         output_device: torch.device | None = None,
+        shares_hooks: bool = False,
     ) -> None:
         self.target = target
         self.devices = tuple(devices)
@@ -187,7 +188,8 @@ class Calls:
         self.rules = rules
         self.output_device = output_device  # None: the device of the module, or of a callable's first tensor
         self.lanes = Lanes(devices)
-        self.replicas = Replicas(target, devices, [method for method in cutters if method is not None])
+        methods = [method for method in cutters if method is not None]
+        self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks)
         self.recorder = Recorder(target)
         self.plain_calls = self.cut_calls = 0
         self.shards: tuple[int, ...] = ()

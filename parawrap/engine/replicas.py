@@ -262,7 +262,7 @@ class Replica:
 class Replicas:
     """The replicas of one target. The caller ensures that no lane runs in `refresh`, `settle`, and `forget`.
 
-    With `detach`, no gradients flow from the replicas to the target.
+    With `detach`, no gradients flow from the replicas to the target. `shares_hooks` is as in `Survey`.
 
     Attributes:
         all: One replica per lane; empty before the first refresh.
@@ -271,7 +271,13 @@ class Replicas:
     """
 
     def __init__(
-        self, target: Any, devices: Sequence[torch.device], methods: Sequence[str] = (), *, detach: bool = False
+        self,
+        target: Any,
+        devices: Sequence[torch.device],
+        methods: Sequence[str] = (),
+        *,
+        detach: bool = False,
+        shares_hooks: bool = False,
     ) -> None:
         check_modules()
         self.target = target
@@ -289,6 +295,7 @@ class Replicas:
         self.survey = Survey(None)
         self._methods = methods
         self._detach = detach
+        self._shares_hooks = shares_hooks
         self.generation = 0  # how often a refresh found the model changed
         self.must_refresh = True  # whatever a look at the model would show
         self.renews_always = False
@@ -384,7 +391,7 @@ class Replicas:
 
         The old replicas are dropped first: parameters remember the shapes of the graphs that lead to them.
         """
-        self.survey = survey = Survey(self.target, self._methods)
+        self.survey = survey = Survey(self.target, self._methods, shares_hooks=self._shares_hooks)
         self.generation += 1
         self._drop()
         home = _home_of(self.target) or next(map(_device_of, (*survey.params, *survey.tensors)), None)

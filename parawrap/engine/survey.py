@@ -108,12 +108,16 @@ class Survey:
         is_quiet: True if forward is code of listed classes of torch.nn alone, which write nothing.
         in_turns: True if lanes must run one after another, because forward writes shared weights for a moment.
 
+    With `shares_hooks`, hooks are not among the twins: each keeps the cells of its closure, as in torch.nn.DataParallel.
+
     Raises:
         ReplicaError: If the target leads to something that cannot be copied. The message names the path and a cure.
     """
 
-    def __init__(self, target: Any, methods: Iterable[str] = ()) -> None:
+    def __init__(self, target: Any, methods: Iterable[str] = (), *, shares_hooks: bool = False) -> None:
         self.target = target
+        self._shares_hooks = shares_hooks
+        self._shared_hooks: set[int] = set()
         self.owned: dict[int, Any] = {}
         self.paths: dict[int, str] = {}
         self.places: list[Place] = []
@@ -207,6 +211,8 @@ class Survey:
                 place = self._enter(module, name, path)
                 below += [(each, f"{path}.{key}".lstrip("."), place, key) for key, each in part.items()]
             else:
+                if self._shares_hooks and name.endswith("_hooks") and isinstance(part, dict):
+                    self._shared_hooks.update(map(id, part.values()))
                 below.append((part, f"{path}.{name}".lstrip("."), own, name))
         return below
 
@@ -316,7 +322,7 @@ class Survey:
             return False
 
         while True:
-            others = [function for function in self.functions if id(function) not in twins]
+            others = [each for each in self.functions if id(each) not in twins and id(each) not in self._shared_hooks]
             more = [function for function in others if any(leads(part) for _, part in captured(function))]
             if not more:
                 return [function for function in self.functions if id(function) in twins]

@@ -54,7 +54,8 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     torch joins lists item by item. Two heads of a model on two rows are such lists: their tensors have the rows.
 
     Raises:
-        Refusal: If lists may be both: dicts of tensors with the rows, or tensors of different sizes and unknown rows.
+        Refusal: If lists may be both: as many 0-d tensors or vectors as rows, dicts of tensors with the rows, or tensors of
+            different sizes and unknown rows.
     """
     if type(column[0]) is not list:
         return False  # a tuple is a structure
@@ -64,7 +65,12 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     if follows and any(len(set(place)) > 1 for place in zip(*kinds, strict=False)):
         return True  # nothing that torch joins item by item
     tensors = [[leaf for leaves, _ in value for leaf in leaves if isinstance(leaf, torch.Tensor)] for value in items]
-    if not all(leaf.ndim for found in tensors for leaf in found):
+    fewest_dims = min((leaf.ndim for found in tensors for leaf in found), default=0)
+    is_bare = isinstance(next(item for value in column for item in value), torch.Tensor)
+    if follows and (fewest_dims == 0 or (fewest_dims == 1 and is_bare)):
+        what = "0-d tensors" if fewest_dims == 0 else "vectors"
+        raise _both(column, sizes, f"with {what}, which are those of single rows or of all rows together")
+    if fewest_dims == 0:
         return False
     counts = [{leaf.shape[0] for leaf in found} for found in tensors]
     are_alike = _are_alike([item for value in items for item in value])
@@ -82,14 +88,19 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     first = next(item for value in column for item in value if item is not None)
     if has_rows and (not are_alike or isinstance(first, torch.Tensor | tuple | list)):
         return False
-    kind = type(first).__name__
     why = "whose tensors have the rows too" if has_rows else "which differ, and whose tensors do not have the rows"
+    raise _both(column, sizes, why)
+
+
+def _both(column: Sequence[Any], sizes: Sequence[int] | None, why: str) -> Refusal:
+    """Return the refusal of lists with as many items as rows: they may be one item per row, or parts of every row."""
+    kind = type(next(item for value in column for item in value if item is not None)).__name__
     msg = (
         f"the lanes had {list_values(sizes or [])} rows and returned as many items of type {kind}, {why}: one item per "
         'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
         "together. Return a tuple to join its items"
     )
-    raise Refusal(msg)
+    return Refusal(msg)
 
 
 def holds_only_values(column: Sequence[Any]) -> bool:

@@ -75,5 +75,60 @@ def test_ambiguous_detections():
         assert_close(p(x), model(x))
     levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
     assert_close(DataParallel(levels, TWO)(x), levels(x))
-    with pytest.warns(UserWarning, match="0-d tensors"):
-        assert_close(DataParallel(Calls(lambda x: [x.sum(), x.max()]), TWO)(x), [torch.full((2,), 2.0), torch.ones(2)])
+
+
+ALIKE = {
+    "layers": (lambda x: [x, x * 2, x * 3], True),
+    "two layers": (lambda x: [x, x * 2], True),
+    "losses": (lambda x: (x.sum(), x.mean()), True),
+    "scores of rows": (lambda x: [{"score": row.sum()} for row in x], False),
+    "sums of rows": (lambda x: [row.sum() for row in x], False),
+    "rows": (lambda x: [*x], False),
+    "labels": (lambda x: x[:, 0].int().tolist(), True),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
+def test_the_batch_size_decides_nothing(name):
+    """A list of one structure is joined whatever the number of rows, or refused whatever it is, with cures that work."""
+    returned, is_joined = ALIKE[name]
+    model = Calls(returned)
+    net = DataParallel(model, TWO)
+    for rows in (4, 5, 6, 8, 10):
+        x = torch.arange(3.0 * rows).view(rows, 3)
+        if not is_joined:
+            with pytest.raises(GatherError, match=r'out_dims="items"'):
+                net(x)
+            with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
+                assert_close(p(x), model(x))
+        elif name != "losses":
+            assert_close(net(x), model(x))
+        else:
+            assert [len(loss) for loss in net(x)] == [2, 2]
+    net.close()
+
+
+class Attributions(torch.nn.Module):
+    """Keeps the outputs of a layer under the layer itself, as captum does: its hooks hold the layer in their cells."""
+
+    def __init__(self, net, layer):
+        super().__init__()
+        self.net, self.saved = net, {}
+
+        def wrap(original):
+            return lambda _module, _inputs, output: self.saved.setdefault(original, []).append(output.detach())
+
+        layer.register_forward_hook(wrap(layer))
+
+
+def test_hooks_keep_their_cells():
+    """As in torch.nn.DataParallel, a hook finds the original layer in its closure, not the replica that calls it."""
+    layer = torch.nn.Linear(3, 2)
+    kept = Attributions(torch.nn.Sequential(layer, torch.nn.ReLU()), layer)
+    x = torch.randn(6, 3)
+    with torch.no_grad():
+        DataParallel(kept.net, TWO)(x)
+    assert list(kept.saved) == [layer]
+    found = torch.cat(kept.saved[layer])  # in the order of the lanes' ends
+    assert_close(found.sort(0).values, layer(x).detach().sort(0).values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import UserDict, namedtuple
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parawrap import DataParallel, GatherError, ShardError, TupleParallel, cat, default_collate, tp_collate, tuple_fn
 from tests.helpers.calling import Calls, lane_threads
+from tests.helpers.same import assert_same
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -120,6 +122,60 @@ def test_batch_is_passed_whole(devices, kind):
     scales = (2,) * min(len(devices), len(SAMPLES))
     assert_close(net(batch, scales), EXPECTED * 2)
     assert_close(net(scale=[*scales], batch=batch), EXPECTED * 2)
+
+
+@pytest.mark.parametrize("collate", [tp_collate(2)(pairs), default_collate(2)], ids=["tp_collate", "default_collate"])
+def test_a_batch_that_is_not_spread(collate):
+    """The parts of arguments know that they are parts: each lane would get one argument whole. The cure works."""
+    model = Calls(lambda x, y: (x - y).sum())
+    batch = collate([(torch.tensor([float(i)]), torch.tensor([100.0])) for i in range(4)])
+    with TupleParallel(model, TWO) as net:
+        with pytest.raises(ShardError, match=r"args\[0\] is a whole batch of 2 arguments.*: model\(\*batch\)"):
+            net(batch)
+        assert [float(each) for each in net(*batch)] == [-199.0, -195.0]
+        assert len(net((batch[0][0], batch[0][1]), batch[1])) == 2  # parts that are put together by hand
+    doubled = torch.utils._pytree.tree_map(lambda each: each * 2, batch)
+    assert doubled[0][1].tolist() == [[4.0], [6.0]]
+
+
+class Held:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Held(self.x.to(device))
+
+
+def test_classes_with_a_plain_to():
+    """`.to` of classes of others is called with the device alone."""
+    with TupleParallel(Calls(lambda held: held.x * 2), TWO) as net:
+        assert_close(net((Held(torch.ones(2)), Held(torch.ones(1)))), (torch.full((2,), 2.0), torch.full((1,), 2.0)))
+    double = tuple_fn(lambda held: held.x * 2, parallel=True, devices=TWO)
+    assert_close(double((Held(torch.ones(2)), Held(torch.ones(1)))), (torch.full((2,), 2.0), torch.full((1,), 2.0)))
+
+
+def detr(x):
+    heads = [{"logits": x * layer, "boxes": x[:, :1]} for layer in range(5)]
+    return {**heads[-1], "aux_outputs": heads[:-1]}
+
+
+MODELS = {
+    "DETR": detr,
+    "CenterNet": lambda x: {"stacks": [{"hm": x, "wh": x[:, :2]}, {"hm": x * 2, "wh": x[:, 1:]}]},
+    "pyramid": lambda x: {"levels": [x[:, None], x[:, None, ::2]], "names": ["a"] * len(x)},
+    "boxes": lambda x: {"boxes": [row.repeat(int(row[0]) % 3 + 1, 1) for row in x], "x": x},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("reduction", [cat, functools.partial(cat, dim=0)], ids=["cat", "partial"])
+def test_cat_joins_lists_by_their_rows(name, reduction):
+    """Lists whose tensors have the rows of the arguments are joined item by item, and others have one item per row."""
+    model = Calls(MODELS[name])
+    with TupleParallel(model, TWO, reduction=reduction) as net:
+        for sizes in (3, 3), (5, 3), (3, 1):
+            parts = torch.arange(3.0 * sum(sizes)).view(-1, 3).split(sizes)
+            assert_same(net(parts), model(torch.cat(parts)))
 
 
 def test_batches_can_be_spread():

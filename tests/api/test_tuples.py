@@ -54,6 +54,20 @@ def test_cat_of_lists_per_row(rows):
         assert [*map(id, joined["ids"])] == [*map(id, rows)]
 
 
+def test_cat_of_lists_with_rows():
+    """The tensors beside a list have the rows. Without them, or with as many items as rows, the list may mean both."""
+    parts = [torch.zeros(3, 2), torch.ones(2, 2)]
+    joined = cat(tuple({"y": part, "levels": [part] * 4} for part in parts))
+    assert [level.shape for level in joined["levels"]] == [(5, 2)] * 4
+    with pytest.raises(GatherError, match=r"whose tensors have 3, 2 rows: one item per row.* Return a tuple"):
+        cat(tuple({"levels": [part] * 2} for part in parts))
+    joined = cat(tuple({"levels": (part,) * 2} for part in parts))
+    assert [level.shape for level in joined["levels"]] == [(5, 2)] * 2
+    two = torch.zeros(2, 3)
+    with pytest.raises(GatherError, match=r"output\['aux'\].*lists of 2 items, whose tensors have 2, 2 rows"):
+        cat(({"y": two, "aux": [two, two]}, {"y": two, "aux": [two, two]}))
+
+
 def test_cat_keeps_other_values():
     """Parts that are all None become None. Values that cannot be joined, and PackedSequences, stay a tuple."""
     assert cat(({"past": None, "n": 3}, {"past": None, "n": 4})) == {"past": None, "n": (3, 4)}

@@ -12,9 +12,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.testing import assert_close
 
+from parawrap.api._containers import Parts
+
 
 def assert_same(one, other):
     """Assert that two outputs have equal types, structure, and values, up to rounding."""
+    one, other = (tuple(each) if isinstance(each, Parts) else each for each in (one, other))
     assert type(one) is type(other)
     if isinstance(one, Mapping):
         assert list(one) == list(other)
