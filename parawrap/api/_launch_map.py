@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,8 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Resul
         max_parallel = 1 if runs_here(jobs[0]) else len(jobs)
     if max_parallel == 1:
         return _one_by_one(jobs)
+    if runs_here(jobs[0]):
+        jobs = [replace(job, beside=min(max_parallel, len(jobs))) for job in jobs]
     queue = _Queue(jobs, max_parallel)
     return _Outcomes([future.result for future in queue.futures], queue.cancel)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
 from time import perf_counter
@@ -43,8 +43,9 @@ def compare(
 ) -> Comparison:
     """Run a call plainly and in lanes, print a table of times, memory, and differences, and return the measurements.
 
-    In the table, "plain" is the call as torch runs it, and "lanes" is the call inside
-    ``parallel(model, devices, **options)``. On the CPU, "plain, 1 thread" is the plain call with one thread per operator.
+    In the table, "plain" is the call as torch runs it, "lanes" is the call inside ``parallel(model, devices, **options)``,
+    and "map" is a batch of its `map`, where each batch runs whole in one lane. On the CPU, "plain, 1 thread" is the plain
+    call with one thread per operator. Speed-ups are against the fastest plain way.
     The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`, and torch random states,
     and restores them at its end. Its first calls are not timed. A remark below the table says if other processes used the
     cores meanwhile, or if the times of lanes and of the plain call overlap.
@@ -75,7 +76,7 @@ def compare(
         parallel(Linear, ['cpu', 'cpu']): forward in training mode, 5 rounds of 10 calls
                     way  median ms ...
         >>> [way.name for way in comparison.ways]
-        ['plain', 'plain, 1 thread', 'lanes']
+        ['plain', 'plain, 1 thread', 'map', 'lanes']
     """
     method, *others = options.get("methods", ("forward",))
     if rounds < 2 or calls < 1 or others:
@@ -89,9 +90,12 @@ def compare(
     leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
     places = {tensor.device for tensor in (*held, *module.buffers())}.union(block.devices)
     accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
-    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model), "lanes": block}
+    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model)}
     if places == {torch.device("cpu")}:
-        ways = {"plain": ways["plain"], _ONE_THREAD: ways["plain"], "lanes": block}
+        ways[_ONE_THREAD] = ways["plain"]
+    if not train:  # a stream of batches keeps no gradients
+        ways["map"] = block
+    ways["lanes"] = block
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     faults = dict.fromkeys(ways, 0)
     answers: dict[str, tuple[list[torch.Tensor], ...]] = {}
@@ -126,6 +130,13 @@ def compare(
                 torch.set_grad_enabled(train),
             ):
                 target = model if module is model else opened
+                if name == "map":
+                    *_, output = opened.map([batch] * len(block.devices))  # not timed
+                    answers.setdefault(name, (_copies(_tensors(output)), _copies(map(_gradient, leaves))))
+                    seconds[name].append(_time_of_batch(clock, opened.map([batch] * calls), calls))
+                    faults[name] += counts[-1] - counts[-2]
+                    extra[name] = growth()
+                    continue
                 if name not in answers:
                     answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))
                 given = {"step": step, "target": target}
@@ -145,6 +156,14 @@ def compare(
     if show:
         print(comparison)  # noqa: T201
     return comparison
+
+
+def _time_of_batch(clock: Callable[[], float], outputs: Iterator[Any], count: int) -> float:
+    """Return the time per batch of a stream, whose outputs are dropped as they come."""
+    start = clock()
+    for _ in outputs:
+        pass
+    return (clock() - start) / count
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

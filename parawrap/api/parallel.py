@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -128,6 +130,8 @@ class Parallel(Streams, Generic[TargetT]):
         (True, (3, 2))
     """
 
+    _was_used = True  # until the end of `__init__`
+
     def __init__(
         self,
         target: TargetT,
@@ -182,15 +186,27 @@ class Parallel(Streams, Generic[TargetT]):
         self._last: Session | PooledSession | None = None  # for stats() after the block
         self._depth = 0
         self._closed = False
+        self._was_used = False
+
+    def __del__(self) -> None:
+        if not self._was_used and not sys.is_finalizing():
+            warnings.warn(
+                f"{self._describe()} had no effect: open it with `with`, call it, or use it as a decorator", stacklevel=2
+            )
 
     @property
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
         """The device of each lane, or the NeuronCores of a block on NeuronCores."""
+        self._was_used = True  # a look at the devices is an effect
         return self._cores or self._devices
 
     def __repr__(self) -> str:
+        self._was_used = True
+        return self._describe()
+
+    def _describe(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
-        return f"parallel({name}, {[str(device) for device in self.devices]})"
+        return f"parallel({name}, {[str(device) for device in self._cores or self._devices]})"
 
     def __enter__(self) -> Parallel[TargetT]:
         with self._lock:
@@ -209,6 +225,7 @@ class Parallel(Streams, Generic[TargetT]):
 
     def close(self) -> None:
         """Restore the model, wait for running tasks, and end the lanes. A second call does nothing."""
+        self._was_used = True
         with self._lock:
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()
@@ -364,6 +381,7 @@ class Parallel(Streams, Generic[TargetT]):
 
     def _open(self) -> Session | PooledSession:
         if self._session is None:
+            self._was_used = True
             self._session = self._new_session()
         return self._session
 
@@ -392,6 +410,7 @@ class Parallel(Streams, Generic[TargetT]):
                 self._write_back()
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
+        self._was_used = True
         if any(runs_later(function) for runs_later in _RUN_LATER):
             name = function.__qualname__
             msg = (

@@ -18,6 +18,7 @@ from parawrap.backends import transfer
 from parawrap.engine._private_names import version_of
 from parawrap.engine.cut_errors import (
     hint_of_items,
+    hint_of_shared_lists,
     hint_of_sizes,
     refuse_attributes,
     refuse_broken_units,
@@ -443,6 +444,8 @@ class Cutter:
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
         largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
         hint = hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None
+        if is_cut and self.lists_are_shared:
+            hint = hint_of_shared_lists(self._declarations, flat, rows)
         return ShardPlan.of(spec, leaves, cut, sizes, hint)
 
     def _layout(self, spec: TreeSpec) -> _Layout:

@@ -213,6 +213,15 @@ def hint_of_items(declarations: Declarations, flat: FlatCall) -> str | None:
     return None
 
 
+def hint_of_shared_lists(declarations: Declarations, flat: FlatCall, rows: int) -> str | None:
+    """Return a warning for a list as long as the batch, which goes whole to every lane, as in torch.nn.DataParallel."""
+    found = next(_find_sequences(declarations, flat, rows), None)
+    if found is None:
+        return None
+    cure = declarations.write_cure({found.path: "items"})
+    return f"{found.says}. Like torch.nn.DataParallel, parawrap gives it whole to every lane; {cure} cuts it by item"
+
+
 def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
     """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut."""
     if sizes[0] <= _UNEVEN_BEYOND * largest:

@@ -34,6 +34,7 @@ class Job:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         number: The number of the launch among those of `map`. It stands in front of the output.
+        beside: The number of launches that run on this machine at the same time, and share its cores.
     """
 
     platform: Platform
@@ -43,6 +44,7 @@ class Job:
     sent_as: Any = None
     bound_to: tuple[Any, ...] = ()
     number: int | None = None
+    beside: int = 1
 
     @property
     def name(self) -> str:

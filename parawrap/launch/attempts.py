@@ -75,7 +75,7 @@ def make_pool(
     assignments = [
         Assignment(
             settings=settings,
-            set_up=RankSetUp(sent, Place.of(rank, platform, restart), world.store, world.interface),
+            set_up=RankSetUp(sent, Place.of(rank, platform, restart), world.store, world.interface, job.beside),
             grace_s=platform.grace_s,
             stays=stays,
             modules=PRELOADABLE,

@@ -55,12 +55,14 @@ class RankSetUp:
         place: The rank's place.
         store: The store where the ranks meet; None if they form no process groups and run on several machines.
         interface: The network interface that leads to the other nodes.
+        beside: The number of launches that share the cores of the rank's machine.
     """
 
     platform: Platform
     place: Place
     store: StoreAddress | None
     interface: str | None = None
+    beside: int = 1
 
     def enter(self, preemption: Preemption) -> None:
         """Make this process the rank."""
@@ -68,7 +70,7 @@ class RankSetUp:
         logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
         if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
             os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
-        share_cores(platform, place.ranks_per_node)
+        share_cores(platform, place.ranks_per_node * self.beside)
         os.environ |= self._variables()
         if self.interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
@@ -143,20 +145,20 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
     )
 
 
-def share_cores(platform: Platform, ranks_per_node: int) -> None:
+def share_cores(platform: Platform, ranks: int) -> None:
     """Give this rank its share of the cores. OMP_NUM_THREADS holds for libraries that it loads later."""
-    threads = _threads_per_rank(platform, ranks_per_node)
+    threads = _threads_per_rank(platform, ranks)
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
+def _threads_per_rank(platform: Platform, ranks: int) -> int:
     """Return the number of threads: the user's setting, or an equal share of the cores."""
     if platform.device != Device.CPU and platform.n_cpus > 1:
         return platform.n_cpus
     if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, usable_cores() // ranks_per_node)
+    return max(1, usable_cores() // ranks)
 
 
 def _check_cuda(place: Place) -> None:

@@ -31,8 +31,8 @@ def test_the_table_has_a_row_per_way(capsys):
     comparison = compare(nn.Linear(3, 2).eval(), torch.randn(9, 3), LANES, rounds=2, calls=3)
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert title == "parallel(Linear, ['cpu', 'cpu']): forward in eval mode, 2 rounds of 3 calls"
-    names = ["plain", "plain, 1 thread", "lanes"]
-    assert all(line.strip().startswith(name) for line, name in zip(rows[:3], names, strict=True))
+    names = ["plain", "plain, 1 thread", "map", "lanes"]
+    assert all(line.strip().startswith(name) for line, name in zip(rows[:4], names, strict=True))
     assert [way.name for way in comparison.ways] == names
     assert all(len(way.seconds) == 2 and min(way.seconds) > 0 for way in comparison.ways)
     assert repr(comparison).startswith("<Comparison: plain ")
@@ -59,7 +59,11 @@ def test_a_table_of_known_numbers():
     ("ways", "busy_cores", "remark"),
     [
         ((SLOW, FAST), None, ""),
-        ((SLOW, dataclasses.replace(FAST, name="1 thread"), FAST), 0.0, "overlap: the difference is not significant"),
+        (
+            (SLOW, dataclasses.replace(FAST, name="plain, 1 thread"), FAST),
+            0.0,
+            "overlap: the difference is not significant",
+        ),
         ((SLOW, CLOSE), 1.26, "Other processes used 1.3 cores during the measurement"),
     ],
     ids=["clear", "overlap", "busy"],
@@ -77,7 +81,10 @@ def test_remarks_on_the_speed_up(ways, busy_cores, remark):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_the_ways_call_the_model(train):
-    """The plain ways get the whole batch in the caller, also with one thread. A tuple or dict is spread as in `map`."""
+    """The plain ways get the whole batch in the caller, also with one thread; `map` gives it whole to a lane.
+
+    A tuple or dict is spread as in `map`.
+    """
     seen = []
 
     class Recorder(nn.Linear):
@@ -92,7 +99,7 @@ def test_the_ways_call_the_model(train):
     plain = [call for call in seen if call[0] == 9]
     assert len(plain) < len(seen)
     assert (9, True, 1, train) in plain
-    assert all(in_main for _, in_main, *_ in plain)
+    assert all(in_main for _, in_main, *_ in plain) is train
 
 
 def test_methods_and_packed_sequences():
@@ -206,7 +213,7 @@ def test_the_random_state_of_each_way():
 
     compare(noise, torch.zeros(9, 3), ["cpu"], **SHORT)
     assert torch.equal(torch.get_rng_state(), state)
-    assert drawn.count(torch.rand(()).item()) == 6  # three ways, two turns
+    assert drawn.count(torch.rand(()).item()) == 8  # four ways, two turns
 
 
 def test_load_is_unknown_off_linux(monkeypatch):

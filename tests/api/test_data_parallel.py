@@ -124,7 +124,7 @@ def test_errors_name_lane_and_rows():
     """A list goes whole to every lane, as in torch; the note of the model's error says so."""
     net = DataParallel(Calls(lambda x, lengths, scale: x[lengths[len(x)]]), TWO)
     with pytest.raises(IndexError) as caught:
-        net(torch.zeros(4, 2), [9, 9, 9, 9], scale=2)
+        net(torch.zeros(4, 2), [9, 9, 9, 9, 9], scale=2)
     note = 'in lane 0 on cpu, shard 0 of 2: 2 of 4 rows. Every lane got args[1], kwargs["scale"] whole'
     assert caught.value.__notes__[0] == note
 

@@ -193,3 +193,10 @@ def test_models_that_cannot_be_copied(tmp_path, kind):
         del model
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def test_a_block_without_effect():
+    """A block that is dropped without a `with`, a call, or a look at its devices is an error of the user."""
+    with pytest.warns(UserWarning, match=r"parallel\(Linear, \['cpu', 'cpu'\]\) had no effect: open it with `with`"):
+        parallel(torch.nn.Linear(2, 2), ["cpu"] * 2)
+    parallel(torch.nn.Linear(2, 2), ["cpu"] * 2).close()
