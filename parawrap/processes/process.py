@@ -436,7 +436,8 @@ def _flush_files() -> None:
     """Write the buffers of files that the function left open. Those of the server are frozen, and not listed."""
     for file in gc.get_objects():
         with contextlib.suppress(Exception):  # closed, detached, or on a full disk
-            if isinstance(file, TEMPORARY_FILE):
+            kind = type(file)  # `isinstance` would ask objects for their `__class__`, and some warn then
+            if issubclass(kind, TEMPORARY_FILE):
                 file.close()  # which removes it
-            elif isinstance(file, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            elif issubclass(kind, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 file.flush()

@@ -10,6 +10,7 @@ import traceback
 
 import psutil
 import pytest
+import torch
 
 from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import UnsendableError

@@ -32,7 +32,8 @@ _ARRAY_LOG = "job-%A_%a.log"
 
 # Submitit handles these parameters itself. All others go to sbatch unchanged.
 _OWN = ("additional_parameters", "array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
-_REFUSED = ("nodes", "ntasks_per_node", "stderr_to_stdout", "use_srun")
+_REFUSED = dict.fromkeys(("nodes", "ntasks", "ntasks_per_node", "use_srun"), "n_nodes, n_cpus, and n_gpus set it")
+_REFUSED |= dict.fromkeys(("error", "open_mode", "stderr_to_stdout"), "parawrap reads the output of srun and the tasks")
 
 # Starts submitit with signals blocked: they wait until the rank takes them, and do not end processes that it starts.
 _BLOCKING_PYTHON = (
@@ -202,10 +203,10 @@ def _parameters(platform: Platform, folder: Folder, *, is_array: bool) -> dict[s
 
 def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the parameters into submitit's own, with or without its prefix, and options that go to ``sbatch`` unchanged."""
-    named = {name.removeprefix("slurm_"): value for name, value in given.items()}
-    for name in _REFUSED:
+    named = {name.removeprefix("slurm_").replace("-", "_"): value for name, value in given.items()}
+    for name, why in _REFUSED.items():
         if name in named:
-            msg = f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, n_cpus, and n_gpus set it"
+            msg = f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as {why}"
             raise PlatformError(msg)
     own = {name: value for name, value in named.items() if name in _OWN and name != "additional_parameters"}
     options = {name: value for name, value in named.items() if name not in _OWN} | dict(

@@ -15,6 +15,7 @@ import math
 import pickle
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -72,6 +73,7 @@ class BatchRun:
         self._platform = job.platform
         self._folder = folder
         self._is_cancelled = False
+        self._asking = threading.Lock()  # all requests for stacks share the files
         self._history: list[str] = []
         self.has_begun = False
         plan = Plan(job.name, job.sent_platform, Settings.here().for_other_machines())
@@ -94,7 +96,7 @@ class BatchRun:
         self._is_cancelled = True
 
     def preempt(self) -> None:
-        if not commands.job_state(self._number).waits:
+        if self.has_begun:  # a task that still starts would die of the signal
             commands.signal_job(self._number, "USR2")
 
     def state_of(self, rank: int) -> str:
@@ -102,8 +104,10 @@ class BatchRun:
         return "running"
 
     def stacks(self) -> dict[int, str]:
-        if not self.has_begun:
-            return {}
+        with self._asking:
+            return self._ask_for_stacks() if self.has_begun else {}
+
+    def _ask_for_stacks(self) -> dict[int, str]:
         files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
         before = sizes = _sizes(files)
         commands.signal_job(self._number, "USR1")
@@ -134,12 +138,13 @@ class BatchRun:
                     start = following.next_start
                     continue
                 self.has_begun = False
-                failures = self._folder.failures(start)
-                if self._is_cancelled or not may_restart(ending, self._platform, failures):
-                    return self._complete(ending, transcripts)
-                self._note(start, summary_of_attempt(ending, is_preempted=False))
+                ending = self._complete(ending, transcripts)
+                if self._is_cancelled or not may_restart(ending, self._platform, self._folder.failures(start)):
+                    return ending
+                self._folder.mark_failed(start)
                 if reason := commands.requeue_job(self._number):
-                    return replace(ending, history=[*self._history, f"Slurm refused to requeue the job: {reason}"])
+                    return replace(ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"])
+                self._note(start, summary_of_attempt(ending, is_preempted=False))
         except OSError as error:
             raise self._folder.unusable(error) from error
         finally:
@@ -269,9 +274,10 @@ class _Start:
         """True if the job has ended, and its files have arrived. End a job that does not end by itself."""
         now = time.monotonic()
         if not state.is_over:
-            if self._ended_at is not None and now > self._ended_at + _LEAVING_S:
+            is_late = self._ended_at is not None and now > self._ended_at + _LEAVING_S
+            if is_late:
                 commands.cancel_job(self._number)
-            return False
+            return is_late and state.name == "UNKNOWN"  # without an answer of Slurm, nothing more can be done
         self._over_at = self._over_at or now
         self._take_reports()
         return self._ended_at is not None or self._has_ended() or now >= self._over_at + _LATE_S
@@ -290,8 +296,12 @@ class _Start:
             rank: how.strip()
             for ranks, how in _DEATH.findall(said)
             for rank in _numbers_in(ranks)
-            if rank not in self._reports
+            if not isinstance(self._outcome_of(rank), (Returned, Raised, Died, Requeued))
         }
+
+    def _outcome_of(self, rank: int) -> Outcome | None:
+        report = self._reports.get(rank)
+        return None if report is None else report.outcome
 
     def _go_on(self, starts: int) -> Ending | None:
         """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
@@ -331,7 +341,11 @@ class _Start:
                 return self._lost()
             self._raise_for(state)
             for rank, how in self._deaths().items():
-                outcomes[rank] = _death(how)
+                is_ended = rank in outcomes  # by SIGTERM, which did not come from Slurm
+                outcomes[rank] = Died(math.inf, 0, -signal.SIGTERM) if is_ended else _death(how)
+            if state.name == "COMPLETED" and self._ranks_began_at is not None:  # srun does not name tasks that exit with 0
+                for rank in set(range(self._platform.world_size)) - set(outcomes):
+                    outcomes[rank] = Died(math.inf, 0, 0)
             is_known = first_failure(outcomes) is not None
         history = []
         if state.name == "OUT_OF_MEMORY":

@@ -65,7 +65,7 @@ def slurm_missing() -> str | None:
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
     output = _run("scontrol", "--oneliner", "show", "job", job)[1]
-    fields = dict(re.findall(r"(\w+)=(\S*)", output.partition(" Command=")[0]))
+    fields = dict(re.findall(r"(\w+)=(\S*)", output[output.find("JobState=") :].partition(" Command=")[0]))  # not the name
     if "JobState" not in fields:
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
         return JobState("FORGOTTEN" if is_unknown else "UNKNOWN")

@@ -6,7 +6,8 @@
         call, plan          what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
-        preempted-START     the next start of the job is no failure
+        preempted-START     this start was preempted, or its ranks requested the next one
+        failed-START        it has failed nevertheless
         stacks-RANK         what faulthandler wrote
 
 It is on a file system that the submitting process and all nodes share. Each file has one writer.
@@ -155,10 +156,14 @@ class Folder:
         """Note that the job is preempted, or that its ranks request the next start: this one did not fail."""
         (self.path / f"preempted-{start}").touch()
 
+    def mark_failed(self, start: int) -> None:
+        """Note that a start has ended by a failure, whether it was preempted or not."""
+        (self.path / f"failed-{start}").touch()
+
     def failures(self, start: int) -> int:
-        """Return the number of starts before this one that ended by a failure."""
+        """Return the number of starts before this one that ended by a failure, such as the loss of a node."""
         names = self._names()
-        return sum(f"preempted-{earlier}" not in names for earlier in range(start))
+        return sum(f"failed-{each}" in names or f"preempted-{each}" not in names for each in range(start))
 
     def stacks_of(self, rank: int) -> Path:
         """Return the file with the stacks of a rank."""

@@ -65,7 +65,6 @@ def run_rank(path: str) -> NoReturn:
     with contextlib.ExitStack() as cleanup:
         code = _Task(Folder(Path(path)), cleanup).run()
         if code:
-            flush_streams()
             os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
         leave(code)
 
@@ -83,6 +82,7 @@ class _Task:
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self._place = Place.of(job.global_rank, self._plan.platform, self._start)
         self._file = Path(job.paths.result_pickle)
+        self._number = job.job_id  # the function may change the environment
         self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
         self._is_ending = False
 
@@ -125,15 +125,23 @@ class _Task:
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
             if self._store is not None and is_echo(error) and is_requeued(self._store):
                 return self._requeued()
-            _, summary, traceback, is_consequence = description_of(error)
-            return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
+            return self._raised(error)
 
     def _value(self) -> memoryview:
         """Call the function, and return its pickled value."""
         function, args, kwargs = ScriptOfRank().take(unpack(memoryview(bytearray(self._folder.call.read_bytes()))))
         value = function(*args, **kwargs)
+        flush_streams()
         join_threads()  # of the function, as an interpreter does at its exit
         return _bytes_of(pack(value, "the result"))
+
+    def _raised(self, error: BaseException) -> Raised:
+        try:
+            _, summary, traceback, is_consequence = description_of(error)
+            return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
+        except Exception as reason:  # noqa: BLE001 (classes of exceptions may raise anything)
+            msg = f"an exception of class {type(error).__qualname__}, which cannot be described: {type(reason).__name__}"
+            return self._raised(LaunchError(msg))
 
     def _meet(self) -> StoreAddress:
         """Return the store of this start, which rank 0 keeps."""
@@ -170,7 +178,7 @@ class _Task:
         faulthandler.enable()
         stacks = self._cleanup.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # so that Python writes its number into the socket
+        signal.signal(signal.SIGUSR2, lambda *_: self._preempt(agreement))
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
         faulthandler.register(signal.SIGUSR1, stacks)
         numbers, written = socket.socketpair()
@@ -183,13 +191,17 @@ class _Task:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
         while number := numbers.recv(1):
             if number[0] == signal.SIGUSR2:
-                with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
-                    self._folder.mark_preempted(self._start)
-                agreement.request()
+                self._preempt(agreement)
             elif number[0] == signal.SIGTERM:
                 time.sleep(_REACTION_S)
                 if not self._is_ending:
                     break_links()  # the main thread waits for other ranks, and gets an error
+
+    def _preempt(self, agreement: Agreement) -> None:
+        """Request the step to save in. Called by the signal thread, or by the main thread if asyncio took the socket."""
+        with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
+            self._folder.mark_preempted(self._start)
+        agreement.request()
 
     def _on_sigterm(self, *_: object) -> None:
         if not self._is_ending:
@@ -226,7 +238,8 @@ class _Task:
     def _write(self, outcome: Outcome) -> None:
         import submitit.core.utils
 
-        flush_streams()
+        with contextlib.suppress(Exception):  # the function may have replaced the streams
+            flush_streams()
         with submitit.core.utils.temporary_save_path(self._file) as part:
             part.write_bytes(pickle.dumps(("success", Report(self._start, socket.gethostname(), outcome))))
 
@@ -249,7 +262,7 @@ class _Task:
     def _requeue(self) -> int:
         if self._place.global_rank == 0:
             self._folder.mark_preempted(self._start)
-            reason = requeue_job(os.environ["SLURM_JOB_ID"])
+            reason = requeue_job(self._number)
             if reason is not None:
                 error = LaunchError(f"Slurm refused to requeue the job: {reason}")
                 self._write(Raised(0.0, str(error), str(error), False, _bytes_of(pack_exception(error))))

@@ -55,9 +55,9 @@ def test_the_script_has_the_resources(folder):
     assert text.index("echo before") < text.index("srun ")
 
 
-@pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
+@pytest.mark.parametrize("name", ["nodes", "ntasks-per-node", "slurm_nodes", "use_srun", "error", "open_mode"])
 def test_contradicting_parameters(name, folder):
-    with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
+    with pytest.raises(PlatformError, match=f"leave {name.removeprefix('slurm_').replace('-', '_')} out"):
         batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
 
 

@@ -5,6 +5,7 @@ Most launches run at the same time, because each of them waits for a scheduler a
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +65,54 @@ def wait_for_each_other(folder):
         dist.recv(torch.ones(1), src=1 - current_rank().global_rank)
     finally:
         scenarios.report(folder, "cleaned")
+
+
+class Full:
+    """A stream on a full disk."""
+
+    def write(self, text):
+        return len(text)
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+def fail_with_a_full_disk():
+    if current_rank().global_rank == 1:
+        sys.stdout = Full()
+        raise ValueError("the real error")
+    dist.barrier()
+
+
+def terminate_itself():
+    if current_rank().global_rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+
+
+def fail_when_preempted(folder):
+    scenarios.report(folder, f"begun-{current_rank().restart}")
+    while not current_rank().should_checkpoint():
+        time.sleep(0.05)
+    raise ValueError("the checkpoint cannot be saved")
+
+
+def requeue_from_asyncio(folder):
+    """Let asyncio take the wake-up socket of signals, and hide Slurm from libraries, as other code does."""
+
+    async def use_a_handler():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
+        await asyncio.sleep(0)
+
+    asyncio.run(use_a_handler())
+    for name in [each for each in os.environ if each.startswith("SLURM_") and each != "SLURM_CONF"]:
+        del os.environ[name]
+    scenarios.report(folder, f"begun-{current_rank().restart}")
+    while current_rank().restart == 0:
+        if current_rank().should_checkpoint():
+            current_rank().requeue()
+        time.sleep(0.05)
+    return current_rank().restart
 
 
 def wait_or_requeue(path):
@@ -166,6 +216,11 @@ def started(slurm, launch_folder, tmp_path_factory):
         (made.folder("import") / "sitecustomize.py").write_text(program)
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
+    made.add("exit", lambda: submit(partial(os._exit, 0), **alone))
+    made.add("full", lambda: submit(fail_with_a_full_disk))
+    made.add("sigterm", lambda: submit(terminate_itself, **alone))
+    made.add("asyncio", lambda: submit(requeue_from_asyncio, made.folder("asyncio"), n_nodes=1, **alone))
+    made.add("unsaved", lambda: submit(fail_when_preempted, made.folder("unsaved"), n_nodes=1, max_restarts=1, **alone))
     made.add("in C code", lambda: submit(wait_for_each_other, made.folder("in C code")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
     with ThreadPoolExecutor() as pool:
@@ -246,6 +301,34 @@ def test_a_node_without_parawrap(started):
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
     assert raised.value.message.startswith("node 1 (node1) cannot run parawrap: ModuleNotFoundError: ")
+
+
+def test_odd_ends_of_ranks(started):
+    """An exit without an answer is a death, whatever its code, and so is a signal. A full disk hides no error."""
+    with pytest.raises(RankDiedError, match="rank 0 of 2 exited with code 0"):
+        started.results("exit")
+    with pytest.raises(RankDiedError, match="rank 1 of 2 was killed by SIGTERM"):
+        started.results("sigterm")
+    with pytest.raises(ValueError, match="the real error"):
+        started.results("full")
+
+
+def test_preemptions_reach_odd_code(started):
+    """A failure after a preemption counts as a failure, and asyncio and a changed environment hide no signal."""
+    launches = {name: started.launches[name] for name in ("asyncio", "unsaved")}
+    for start in 0, 1:
+        for name, launch in launches.items():
+            if (name, start) != ("asyncio", 1):
+                path = started.folder(name) / f"begun-{start}-0"
+                eventually(lambda path=path: started.cluster.hasten() or path.exists(), "a start")
+                eventually(lambda launch=launch: launch.state == "running", "the state of the launch")
+                launch.preempt()
+    assert list(started.results("asyncio")) == [1]
+    assert "Warning" not in launches["asyncio"].logs(0)
+    with pytest.raises(ValueError, match="cannot be saved") as raised:
+        started.results("unsaved")
+    assert "attempt 0 failed: rank 0 raised ValueError: the checkpoint cannot be saved" in raised.value.__notes__
+    assert launches["unsaved"].logs(0).count("Traceback") == 2
 
 
 def test_cancel_ends_waits_in_c_code(started):
