@@ -1,19 +1,15 @@
-"""The place of this process in the process group, the device of its collectives, and exchanges without pickles."""
+"""The place of this process in the process group, the device of its collectives, and an exchange of objects."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parawrap.errors import PlatformError
 from parawrap.launch import Platform, current_rank, inside_a_rank
-
-__all__ = ["collective_device", "exchange", "exchange_json", "find_difference", "find_place", "group_size", "require_group"]
 
 T = TypeVar("T")
 
@@ -57,38 +53,12 @@ def collective_device() -> torch.device:
     return here if here.type in kinds else torch.device(kinds[0])
 
 
-def exchange(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Return every rank's 1-d tensor, on the CPU, in rank order.
-
-    Args:
-        data: This rank's tensor. All ranks have the same dtype.
-        sizes: The length of each rank's tensor, the same list on every rank.
-    """
-    longest = max(sizes)
-    if longest == 0:
-        return [data.new_empty(0, device="cpu") for _ in sizes]
-    where = collective_device()
-    padded = torch.zeros(longest, dtype=data.dtype, device=where)
-    padded[: data.numel()] = data.to(where)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return [part[:size].cpu() for part, size in zip(parts, sizes, strict=True)]
-
-
-def exchange_json(value: T) -> list[T]:
-    """Return every rank's JSON value, in rank order. Nothing is unpickled. Strings may have lone surrogates."""
-    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    texts = [text] if group_size() == 1 else _exchange_bytes(text)
-    return [json.loads(each.decode("utf-8", "surrogatepass")) for each in texts]
-
-
-def _exchange_bytes(data: bytes) -> list[bytearray]:
-    sizes = [int(size) for size in exchange(torch.tensor([len(data)], device="cpu"), [1] * group_size())]
-    found = []
-    for part in exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
-        memory = bytearray(part.numel())
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(part)
-        found.append(memory)
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, in rank order. torch pickles them."""
+    if group_size() == 1:
+        return [value]
+    found: list[Any] = [None] * group_size()
+    dist.all_gather_object(found, value)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import exchange, exchange_json, find_difference, require_group
+from parawrap.functional._collectives import find_difference, gather_objects, require_group
 from parawrap.functional._rank_samplers import ContiguousShare, EachEpoch, OrderedShare
 from parawrap.functional._seeded_loader import share_of
 from parawrap.tree import WholeLeaf, addresses, flatten, replace_nodes, unflatten
@@ -23,6 +22,7 @@ T = TypeVar("T")
 
 _PLAIN = (str, bool, int, float)  # JSON keeps these, and None
 _ITEM = "an item of a list"
+_CPU = torch.device("cpu")
 
 
 class _Column(NamedTuple):
@@ -30,25 +30,32 @@ class _Column(NamedTuple):
 
     Attributes:
         kind: The dtype and shape of a row of a tensor, or the type of an item of a list. The same on every rank with rows.
-        described: All of the leaf but the elements of its tensors, as JSON; see `_describe`.
-        data: The elements of its tensors, as bytes.
+        rows: The leaf, with its tensors on the CPU and without their graphs.
     """
 
     kind: str
-    described: Any
-    data: Tensor
+    rows: Any
+
+
+class _Report(NamedTuple):
+    """What a rank sends to the others."""
+
+    indices: list[int]
+    places: list[str]
+    columns: list[_Column]
 
 
 def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     """Return the rows of the whole dataset in its order, each row once, from the rows of all ranks.
 
-    A padding sampler gives some rows to two ranks. The values of the lower rank count then. Rows are not pickled.
+    A padding sampler gives some rows to two ranks. The values of the lower rank count then. Rows travel through
+    ``torch.distributed.all_gather_object``, which pickles them.
 
     Args:
         tree: This rank's results: a tensor with the rows on dim 0, a list with one item per row, or a tuple, dict, or
-            dataclass of these. An item of a list is a string, a number, a tensor of any shape, or None; or a dict, tuple,
-            or list of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors and
-            lists, of any dtype and shape.
+            dataclass of these. An item of a list is None, a tensor of any shape, or any value that can be pickled. The rows
+            are in the order of this rank's sampler. A rank without rows gives empty tensors and lists, of any dtype and
+            shape.
         sampler: The sampler that gave this rank its rows: from `get_dataset_sampler`, torch's DistributedSampler, or a
             loader from `shard_loader`. Call `gather_rows` before the loader's next epoch begins. With None, which
             `get_dataset_sampler` returns for one rank, the result is `tree`.
@@ -61,8 +68,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         GatherError: If the row count of a tensor or list differs from that of the sampler, ranks differ in structure or
             dtype, rows of a tensor differ in shape, items of a list differ in type, dtype, or dims, or a row is missing on
             all ranks.
-        TypeError: If a value is neither a dense tensor, a string, nor a number, or `sampler` does not show the rows of the
-            other ranks.
+        TypeError: If a value is neither a dense tensor nor a list, or `sampler` does not show the rows of the other ranks.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -83,29 +89,17 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     leaves, spec = flatten(replace_nodes(tree, _is_list_of_rows, WholeLeaf))
     places = addresses(spec, ("tree",))
     columns = [_make_column(leaf, place, len(indices)) for leaf, place in zip(leaves, places, strict=True)]
-    report: Any = {
-        "rows": indices,
-        "places": places,
-        "columns": [(column.kind, column.described, column.data.numel()) for column in columns],
-    }
-    reports = exchange_json(report)
-    if difference := find_difference([report["places"] for report in reports]):
+    reports = gather_objects(_Report(indices, places, columns))
+    if difference := find_difference([report.places for report in reports]):
         rank, here, there = difference
         msg = f"gather_rows: rank 0 has {here}, but rank {rank} has {there}. Give all ranks the same structure."
         raise GatherError(msg)
-    order = _find_order([index for report in reports for index in report["rows"]], whole)
+    order = _find_order([index for report in reports for index in report.indices], whole)
     found = []
-    for leaf, place, column, *others in zip(
-        leaves, places, columns, *(report["columns"] for report in reports), strict=True
-    ):
-        _check_kinds(place, {rank: kind for rank, (kind, *_) in enumerate(others) if reports[rank]["rows"]})
-        parts = [column.data] if ranks == 1 else exchange(column.data, [size for _, _, size in others])
-        rows = [
-            _rebuild(described, part, _device_of(leaf))
-            for (_, described, _), part, report in zip(others, parts, reports, strict=True)
-            if report["rows"]
-        ]
-        found.append(_put_in_order(rows, order, leaf))
+    for leaf, place, *others in zip(leaves, places, *(report.columns for report in reports), strict=True):
+        with_rows = {rank: column for rank, column in enumerate(others) if reports[rank].indices}
+        _check_kinds(place, {rank: column.kind for rank, column in with_rows.items()})
+        found.append(_put_in_order([column.rows for column in with_rows.values()], order, leaf))
     return unflatten(spec, found)  # type: ignore[no-any-return]
 
 
@@ -190,8 +184,7 @@ def _make_column(leaf: Any, place: str, rows: int) -> _Column:
             "Give the results of one whole epoch, in the sampler's order, from a loader with drop_last=False."
         )
         raise GatherError(msg)
-    described = {"tensor": [str(value.dtype), list(value.shape)]}
-    return _Column(f"{value.dtype} {tuple(value.shape[1:])}", described, _bytes_of([value]))
+    return _Column(f"{value.dtype} {tuple(value.shape[1:])}", _move(value, _CPU))
 
 
 def _make_column_of_items(items: Sequence[Any], place: str, rows: int) -> _Column:
@@ -201,8 +194,6 @@ def _make_column_of_items(items: Sequence[Any], place: str, rows: int) -> _Colum
             "one item per row. Give several columns as a tuple or dict, and concatenate the outputs of batches."
         )
         raise GatherError(msg)
-    tensors: list[Tensor] = []
-    described = [_describe(item, f"{place}[{i}]", tensors) for i, item in enumerate(items)]
     kinds = {i: _kind_of(item) for i, item in enumerate(items) if item is not None}
     first = next(iter(kinds), 0)
     for i, kind in kinds.items():
@@ -210,30 +201,11 @@ def _make_column_of_items(items: Sequence[Any], place: str, rows: int) -> _Colum
             msg = f"{place}[{first}] is {kinds[first]}, but {place}[{i}] is {kind}. Give all rows the same type and dtype."
             raise GatherError(msg)
     kind = f"{_ITEM}: {kinds[first]}" if kinds else _ITEM
-    return _Column(kind, {"list": described}, _bytes_of(tensors))
+    return _Column(kind, [_move(item, _CPU) for item in items])
 
 
 def _kind_of(item: Any) -> str:
     return f"{item.dtype} with {item.dim()} dim(s)" if isinstance(item, Tensor) else type(item).__qualname__
-
-
-def _describe(value: Any, place: str, tensors: list[Tensor]) -> Any:
-    """Return a value as JSON, and append its tensors to a list.
-
-    JSON shows strings, numbers, and None as themselves, and other values by their type: ``{"tensor": [dtype, shape]}``,
-    ``{"dict": [[key, value], ...]}``.
-    """
-    if value is None or type(value) in _PLAIN:
-        return value
-    if type(value) is dict:
-        keys = [_describe(key, f"a key of {place}", tensors) for key in value]
-        items = [_describe(item, f"{place}[{key!r}]", tensors) for key, item in value.items()]
-        return {"dict": list(zip(keys, items, strict=True))}
-    if type(value) in (list, tuple):
-        return {type(value).__qualname__: [_describe(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]}
-    tensor = _require_dense(value, place)
-    tensors.append(tensor)
-    return {"tensor": [str(tensor.dtype), list(tensor.shape)]}
 
 
 def _require_dense(value: Any, place: str) -> Tensor:
@@ -245,19 +217,19 @@ def _require_dense(value: Any, place: str) -> Tensor:
     is_tensor = isinstance(value, Tensor)
     if not is_tensor or hasattr(value, "full_tensor") or value.is_nested or value.layout is not torch.strided:
         what = f"a tensor of {value.layout}" if is_tensor else f"a {type(value).__qualname__}"
-        msg = (
-            f"{place} is {what}. gather_rows takes dense tensors with the rows on dim 0, and lists with one item per row: "
-            "a dense tensor, a string, a number, or a dict, tuple, or list of these."
-        )
+        msg = f"{place} is {what}. gather_rows takes dense tensors with the rows on dim 0, and lists with one item per row"
         raise TypeError(msg)
     tensor: Tensor = value
     return tensor
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    parts = [each.detach().resolve_conj().resolve_neg().to("cpu").contiguous() for each in tensors]
-    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]) if parts else nothing
+def _move(value: Any, device: torch.device) -> Any:
+    """Return a nested value with its tensors on a device, without their graphs."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+
+    return replace_nodes(value, lambda node: isinstance(node, Tensor), move)
 
 
 def _check_kinds(place: str, kinds: dict[int, str]) -> None:
@@ -272,34 +244,10 @@ def _check_kinds(place: str, kinds: dict[int, str]) -> None:
             raise GatherError(msg)
 
 
-def _rebuild(described: Any, data: Tensor, device: torch.device) -> Any:
-    """Return a leaf from its description and its bytes."""
-    position = 0
-
-    def rebuild(description: Any) -> Any:
-        nonlocal position
-        match description:
-            case {"dict": items}:
-                return {rebuild(key): rebuild(item) for key, item in items}
-            case {"list": items}:
-                return [rebuild(item) for item in items]
-            case {"tuple": items}:
-                return tuple(rebuild(item) for item in items)
-            case {"tensor": [name, shape]}:
-                dtype = getattr(torch, name.removeprefix("torch."))
-                size = math.prod(shape) * dtype.itemsize
-                part = data[position : position + size].clone()  # aligned, and not a view
-                position += size
-                return part.view(dtype).reshape(shape).to(device)
-        return description
-
-    return rebuild(described)
-
-
 def _device_of(leaf: Any) -> torch.device:
     """Return the device of a leaf's first tensor; the CPU without one."""
     parts = flatten(leaf.value)[0] if isinstance(leaf, WholeLeaf) else [leaf]
-    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+    return next((part.device for part in parts if isinstance(part, Tensor)), _CPU)
 
 
 def _put_in_order(rows: list[Any], order: list[int], leaf: Any) -> Any:
@@ -307,7 +255,7 @@ def _put_in_order(rows: list[Any], order: list[int], leaf: Any) -> Any:
     if not rows:
         return leaf.value if isinstance(leaf, WholeLeaf) else leaf.detach().clone()
     if isinstance(rows[0], Tensor):
-        return torch.cat(rows)[order]
+        return torch.cat(rows)[order].to(_device_of(leaf))
     items = [item for part in rows for item in part]
-    items = [items[i] for i in order]
+    items = [_move(items[i], _device_of(leaf)) for i in order]
     return tuple(items) if isinstance(leaf, WholeLeaf) and isinstance(leaf.value, tuple) else items

@@ -1,9 +1,7 @@
-"""`reduce_metrics`: average or sum metrics over ranks, in one collective."""
+"""`reduce_metrics`: average or sum metrics over ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from numbers import Real
 from typing import Any, Literal, TypeVar
@@ -13,23 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import collective_device, exchange_json, find_difference, group_size, require_group
+from parawrap.functional._collectives import collective_device, find_difference, gather_objects, group_size, require_group
 from parawrap.tree import addresses, flatten, unflatten
 
 __all__ = ["reduce_metrics"]
 
 T = TypeVar("T")
 
-# The first collective has the same size on every rank, so it also works if the structures differ, and shows it.
-_FIRST = 512
-_PIECES = 8  # bytes of the checksum; the squares of their sums are exact in float64 up to 370,000 ranks
 _EXACT = 2**53  # float64 holds every integer up to this one
 
 
 def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
     """Return the weighted mean or sum of each number over all ranks, the same on every rank.
 
-    One collective sends up to 495 numbers, in float64. A second one sends the rest.
+    The ranks compare the structures of their values, and then sum all numbers in one collective, in float64.
 
     Args:
         values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same structure and shapes on every
@@ -121,34 +116,27 @@ def _take_numbers(leaf: Any, place: str, op: str, share: float) -> Tensor:
 
 
 def _sum_over_ranks(share: float, weighted: Tensor, signature: list[str]) -> tuple[float, Tensor]:
-    """Return the sums over ranks of the weights and of the weighted numbers."""
-    digest = hashlib.blake2b(json.dumps(signature).encode(), digest_size=_PIECES).digest()
-    pieces = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.float64)
-    flat = torch.cat([pieces, pieces**2, torch.tensor([share], dtype=torch.float64, device="cpu"), weighted])
-    flat = torch.cat([flat, flat.new_zeros(max(0, _FIRST - flat.numel()))]).to(collective_device())
-    dist.all_reduce(flat[:_FIRST])
-    found = flat[:_FIRST].cpu()
-    # By Cauchy and Schwarz, n * (a² + b² + ...) equals (a + b + ...)² only if all n numbers are equal.
-    if not torch.equal(found[:_PIECES] ** 2, found[_PIECES : 2 * _PIECES] * dist.get_world_size()):
-        raise GatherError(_describe_difference(signature))
-    if flat.numel() > _FIRST:
-        dist.all_reduce(flat[_FIRST:])
-    numbers = flat.cpu()[2 * _PIECES : 2 * _PIECES + 1 + weighted.numel()]
+    """Return the sums over ranks of the weights and of the weighted numbers.
+
+    Raises:
+        GatherError: If the signatures of the ranks differ. The message names the first difference.
+    """
+    if difference := find_difference(gather_objects(signature)):
+        rank, here, there = difference
+        found = f"rank 0 has {here}, rank {rank} has {there}"
+        if here.startswith("op="):
+            msg = f"reduce_metrics: {found}. Use the same op on all ranks."
+        else:
+            msg = (
+                f"reduce_metrics: the ranks' values differ in structure or shape: {found}. Give all ranks the same "
+                "structure. A rank with weight=0 does not count."
+            )
+        raise GatherError(msg)
+    weights = torch.tensor([share], dtype=torch.float64, device="cpu")
+    flat = torch.cat([weights, weighted]).to(collective_device())
+    dist.all_reduce(flat)
+    numbers = flat.cpu()
     return float(numbers[0]), numbers[1:]
-
-
-def _describe_difference(signature: list[str]) -> str:
-    """Return the message about the first rank with a structure that differs from rank 0's."""
-    difference = find_difference(exchange_json(signature))
-    if difference is None:
-        return "reduce_metrics: the ranks' values differ in structure or shape. Give all ranks the same structure."
-    rank, here, there = difference
-    if here.startswith("op="):
-        return f"reduce_metrics: rank 0 has {here}, rank {rank} has {there}. Use the same op on all ranks."
-    return (
-        f"reduce_metrics: the ranks' values differ in structure or shape: rank 0 has {here}, rank {rank} has {there}. "
-        "Give all ranks the same structure. A rank with weight=0 does not count."
-    )
 
 
 def _restore(numbers: Tensor, leaf: Any, place: str) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parawrap.functional._collectives import group_size
-from parawrap.functional._fully_sharded import fully_sharded
 from parawrap.functional._private_names import COMPILED, BatchNorm
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
 from parawrap.tree import flatten, unflatten
@@ -73,23 +72,9 @@ def has_batch_norm(module: nn.Module) -> bool:
 @overload
 def to(
     module: T,
-    local_rank: int | None = ...,
-    sync_modules: bool = ...,
-    device: Device | torch.device | str | int | None = ...,
-    *,
-    strategy: Literal["fsdp2"],
-    **options: Any,
-) -> T: ...
-
-
-@overload
-def to(
-    module: T,
     local_rank: int | None,
     sync_modules: Literal[False],
     device: Device | torch.device | str | int | None = ...,
-    *,
-    strategy: Literal["ddp", "fsdp2"] = ...,
     **options: Any,
 ) -> T: ...
 
@@ -101,7 +86,6 @@ def to(
     *,
     sync_modules: Literal[False],
     device: Device | torch.device | str | int | None = ...,
-    strategy: Literal["ddp", "fsdp2"] = ...,
     **options: Any,
 ) -> T: ...
 
@@ -112,8 +96,6 @@ def to(
     local_rank: int | None = ...,
     sync_modules: bool = ...,
     device: Device | torch.device | str | int | None = ...,
-    *,
-    strategy: Literal["ddp", "fsdp2"] = ...,
     **options: Any,
 ) -> T | DistributedDataParallel: ...
 
@@ -123,20 +105,12 @@ def to(
     local_rank: int | None = None,
     sync_modules: bool = True,
     device: Device | torch.device | str | int | None = None,
-    *,
-    strategy: Literal["ddp", "fsdp2"] = "ddp",
     **options: Any,
 ) -> nn.Module:
     """Move a module to this rank's device, and make it train with the other ranks.
 
-    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are averaged:
-
-    - ``strategy="ddp"`` wraps the module in DistributedDataParallel, unless no parameter requires gradients. Each rank
-      holds all parameters.
-    - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place. Each rank holds its part of the parameters, gradients,
-      and optimizer state. Ranks exchange parameters block by block, and all parameters outside blocks together. A block is
-      a child of a ModuleList or Sequential that has a sibling of its class, and shares no parameters with the rest of the
-      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronized only at the start.
+    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are averaged: the module is
+    wrapped in DistributedDataParallel, unless no parameter requires gradients.
 
     On CUDA, batch normalization is synchronized between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
     optimizer after this call.
@@ -146,16 +120,13 @@ def to(
         local_rank: The index of the device; by default the local rank.
         sync_modules: If False, only move the module.
         device: A kind such as ``"gpu"``, or the name of a torch device; by default the rank's device.
-        strategy: "ddp" or "fsdp2".
-        **options: Options of DistributedDataParallel, or of each call of ``fully_shard``.
+        **options: Options of DistributedDataParallel.
 
     Returns:
         `module` itself, or the DistributedDataParallel that wraps it.
 
     Raises:
         PlatformError: If this machine has no device of the kind.
-        ValueError: If `strategy` is not a known value; for "fsdp2", if the ranks' parameters differ or are on the meta
-            device.
 
     Example:
         >>> import torch
@@ -167,16 +138,11 @@ def to(
         >>> train()
         RankResults('DistributedDataParallel', 'DistributedDataParallel')
     """
-    if strategy not in ("ddp", "fsdp2"):
-        msg = f"strategy={strategy!r} is not a known value. Use 'ddp' or 'fsdp2'"
-        raise ValueError(msg)
     target = _target(local_rank, device)
     if not sync_modules or group_size() == 1 or isinstance(module, DistributedDataParallel):
         return module.to(target)
     if target.type == "cuda" and has_batch_norm(module):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    if strategy == "fsdp2":
-        return fully_sharded(module, target, **options)
     module = module.to(target)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module

@@ -16,7 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from parawrap.functional._collectives import exchange_json, find_place, require_group
+from parawrap.functional._collectives import find_place, gather_objects, require_group
 from parawrap.functional._rank_samplers import (
     ContiguousShare,
     EachEpoch,
@@ -150,7 +150,7 @@ def _agree_on_seed(sampler: Any, world_size: int) -> int:
     if not found or world_size == 1:
         return seed
     require_group("shard_loader with a generator")
-    return exchange_json(seed)[0]
+    return gather_objects(seed)[0]
 
 
 def _check_order(share: OrderedShare, world_size: int) -> None:
@@ -160,7 +160,7 @@ def _check_order(share: OrderedShare, world_size: int) -> None:
         return
     name = type(share.source).__qualname__
     require_group(f"shard_loader with a {name}")
-    digests = exchange_json(digest)
+    digests = gather_objects(digest)
     if other := next((rank for rank, each in enumerate(digests) if each != digests[0]), 0):
         msg = (
             f"the loader's sampler, {name}, has a different order on rank {other} than on rank 0. "

@@ -225,9 +225,10 @@ class _Rank:
         if not body.is_for_this_rank:
             return None
         value = function(*message.files, *args, **kwargs)
-        flush_streams()
-        if not self._assignment.stays:
-            join_threads()  # of the function, as an interpreter does at its exit
+        if self._assignment.stays:
+            flush_streams()
+        else:
+            finish_function()
         return value
 
     def _answer(self, body: CallBody, call: Callable[[], Any]) -> bool:
@@ -412,6 +413,12 @@ class Control:
 
 
 # -- the end of the process
+
+
+def finish_function() -> None:
+    """Write what a function has buffered, and wait for its threads, as an interpreter does at its exit."""
+    flush_streams()
+    join_threads()
 
 
 def flush_streams() -> None:

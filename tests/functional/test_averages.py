@@ -115,8 +115,11 @@ def test_missing_gradients_are_zeros(ranks):
             module.p0.grad = torch.full((2,), 4.0)
         functional.average_params_grads(module)
         functional.average_params_grads(nn.ReLU(), params=True)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         with pytest.raises(TypeError, match="fully_shard averages gradients over the ranks itself"):
-            functional.average_params_grads(functional.to(nn.Linear(2, 2), strategy="fsdp2"))
+            functional.average_params_grads(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,))))
         return module.p0.grad.tolist(), module.p1.grad.tolist(), module.p2.grad
 
     assert ranks(average) == (([2.0] * 2, [8.0] * 3, None),) * 2

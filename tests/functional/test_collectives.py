@@ -23,14 +23,14 @@ mine = list(evaluated)
 assert functional.gather_rows(rows, loader).tolist() == [0, 1, 2, 3, 4]
 assert functional.gather_rows(torch.cat(mine) if mine else torch.empty(0), evaluated).tolist() == [0]
 assert functional.reduce_metrics(float(rank), weight=len(mine)) == 0
-assert type(functional.to(torch.nn.Linear(1, 1), device="cpu", strategy="fsdp2")).__name__ == "FSDPLinear"
+assert type(functional.to(torch.nn.Linear(1, 1), device="cpu")).__name__ == "DistributedDataParallel"
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.long
 def test_helpers_work_under_torchrun(tmp_path):
-    """Two ranks can shard a loader, reduce a metric, gather rows, and shard a module."""
+    """Two ranks can shard a loader, reduce a metric, gather rows, and train a module."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert worlds.torchrun(tmp_path, script=script) == 0

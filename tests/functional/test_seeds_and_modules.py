@@ -141,12 +141,11 @@ def test_unwrap_removes_wrappers(ranks):
     """Wrappers of `to`, torch.compile, and torch's parallel modules are removed in any order. Other modules stay."""
 
     def unwrap():
-        module, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+        module = nn.Linear(2, 2)
         compiled = functional.to(torch.compile(module, backend="eager"))
         around = torch.compile(functional.to(module), backend="eager")
         wrapped = [functional.to(module), functional.to(module, sync_modules=False), compiled, around]
         assert all(functional.unwrap(each) is module for each in (*wrapped, nn.DataParallel(around)))
-        assert functional.unwrap(functional.to(sharded, strategy="fsdp2")) is sharded
         own = nn.Sequential()
         own.module = module
         assert functional.unwrap(own) is own

@@ -237,14 +237,10 @@ def the_helpers_of_a_rank(data: torch.utils.data.TensorDataset, loader: DataLoad
     functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, strategy: Literal["ddp", "fsdp2"]) -> None:
+def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool) -> None:
     assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Linear)
-    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Linear)
     assert_type(functional.to(model), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
-    assert_type(
-        functional.to(model, None, sync, strategy=strategy), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel
-    )
-    functional.to(model, strategy="fsdp")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    assert_type(functional.to(model, None, sync), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
 
 
 def errors_have_their_bases(

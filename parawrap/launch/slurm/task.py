@@ -33,7 +33,6 @@ from parawrap.launch.meeting import LINGER_S, Agreement, is_requeued, note_reque
 from parawrap.launch.set_up import Place, RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder, Report
-from parawrap.processes._private_names import join_threads
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.outcomes import (
     Died,
@@ -49,7 +48,7 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import RequeueRequested
-from parawrap.processes.process import EndOrdered, flush_streams, leave, refuse_breakpoint
+from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
 from parawrap.processes.script import ScriptOfRank
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
@@ -131,8 +130,7 @@ class _Task:
         """Call the function, and return its pickled value."""
         function, args, kwargs = ScriptOfRank().take(unpack(memoryview(bytearray(self._folder.call.read_bytes()))))
         value = function(*args, **kwargs)
-        flush_streams()
-        join_threads()  # of the function, as an interpreter does at its exit
+        finish_function()
         return _bytes_of(pack(value, "the result"))
 
     def _raised(self, error: BaseException) -> Raised:
