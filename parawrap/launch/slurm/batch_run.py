@@ -96,8 +96,10 @@ class BatchRun:
         self._is_cancelled = True
 
     def preempt(self) -> None:
-        if self.has_begun:  # a task that still starts would die of the signal
-            commands.signal_job(self._number, "USR2")
+        state = commands.job_state(self._number)
+        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+            if not state.waits and self._folder.has_begun(state.starts):  # a task that still starts would die of the signal
+                commands.signal_job(self._number, "USR2")
 
     def state_of(self, rank: int) -> str:
         """Return "running": the tasks do not report the states of single ranks."""

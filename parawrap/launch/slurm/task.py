@@ -191,9 +191,16 @@ class _Task:
             if number[0] == signal.SIGUSR2:
                 self._preempt(agreement)
             elif number[0] == signal.SIGTERM:
-                time.sleep(_REACTION_S)
-                if not self._is_ending:
-                    break_links()  # the main thread waits for other ranks, and gets an error
+                self._end_main_thread()
+
+    def _end_main_thread(self) -> None:
+        """Let the main thread react to SIGTERM. It may sleep, while Linux has given the signal to another thread."""
+        time.sleep(_LOOK_S)
+        if not self._is_ending:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            time.sleep(_REACTION_S)
+        if not self._is_ending:
+            break_links()  # it waits for other ranks in C code, and gets an error
 
     def _preempt(self, agreement: Agreement) -> None:
         """Request the step to save in. Called by the signal thread, or by the main thread if asyncio took the socket."""
