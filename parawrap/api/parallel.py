@@ -190,9 +190,7 @@ class Parallel(Streams, Generic[TargetT]):
 
     def __del__(self) -> None:
         if not self._was_used and not sys.is_finalizing():
-            warnings.warn(
-                f"{self._describe()} had no effect: open it with `with`, call it, or use it as a decorator", stacklevel=2
-            )
+            warnings.warn(f"{self!r} had no effect: open it with `with`, call it, or use it as a decorator", stacklevel=2)
 
     @property
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
@@ -201,10 +199,6 @@ class Parallel(Streams, Generic[TargetT]):
         return self._cores or self._devices
 
     def __repr__(self) -> str:
-        self._was_used = True
-        return self._describe()
-
-    def _describe(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
         return f"parallel({name}, {[str(device) for device in self._cores or self._devices]})"
 
