@@ -1,11 +1,10 @@
-"""The place of this process in the process group, the device of its collectives, and an exchange of objects."""
+"""The place of this process in the process group, and an exchange of objects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
@@ -42,15 +41,6 @@ def require_group(helper: str) -> int:
         )
         raise PlatformError(msg)
     return group_size()
-
-
-def collective_device() -> torch.device:
-    """Return a device with a backend in the process group: the CPU if possible."""
-    kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    here = current_rank().device if inside_a_rank() else torch.device(kinds[0])
-    return here if here.type in kinds else torch.device(kinds[0])
 
 
 def gather_objects(value: T) -> list[T]:

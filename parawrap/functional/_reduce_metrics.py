@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import collective_device, find_difference, gather_objects, group_size, require_group
+from parawrap.functional._collectives import find_difference, gather_objects, require_group
 from parawrap.tree import addresses, flatten, unflatten
-
-__all__ = ["reduce_metrics"]
 
 T = TypeVar("T")
 
-_EXACT = 2**53  # float64 holds every integer up to this one
+
+class _Report(NamedTuple):
+    """What a rank sends to the others: its op, the addresses and shapes of its values, its weight, and the values."""
+
+    signature: list[str]
+    weight: float
+    numbers: list[Tensor]
 
 
 def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
     """Return the weighted mean or sum of each number over all ranks, the same on every rank.
 
-    The ranks compare the structures of their values, and then sum all numbers in one collective, in float64.
+    The ranks exchange their values through ``torch.distributed.all_gather_object``, which pickles them, and compute in
+    float64.
 
     Args:
         values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same structure and shapes on every
@@ -34,15 +38,14 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         op: "mean" is the sum of weight * value, divided by the sum of weights. "sum" is the sum of weight * value.
 
     Returns:
-        The structure of `values`: floats for Python numbers, and tensors of the same shape, dtype, and device for tensors.
-        The tensors have no autograd graph.
+        The structure of `values`: floats for Python numbers, and for tensors, tensors of the same shape, dtype, and device
+        without an autograd graph. Sums of integer tensors are int64, as in torch.sum, or float64 if a weight is not an
+        integer.
 
     Raises:
         GatherError: If the ranks' structures, shapes, or `op` differ. The message names the first difference.
         TypeError: If a value is not a real number, or is an integer tensor with op="mean".
         ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
-        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer, or if its numbers are so
-            large (from 2**53 / the number of ranks on) that their sum in float64 may not be exact.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -58,42 +61,33 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
     if op not in ("mean", "sum"):
         msg = f"op={op!r} is not a known value. Use 'mean' or 'sum'"
         raise ValueError(msg)
-    share = _check_weight(weight)
-    leaves, spec = flatten(values)
-    places = addresses(spec, ("values",))
-    parts = [_take_numbers(leaf, place, op, share) for leaf, place in zip(leaves, places, strict=True)]
-    mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *parts])
-    weighted = mine * share if share else torch.zeros_like(mine)
-    ranks = require_group("reduce_metrics")
-    if ranks == 1:
-        total, totals = share, weighted
-    else:
-        shapes = [f"{place} {tuple(getattr(leaf, 'shape', ()))}" for leaf, place in zip(leaves, places, strict=True)]
-        total, totals = _sum_over_ranks(share, weighted, [f"op={op!r}", *shapes])
-    if op == "mean":
-        if not total:
-            msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. "
-            msg += "Leave the call out, or give op='sum'."
-            raise ValueError(msg)
-        totals = mine if ranks == 1 else totals / total
-    found = totals.split([part.numel() for part in parts])
-    return unflatten(  # type: ignore[no-any-return]
-        spec, [_restore(numbers, leaf, place) for numbers, leaf, place in zip(found, leaves, places, strict=True)]
-    )
-
-
-def _check_weight(weight: float | Tensor) -> float:
-    number = float(weight)
-    if not math.isfinite(number) or number < 0:
+    own_weight = float(weight)
+    if not math.isfinite(own_weight) or own_weight < 0:
         msg = f"weight={weight!r} is not a weight. Use a finite number of at least 0"
         raise ValueError(msg)
-    return number
+    leaves, spec = flatten(values)
+    places = addresses(spec, ("values",))
+    numbers = [_as_tensor(leaf, place, op) for leaf, place in zip(leaves, places, strict=True)]
+    shapes = [f"{place} {tuple(each.shape)}" for place, each in zip(places, numbers, strict=True)]
+    require_group("reduce_metrics")
+    reports = gather_objects(_Report([f"op={op!r}", *shapes], own_weight, numbers))
+    _check_signatures([report.signature for report in reports])
+    counted = [report for report in reports if report.weight]
+    if op == "mean" and not counted:
+        msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call out, or give op='sum'."
+        raise ValueError(msg)
+    weights = [report.weight for report in counted]
+    reduced = []
+    for number, leaf in enumerate(leaves):
+        total = _reduce([report.numbers[number] for report in counted], weights, op, numbers[number])
+        reduced.append(_like(leaf, total))
+    return unflatten(spec, reduced)  # type: ignore[no-any-return]
 
 
-def _take_numbers(leaf: Any, place: str, op: str, share: float) -> Tensor:
-    """Return the numbers of a leaf as a 1-d float64 tensor on the CPU. MPS does not support float64."""
+def _as_tensor(leaf: Any, place: str, op: str) -> Tensor:
+    """Return a value as an integer or float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
-        return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu")
+        return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
     if not isinstance(leaf, Tensor):
         msg = f"{place} is a {type(leaf).__qualname__}, not a number or a tensor. Leave it out of reduce_metrics."
         raise TypeError(msg)
@@ -109,44 +103,40 @@ def _take_numbers(leaf: Any, place: str, op: str, share: float) -> Tensor:
     if op == "mean" and not leaf.is_floating_point():
         msg = f"{place} is a tensor of {leaf.dtype}, which cannot hold a mean. Give its .double(), or op='sum'."
         raise TypeError(msg)
-    numbers = leaf.detach().to("cpu").to(torch.float64).reshape(-1)
-    if not leaf.is_floating_point():
-        numbers[numbers.abs() * max(share, 1) >= _EXACT / group_size()] = math.nan  # their sum may not be exact
-    return numbers
+    return leaf.detach().to("cpu").to(torch.float64 if leaf.is_floating_point() else torch.int64)
 
 
-def _sum_over_ranks(share: float, weighted: Tensor, signature: list[str]) -> tuple[float, Tensor]:
-    """Return the sums over ranks of the weights and of the weighted numbers.
-
-    Raises:
-        GatherError: If the signatures of the ranks differ. The message names the first difference.
-    """
-    if difference := find_difference(gather_objects(signature)):
-        rank, here, there = difference
-        found = f"rank 0 has {here}, rank {rank} has {there}"
-        if here.startswith("op="):
-            msg = f"reduce_metrics: {found}. Use the same op on all ranks."
-        else:
-            msg = (
-                f"reduce_metrics: the ranks' values differ in structure or shape: {found}. Give all ranks the same "
-                "structure. A rank with weight=0 does not count."
-            )
-        raise GatherError(msg)
-    weights = torch.tensor([share], dtype=torch.float64, device="cpu")
-    flat = torch.cat([weights, weighted]).to(collective_device())
-    dist.all_reduce(flat)
-    numbers = flat.cpu()
-    return float(numbers[0]), numbers[1:]
+def _check_signatures(signatures: list[list[str]]) -> None:
+    """Raise if a rank's values differ from those of rank 0. The message names the first difference."""
+    difference = find_difference(signatures)
+    if difference is None:
+        return
+    rank, here, there = difference
+    found = f"rank 0 has {here}, rank {rank} has {there}"
+    if here.startswith("op="):
+        msg = f"reduce_metrics: {found}. Use the same op on all ranks."
+    else:
+        msg = (
+            f"reduce_metrics: the ranks' values differ in structure or shape: {found}. Give all ranks the same "
+            "structure. A rank with weight=0 does not count."
+        )
+    raise GatherError(msg)
 
 
-def _restore(numbers: Tensor, leaf: Any, place: str) -> Any:
-    """Return the numbers as a value like `leaf`."""
+def _reduce(parts: list[Tensor], weights: list[float], op: str, own: Tensor) -> Tensor:
+    """Return the weighted mean or sum of one value over the ranks with a weight."""
+    if op == "mean":
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0) / sum(weights)
+    if not own.is_floating_point() and all(weight.is_integer() for weight in weights):
+        return sum((part * int(weight) for part, weight in zip(parts, weights, strict=True)), torch.zeros_like(own))
+    zero = torch.zeros_like(own, dtype=torch.float64)
+    return sum((part.double() * weight for part, weight in zip(parts, weights, strict=True)), zero)
+
+
+def _like(leaf: Any, numbers: Tensor) -> Any:
+    """Return a result in the form of the value that was given."""
     if not isinstance(leaf, Tensor):
         return float(numbers)
-    if not leaf.is_floating_point():
-        limits = torch.iinfo(leaf.dtype)
-        fits = (limits.min <= numbers) & (numbers <= min(limits.max, _EXACT)) & (numbers == numbers.round())
-        if not bool(fits.all()):
-            msg = f"{place}: the sum over ranks does not fit a tensor of {leaf.dtype} exactly. Give its .double()."
-            raise OverflowError(msg)
-    return numbers.reshape(leaf.shape).to(leaf.dtype).to(leaf.device)
+    return numbers.to(leaf.dtype if leaf.is_floating_point() else numbers.dtype).to(leaf.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import pickle
 import random
 from collections import Counter
@@ -15,10 +14,10 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     WeightedRandomSampler,
 )
 
@@ -84,85 +83,37 @@ def test_one_rank_reads_every_row(shuffle):
     ids=["shuffled", "batch sampler"],
 )
 def test_set_epoch_resumes_an_order(options):
-    """An unfinished loop counts as an epoch, and reading `loader.sampler` does not."""
+    """An unfinished loop counts as an epoch."""
     loader = functional.shard_loader(DataLoader(range(20), **options))
     epochs = rows_of(loader, epochs=4)
     for _ in range(2):
         loader.sampler.set_epoch(2)
-    assert list(loader.sampler) == list(loader.sampler)
     assert rows_of(loader, epochs=2) == epochs[2:]
     loader.sampler.set_epoch(0)
     next(iter(loader))
     assert rows_of(loader) == epochs[1:2]
 
 
-class Drawn(Sampler):
-    """Rows, or batches of them, in an order that a function draws."""
-
-    def __init__(self, draw, length=8):
-        self.draw, self.length = draw, length
-
-    def __iter__(self):
-        return iter(self.draw())
-
-    def __len__(self):
-        return self.length
-
-
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-BUCKETS = [[0, 1], [2, 3, 4], [5], [6, 7]]
-SAMPLERS = {
-    "weighted": lambda rank: {"sampler": WeightedRandomSampler([1, 2, 0, 4, 1, 1, 1, 0], 10, generator=generator(rank))},
-    "numpy": lambda rank: {"sampler": Drawn(lambda: np.random.permutation(8).tolist())},
-    "python": lambda rank: {"sampler": Drawn(lambda: random.sample(range(8), 8))},
-    "shuffled": lambda rank: {"shuffle": True, "generator": generator(7 + rank)},
-    "buckets": lambda rank: {"batch_sampler": Drawn(lambda: [BUCKETS[i] for i in torch.randperm(4)], length=4)},
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_other_samplers_are_split(ranks, name):
-    """Both ranks split one global order, although their random generators differ. Each epoch has another order."""
-
-    def read():
-        rank = current_rank().global_rank
-        functional.seed_generators(rank)
-        sharded = functional.shard_loader(DataLoader(range(8), **SAMPLERS[name](rank)))
-        return rows_of(sharded, epochs=2)
-
-    epochs = list(zip(*ranks(read), strict=True))
-    assert epochs[0] != epochs[1]
-    for one, other in epochs:
-        assert len(one) == len(other) or name == "buckets"
-        if name == "weighted":
-            assert not {2, 7} & {*one, *other}
-        else:
-            assert sorted(one + other) == list(range(8))
-    if name == "shuffled":  # the order of the seed of rank 0's generator
-        assert epochs[0] == tuple(order_of_torch(8, rank, 0, seed=7) for rank in range(2))
-
-
-def test_different_orders_are_refused(ranks, lone_ranks):
-    """Every rank refuses a sampler with its own generator. Without a group, only plain loaders are sharded."""
+def test_ranks_agree_on_a_shuffle(ranks, lone_ranks):
+    """They split the order of rank 0's generator, although their generators differ; without a group, there must be none."""
 
     def shard():
-        own = np.random.default_rng(current_rank().global_rank)
-        with pytest.raises(TypeError) as caught:
-            functional.shard_loader(DataLoader(range(8), sampler=Drawn(lambda: own.permutation(8).tolist())))
-        return str(caught.value)
+        loader = DataLoader(range(8), shuffle=True, generator=generator(7 + current_rank().global_rank))
+        return rows_of(functional.shard_loader(loader), epochs=2)
+
+    epochs = list(zip(*ranks(shard), strict=True))
+    assert epochs[0] != epochs[1]
+    assert all(sorted(one + other) == list(range(8)) for one, other in epochs)
 
     def shard_without_group():
-        for loader in (DataLoader(range(4), shuffle=True, generator=generator(1)), DataLoader(range(4), sampler=[1, 2])):
-            with pytest.raises(PlatformError, match="Leave ipc_groups out of Platform"):
-                functional.shard_loader(loader)
+        with pytest.raises(PlatformError, match="Leave ipc_groups out of Platform"):
+            shard()
         return rows_of(functional.shard_loader(DataLoader(range(4), shuffle=True)))[0]
 
-    one, other = ranks(shard)
-    assert one == other
-    assert "Drawn, has a different order on rank 1 than on rank 0. Let it draw from torch's" in one
     one, other = lone_ranks(shard_without_group)
     assert sorted(one + other) == [0, 1, 2, 3]
 
@@ -179,7 +130,7 @@ def test_every_option_is_kept():
     loader = DataLoader(range(12), **given)
     sharded = functional.shard_loader(loader)
     assert isinstance(sharded, DataLoader)
-    for name in ("dataset", *given):
+    for name in ("dataset", *given.keys() - {"generator"}):  # each rank's workers draw other numbers
         assert getattr(sharded, name) is getattr(loader, name), name
         if name not in ("batch_size", "dataset"):
             assert getattr(sharded, name) != getattr(DataLoader([]), name), f"{name} is the default"
@@ -220,9 +171,18 @@ REFUSED = {
         TypeError,
         "DistributedSampler, is already sharded",
     ),
-    "sharded twice": (functional.shard_loader(DataLoader(range(4))), TypeError, "PaddedShare, is already sharded"),
-    "no length": (DataLoader(range(4), sampler=iter([1, 2])), TypeError, "has no __len__"),
-    "endless": (DataLoader(range(4), sampler=Drawn(itertools.count)), ValueError, "yields more items than its length, 8"),
+    "sharded twice": (functional.shard_loader(DataLoader(range(4))), TypeError, "RankSampler, is already sharded"),
+    "weighted": (
+        DataLoader(range(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
+        TypeError,
+        r"this one has a WeightedRandomSampler. Make a loader with a sampler, or batch sampler, that yields the share of",
+    ),
+    "batches": (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), TypeError, "this one has a list"),
+    "replacement": (
+        DataLoader(range(4), sampler=RandomSampler(range(4), replacement=True)),
+        TypeError,
+        "this one has a RandomSampler",
+    ),
     "no loader": ([1, 2], TypeError, "takes a torch.utils.data.DataLoader, not a list"),
 }
 
@@ -239,3 +199,76 @@ def test_drop_last_needs_padding():
     """`pad=False` promises each row once, which `drop_last=True` contradicts."""
     with pytest.raises(ValueError, match="Use drop_last=False or pad=True"):
         functional.shard_loader(DataLoader(range(4), 3, drop_last=True), pad=False)
+
+
+# -- random numbers
+
+
+class Augmented(Dataset):
+    """Eight rows: the index, and a number from each generator."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = torch.rand(()).item(), random.random(), np.random.rand()
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+KINDS = {
+    "main process": {},
+    "workers": {"num_workers": 2},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+def epochs_of(first):
+    """Return by kind the numbers that a loader draws in the epochs from `first` to 2, and those of the loop."""
+    found = {}
+    for kind, options in KINDS.items():
+        functional.seed_generators(3)
+        loader = functional.shard_loader(DataLoader(Augmented(), 2, shuffle=True, **options))
+        loader.sampler.set_epoch(first)
+        epochs, after = [], []
+        for _ in range(first, 3):
+            batches = []
+            for batch in loader:
+                batches.append(batch)
+                after += torch.rand(()).item(), random.random(), np.random.rand()
+            epochs.append(torch.cat(batches)[:, 1:].flatten().tolist())
+        found[kind] = epochs, after
+    return found
+
+
+def test_numbers_never_repeat():
+    """No number occurs twice in two ranks, their workers, and three epochs. The loop has the same numbers on all ranks."""
+    whole, last = on(2, epochs_of, 0), on(2, epochs_of, 2)
+    for kind in KINDS:
+        drawn = [number for rank in whole for epoch in rank[kind][0] for number in epoch]
+        assert len(set(drawn)) == len(drawn) == 3 * 24
+        assert whole[0][kind][1] == whole[1][kind][1]
+        assert not {*whole[0][kind][1]} & {*drawn}
+        if kind != "persistent workers":  # which are seeded once
+            assert [rank[kind][0][0] for rank in last] == [rank[kind][0][2] for rank in whole]
+
+
+class Failing(Augmented):
+    def __getitem__(self, index):
+        random.random()
+        return 1 // index
+
+
+def test_loops_keep_their_numbers():
+    """Nested loops draw different numbers in their loaders, and none of the loops. A dataset that raises draws none."""
+    outer, inner = (functional.shard_loader(DataLoader(Augmented(), 4)) for _ in range(2))
+    torch.manual_seed(1)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(1)
+    inner.sampler.set_epoch(5)
+    rows = [float(row[1]) for one, other in zip(outer, inner, strict=True) for row in (*one, *other)]
+    assert len(set(rows)) == 16
+    state = random.getstate()
+    with pytest.raises(ZeroDivisionError):
+        next(iter(functional.shard_loader(DataLoader(Failing()))))
+    assert random.getstate() == state
+    assert [torch.rand(()).item() for _ in range(4)] == expected
