@@ -34,6 +34,7 @@ class RayCluster:
             patch.setenv("RAY_TMPDIR", str(self.folder))
             patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
             patch.setenv("RAY_worker_niceness", "0")  # else busy processes nearby leave workers hardly any time
+            patch.setenv("RAY_enable_worker_prestart", "0")  # else each driver starts a worker per CPU, on two cores
             # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
             patch.setenv("RAY_health_check_period_ms", "1000")
 
