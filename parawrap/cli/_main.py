@@ -13,8 +13,6 @@ from parawrap import __version__
 from parawrap.cli import _doctor, _run, _trace_to_page
 from parawrap.cli._usage_error import UsageError
 
-__all__ = ["main"]
-
 _SUBCOMMANDS = {"doctor": _doctor, "run": _run, "timeline": _trace_to_page}
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _EXAMPLES = """examples:
@@ -26,28 +24,24 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if sys.stderr is None:  # as after 2>&-: print would write to standard output
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print escapes for characters that the terminal's encoding does not have
             stream.reconfigure(errors="backslashreplace")
+    words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     given, strays = _parser().parse_known_args(words[:end])
     given.rest = words[end + 1 :]
     try:
-        _check_words(given, strays)
+        if strays or (given.rest and given.command != "run"):
+            _refuse(given, strays)
         code: int = given.run(given)
         if sys.stdout is not None:  # as after >&-
             sys.stdout.flush()
     except UsageError as error:
         print(f"parawrap {given.command}: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # of standard output: the subcommands handle others
-        if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
-        if not isinstance(error, BrokenPipeError):  # as in `parawrap doctor | head -1`
-            print(f"parawrap {given.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
+    except BrokenPipeError:  # as in `parawrap doctor | head -1`
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for the flush at the exit
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -55,23 +49,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _check_words(given: argparse.Namespace, strays: Sequence[str]) -> None:
-    if strays:
-        msg = f"unrecognized arguments: {' '.join(strays)}"
-        if given.command == "run":
-            msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
-        raise UsageError(msg)
-    if given.rest and given.command != "run":
+def _refuse(given: argparse.Namespace, strays: Sequence[str]) -> None:
+    """Raise for words that no subcommand takes."""
+    if not strays:
         msg = f"{given.command} takes no arguments after --"
         raise UsageError(msg)
+    msg = f"unrecognized arguments: {' '.join(strays)}"
+    if given.command == "run":
+        msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
+    raise UsageError(msg)
 
 
 def _parser() -> argparse.ArgumentParser:
+    as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "parawrap",
         description="Run PyTorch code in parallel, check a machine, and look at timelines.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=as_written,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"parawrap {__version__}")
@@ -82,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
             help=subcommand.HELP,
             description=f"{subcommand.HELP}.",
             epilog=subcommand.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=as_written,
             allow_abbrev=False,
         )
         subcommand.add_options(added)

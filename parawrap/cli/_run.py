@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from parawrap.cli._find_function import find_function
-from parawrap.cli._read_arguments import python_value, read_arguments
 from parawrap.cli._usage_error import UsageError
 from parawrap.displays import safe_repr
 from parawrap.errors import PlatformError
@@ -19,11 +23,8 @@ from parawrap.errors import PlatformError
 if TYPE_CHECKING:
     from parawrap.api.wrapper import Launchable
 
-__all__ = ["EXAMPLES", "HELP", "add_options", "run"]
-
 HELP = "Launch a function, and print the result of each rank"
-EXAMPLES = """Arguments after -- are converted by the annotations of the function. A parameter without an annotation gets a
-Python value: 0.1 is a number, [1, 2] a list, and other text a string. NAME=VALUE is the same as --NAME VALUE. A
+EXAMPLES = """The annotations and defaults of the function convert the arguments after --; other arguments are strings. A
 function without parameters finds the arguments in sys.argv. If the function is decorated with @wrapper, the options
 change the fields of its platform.
 
@@ -67,27 +68,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Launch the function. An exception of a rank is printed with its traceback, and gives exit code 1."""
     sys.argv = [given.target.rpartition(":")[0], *given.rest]  # as a script would see; ranks see it too
-    asks_function_for_help = False
+    wants_help = not {"-h", "--help"}.isdisjoint(given.rest)
     try:
-        function = find_function(given.target)
-        arguments: tuple[tuple[Any, ...], dict[str, Any]] | str = (), {}
-        if _has_no_parameters(function):  # then it reads sys.argv, or nothing
-            asks_function_for_help = not {"-h", "--help"}.isdisjoint(given.rest)
-        elif given.rest:
-            arguments = read_arguments(given.target, function, given.rest)
-        inline = given.inline or asks_function_for_help
-        outcome = arguments if isinstance(arguments, str) else _launch(given, function, *arguments, inline=inline)
-    except UsageError:
+        function = _find_function(given.target)
+        reads_argv = _has_no_parameters(function)
+        if wants_help and not reads_argv:
+            print(_describe_arguments(given.target, function))
+            return 0
+        arguments = _read_arguments(given.target, function, given.rest) if given.rest and not reads_argv else ((), {})
+        print(_launch(given, function, *arguments, inline=given.inline or wants_help))
+    except (UsageError, OSError):
         raise
     except SystemExit as error:
-        if asks_function_for_help and not error.code:
+        if wants_help and not error.code:
             return 0
         print(f"parawrap run: rank 0 called sys.exit({error.code!r}) and returned nothing", file=sys.stderr)
         return 1
     except Exception:  # noqa: BLE001 (the module and the function may raise anything)
         traceback.print_exc()
         return 1
-    print(outcome)
     return 0
 
 
@@ -109,11 +108,99 @@ def _launch(
     return "\n".join(f"rank {rank}: {safe_repr(result)}" for rank, result in enumerate(results))
 
 
+# --- the function and its arguments ---
+
+
+def _find_function(target: str) -> Any:
+    """Import ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, and return the function.
+
+    Raises:
+        UsageError: If the module, the file, or the function does not exist, or the module exits.
+    """
+    place, _, name = target.rpartition(":")
+    if not (name and place):
+        msg = f"{target!r} does not name a function. Give MODULE:FUNCTION, such as train:main or jobs/train.py:main"
+        raise UsageError(msg)
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import(place, Path.cwd())
+    except SystemExit as error:
+        msg = f"{place} exits while it is imported, with {error.code!r}. Put its script under if __name__ == '__main__':"
+        raise UsageError(msg) from error
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        known = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        msg = f"{place!r} has no function {name!r}. It has {', '.join(known) or 'no functions'}"
+        raise UsageError(msg)
+    return function
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        msg = f"the file {str(path)!r} does not exist"
+        raise UsageError(msg)
+    path = path.resolve()  # as Python does with the file of a script
+    module = _import(path.stem, path.parent)
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != path:
+        msg = f"{path.stem!r} is the name of another module, {found or 'which is built in'}. Rename {str(path)!r}"
+        raise UsageError(msg)
+    return module
+
+
+def _import(name: str, folder: Path) -> ModuleType:
+    sys.path.insert(0, str(folder))  # ranks get it too
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        msg = f"module {name!r} was not found in {folder} or on sys.path"
+        raise UsageError(msg) from error
+
+
 def _has_no_parameters(function: Any) -> bool:
     try:
         return not inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return False
+
+
+def _read_arguments(target: str, function: Any, words: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments, as cyclopts converts them.
+
+    Raises:
+        UsageError: If the words do not match the parameters.
+    """
+    try:
+        _, bound, _ = _make_app(target, function).parse_args(words, print_error=False, exit_on_error=False)
+    except Exception as error:  # cyclopts raises errors of several kinds for annotations that it does not support
+        msg = f"{target}: {error}"
+        raise UsageError(msg) from error
+    return bound.args, bound.kwargs
+
+
+def _describe_arguments(target: str, function: Any) -> str:
+    """Return the help of a function: its parameters and its docstring."""
+    with redirect_stdout(StringIO()) as shown:
+        _make_app(target, function).help_print([])
+    return shown.getvalue().rstrip()
+
+
+def _make_app(target: str, function: Any) -> Any:
+    try:
+        from cyclopts import App, Parameter
+    except ImportError as error:
+        msg = "arguments after -- need the package cyclopts. Run pip install 'parawrap-torch[cli]'"
+        raise UsageError(msg) from error
+    lists = Parameter(consume_multiple=True, json_list=True, negative_iterable=())  # --sizes 1 2, or --sizes '[1, 2]'
+    app = App(f"parawrap run {target} --", version_flags=(), help_formatter="plain", default_parameter=lists)
+    app.default(getattr(function, "__wrapped__", function))
+    return app
+
+
+# --- the platform ---
 
 
 def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
@@ -146,13 +233,20 @@ def _read_options(given: argparse.Namespace) -> dict[str, Any]:
         if not equals:
             msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
             raise UsageError(msg)
-        _add(changes, field, python_value(value))
+        _add(changes, field, _python_value(value))
     if given.local:
         _add(changes, "launcher", "local")
     if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
         msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
         raise UsageError(msg)
     return changes
+
+
+def _python_value(text: str) -> Any:
+    """Return the value of a Python literal, and other text unchanged."""
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return text
 
 
 def _add(changes: dict[str, Any], field: str, value: object) -> None:

@@ -43,8 +43,6 @@ assert "torch" not in sys.modules
     ("args", "message"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
-        (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
         (("timeline", "."), "'.' is a folder. Give the .json file of a trace"),
@@ -76,13 +74,11 @@ def test_ctrl_c_ends_a_launch(folder):
     ("command", "code", "error"),
     [
         ("run json:dumps -- --help | true", 0, ""),
-        ("run json:dumps -- --help > /dev/full", 1, "the output cannot be written: No space left on device\n"),
         ("run json:dumps -- --help >&-", 0, ""),
-        ("run gone:main 2>&-", 2, ""),
     ],
 )
 def test_closed_streams(command, code, error):
-    """A reader that has gone or a closed output is not an error. A full disk is one. Errors do not go to the output."""
+    """A reader that has gone, or a closed output, is not an error."""
     bash = ["bash", "-c", f"{sys.executable} -m parawrap {command}"]
     shown = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (shown.returncode, shown.stdout, shown.stderr.removeprefix("parawrap run: ")) == (code, "", error)

@@ -10,11 +10,11 @@ import torch
 
 
 def test_each_rank_gets_arguments(here):
-    """Numbers and lists are Python values, other text is a string, and NAME=VALUE is a keyword argument."""
-    shown = here("run", "train:main", "--device", "cpu", "--n", "2", "--", "0.1", "[1, 2]", "text", "epochs=3")
+    """A parameter without an annotation takes the type of its default, or a string."""
+    shown = here("run", "train:main", "--device", "cpu", "--n", "2", "--", "0.1", "1", "text", "--epochs", "3")
     assert shown.returncode == 0
     lines = shown.stdout.splitlines()
-    assert lines[-2:] == [f"rank {rank}: ({rank}, 0.1, ([1, 2], 'text'), 3)" for rank in range(2)]
+    assert lines[-2:] == [f"rank {rank}: ({rank}, '0.1', ('1', 'text'), 3)" for rank in range(2)]
     assert sorted(lines[:-2]) == ["[rank 0] training", "[rank 1] training"]
 
 
@@ -68,7 +68,7 @@ def test_failures_have_tracebacks(here, folder):
     (folder / "broken.py").write_text("import missing_package\n")
     shown = here("run", "broken:main")
     assert (shown.returncode, "No module named 'missing_package'" in shown.stderr) == (1, True)
-    shown = here("run", "sys:exit", "--inline", "--", "0")
+    shown = here("run", "train:leave", "--inline")
     assert (shown.returncode, shown.stderr) == (1, "parawrap run: rank 0 called sys.exit(0) and returned nothing\n")
 
 
@@ -86,7 +86,7 @@ def test_odd_results_are_described(here, monkeypatch):
         ("train", "'train' does not name a function. Give MODULE:FUNCTION"),
         ("gone:main", "module 'gone' was not found in "),
         ("gone.py:main", "the file 'gone.py' does not exist"),
-        ("train:gone", "'train' has no function 'gone'. It has main, decorated, fail, forever, Unprintable"),
+        ("train:gone", "'train' has no function 'gone'. It has main, decorated, fail, leave, forever, Unprintable"),
         ("train:main --set sed=1 -- 1", "sed=1: Platform has no such field: did you mean seed?"),
         ("train:main --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
         ("train:main --device slurm --set n_gpus=8 --n 4 -- 1", "n_gpus is given twice, as 8 and 4"),
@@ -97,14 +97,13 @@ def test_odd_results_are_described(here, monkeypatch):
         ("train:main -- 1 --epoch 2", "train:main: Unknown option: --epoch. Did you mean --epochs?"),
         ("train:main --set seed -- 1", "--set seed: give FIELD=VALUE, such as --set seed=1"),
         ("train:main --device slurm --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
-        ("a.job.py:main", "cannot be imported. Rename the file: its name ends with .py, and has no other dot"),
+        ("train:for_type_checkers -- 1", "name 'Missing' is not defined"),
         ("time.py:main", "'time' is the name of another module, which is built in. Rename"),
         ("exits:main --inline", "exits exits while it is imported, with 0. Put its script under if __name__"),
     ],
 )
 def test_wrong_names_and_options(here, folder, line, message):
-    for name in "time.py", "a.job.py":
-        (folder / name).write_text("def main(): pass\n")
+    (folder / "time.py").write_text("def main(): pass\n")
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     shown = here("run", *line.split())
     assert shown.returncode == 2
@@ -118,17 +117,14 @@ def test_wrong_names_and_options(here, folder, line, message):
         ("typed", ["--lr", "0.5", "--n-steps", "4"], "(0.5, 4, False, None, None, 'fast', {})"),
         ("typed", ["0.5", "--verbose", "--name", "3"], "(0.5, 3, True, '3', None, 'fast', {})"),
         ("typed", ["0.5", "--no-verbose", "--sizes", "1", "2"], "(0.5, 3, False, None, [1, 2], 'fast', {})"),
-        ("typed", ["0.5", "--sizes", "[1, 2]", "mode=slow"], "(0.5, 3, False, None, [1, 2], 'slow', {})"),
-        ("typed", ["0.5", "--two-words", "1", "c=[2]"], "(0.5, 3, False, None, None, 'fast', {'two_words': 1, 'c': [2]})"),
-        ("main", ["-1", "--epochs", "[1, 2]"], "(0, -1, (), [1, 2])"),
-        ("configured", ["--config.lr", "1", "--config.n_layers", "4"], "Config(lr=1.0, n_layers=4)"),
-        ("for_type_checkers", ["1", "[1, 2]"], "(1.0, [1, 2])"),
+        ("typed", ["0.5", "--sizes", "[1, 2]", "--mode", "slow"], "(0.5, 3, False, None, [1, 2], 'slow', {})"),
+        ("configured", ["--config.lr", "1", "--config.n-layers", "4"], "Config(lr=1.0, n_layers=4)"),
         ("script", ["--lr", "0.5"], "(0.5, ['train', '--lr', '0.5'])"),
         ("Group.make", ["--size", "3"], "('Group', 3)"),
     ],
 )
 def test_annotations_convert(here, target, words, result):
-    """Options, flags, lists, dataclasses, and more keywords. Without a usable annotation, a value is a Python value."""
+    """Options, flags, lists, and dataclasses."""
     shown = here("run", f"train:{target}", "--inline", "--", *words)
     assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (0, [f"rank 0: {result}"], "")
 
@@ -157,7 +153,7 @@ def test_files_are_targets(here, folder, monkeypatch):
         assert here("run", "link.py:main", *options, "--", "1").stdout == "rank 0: (1, ['link.py', '1'])\n"
     monkeypatch.chdir(folder / "real")
     assert here("run", "../train.py:Group.make", "--inline", "--", "1").stdout == "rank 0: ('Group', 1)\n"
-    assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"
+    assert here("run", "os:fspath", "--inline", "--", "a").stdout == "rank 0: 'a'\n"
 
 
 def test_arguments_need_cyclopts(here, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 from parawrap import DataParallel, DeviceUnavailableError, neuron, parallel, testing
 from parawrap.backends import names_cores
-from parawrap.cli._machine import machine_checks
+from parawrap.cli import _doctor
 from parawrap.neuroncores import runtime
 from tests.helpers.device_models import assert_same_training_step, mlp, rows
 
@@ -97,5 +97,5 @@ def test_emulated_cores_by_environment(monkeypatch):
 def test_doctor_counts_the_devices(monkeypatch, count, state):
     """`parawrap doctor` counts torch devices, and warns if the driver shows none."""
     monkeypatch.setattr(torch.neuron, "device_count", lambda: count)
-    (check,) = [check for check in machine_checks() if check.name == "NeuronCores"]
+    check = _doctor._check_neuron()
     assert (check.state, check.detail) == (state, f"{count} torch devices of kind 'neuron'")
