@@ -16,8 +16,7 @@ from parawrap.displays import Table
 
 __all__ = ["Comparison", "Difference", "Way", "difference"]
 
-_HEADER = "way", "median ms", "middle half ms", "speed-up", "extra MiB", "page faults", "outputs differ", "gradients differ"
-_QUIET = 0.1  # cores; the kernel and the monitors of an idle machine use less
+_HEADER = "way", "median ms", "middle half ms", "speed-up", "outputs differ", "gradients differ"
 _ABSOLUTE = re.compile(r"absolute difference: (\S+)", re.IGNORECASE)  # in the messages of assert_close
 
 
@@ -38,16 +37,12 @@ class Way:
     Attributes:
         name: "plain", "plain, 1 thread", "map", or "lanes".
         seconds: The time per call, or per batch of `map`, in each round.
-        extra_bytes: The growth of memory up to its peak, in the last turn; None if the peak cannot be read.
-        page_faults: Page faults of the process per timed call.
         outputs: The greatest difference of the outputs from the plain way.
         gradients: The greatest difference of the gradients from the plain way; None without `train`.
     """
 
     name: str
     seconds: tuple[float, ...]
-    extra_bytes: int | None
-    page_faults: float
     outputs: Difference
     gradients: Difference | None
 
@@ -64,21 +59,19 @@ class Comparison:
     Attributes:
         title: The block, the mode, and the number of rounds and calls.
         ways: A `Way` for each row of the table.
-        busy_cores: The average number of cores that other processes used during the measurement; None if unknown.
     """
 
     title: str
     ways: tuple[Way, ...]
-    busy_cores: float | None = None
 
     def __repr__(self) -> str:
         return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
 
     def __str__(self) -> str:
-        return "\n".join([str(self._table(self.title)), *self._remarks()])
+        return f"{self._table(self.title)}{self._remark()}"
 
     def _repr_html_(self) -> str:
-        return self._table("\n".join([self.title, *self._remarks()])).html()
+        return self._table(self.title + self._remark()).html()
 
     def _table(self, title: str) -> Table:
         rows = []
@@ -86,21 +79,16 @@ class Comparison:
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
             speed_up = f"{fastest / way.quartiles[1]:.2f}"
-            extra = "unknown" if way.extra_bytes is None else f"{way.extra_bytes / 2**20:.1f}"
-            numbers = way.name, median, f"{low} to {high}", speed_up, extra, f"{way.page_faults:.0f}"
-            rows.append((*numbers, str(way.outputs), str(way.gradients)))
+            rows.append((way.name, median, f"{low} to {high}", speed_up, str(way.outputs), str(way.gradients)))
         columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
         return Table(title, _HEADER[:columns], [row[:columns] for row in rows])
 
-    def _remarks(self) -> list[str]:
-        """Return the reason why the speed-up may not last, if there is one."""
-        if self.busy_cores is not None and self.busy_cores > _QUIET:
-            used = f"Other processes used {self.busy_cores:.1f} cores during the measurement"
-            return [f"{used}: the speed-up may not last. Measure again on an idle machine"]
+    def _remark(self) -> str:
+        """Return a line if the times show no difference."""
         plain, lanes = self._fastest(are_plain=True), self._fastest(are_plain=False)
         if plain[0] <= lanes[2] and lanes[0] <= plain[2]:
-            return ["The middle halves of lanes and of the fastest plain way overlap: the difference is not significant"]
-        return []
+            return "\nThe middle halves of lanes and of the fastest plain way overlap: the difference is not significant"
+        return ""
 
     def _fastest(self, *, are_plain: bool) -> list[float]:
         """Return the quartiles of the fastest plain way, or of the fastest way with lanes."""

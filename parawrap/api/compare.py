@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -13,17 +12,13 @@ import torch
 from torch.utils.benchmark import Timer
 
 from parawrap._public import public
-from parawrap.api._check_arguments import is_platform
 from parawrap.api._comparison_table import Comparison, Way, difference
-from parawrap.api._process_figures import cores_of_others, isolate_turn, memory_growth, page_faults
-from parawrap.api.parallel import parallel
-from parawrap.backends import Devices, ignore_speed_warnings
+from parawrap.api.parallel import Parallel, parallel
+from parawrap.backends import Devices, backend_of, ignore_speed_warnings
 from parawrap.engine.call import intra_op_threads
 from parawrap.engine.streams import as_call
-from parawrap.errors import ShardError
+from parawrap.errors import ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten, tensors_in
-
-__all__ = ["compare"]
 
 _ONE_THREAD = "plain, 1 thread"
 
@@ -41,18 +36,17 @@ def compare(
     show: bool = True,
     **options: Any,
 ) -> Comparison:
-    """Run a call plainly and in lanes, print a table of times, memory, and differences, and return the measurements.
+    """Run a call plainly and in lanes, print a table of times and differences, and return the measurements.
 
     In the table, "plain" is the call as torch runs it, "lanes" is the call inside ``parallel(model, devices, **options)``,
     and "map" is a batch of its `map`, where each batch runs whole in one lane. On the CPU, "plain, 1 thread" is the plain
     call with one thread per operator. Speed-ups are against the fastest plain way.
     The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`, and torch random states,
-    and restores them at its end. Its first calls are not timed. A remark below the table says if other processes used the
-    cores meanwhile, or if the times of lanes and of the plain call overlap.
+    and restores them at its end. Its first calls are not timed. A remark below the table says if the times of lanes and of
+    the plain call overlap. Stop other programs before: they slow torch's threads more than lanes.
 
-    The returned object has the fields `title`, `ways`, and `busy_cores`: the average number of cores that other processes
-    used, or None if that is unknown. Each way has `name`, `seconds` (per call, in each round), `quartiles` of these,
-    `extra_bytes`, `page_faults`, `outputs`, and `gradients`.
+    The returned object has the fields `title` and `ways`. Each way has `name`, `seconds` (per call, in each round),
+    `quartiles` of these, `outputs`, and `gradients`.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
@@ -83,87 +77,115 @@ def compare(
         msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {rounds=}, {calls=}, methods={[method, *others]}"
         raise ShardError(msg)
     block = parallel(model, devices, **options)
-    owner = getattr(model, "__self__", model)  # the module of a bound method
-    module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
-    args, kwargs = as_call(batch)
-    held = [*module.parameters(), *_tensors([args, kwargs])]
-    leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
-    places = {tensor.device for tensor in (*held, *module.buffers())}.union(block.devices)
-    accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
-    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model)}
-    if places == {torch.device("cpu")}:
-        ways[_ONE_THREAD] = ways["plain"]
-    if not train:  # a stream of batches keeps no gradients
-        ways["map"] = block
-    ways["lanes"] = block
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    faults = dict.fromkeys(ways, 0)
-    answers: dict[str, tuple[list[torch.Tensor], ...]] = {}
-    extra: dict[str, int | None] = {}
-    counts: list[int] = []  # page faults at each reading of the clock
-
-    def step(target: Any) -> Any:
-        for leaf in leaves:
-            leaf.grad = None
-        output = (target if method == "forward" else getattr(module, method))(*args, **kwargs)
-        if train:
-            (loss or _sum)(output).backward()
-        return output
-
-    def clock() -> float:
-        for device in accelerators:
-            torch.accelerator.synchronize(device)
-        counts.append(page_faults())
-        return perf_counter()
-
-    busy_cores = cores_of_others()
+    compared = _Compared(model, method, batch, block, (loss or _sum) if train else None)
+    names = ["plain", *([_ONE_THREAD] if compared.is_on_cpu else []), *([] if train else ["map"]), "lanes"]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    answers: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for _ in range(rounds):
-        for name, way in ways.items():
-            growth = memory_growth(accelerators)
-            quiet = ignore_speed_warnings() if train else contextlib.nullcontext()  # an eval mode with gradients is meant
-            threads = intra_op_threads(1 if name == _ONE_THREAD else None)
-            with (
-                quiet,
-                isolate_turn(name, module, leaves, accelerators),
-                threads,
-                way as opened,
-                torch.set_grad_enabled(train),
-            ):
-                target = model if module is model else opened
-                if name == "map":
-                    *_, output = opened.map([batch] * len(block.devices))  # not timed
-                    answers.setdefault(name, (_copies(_tensors(output)), _copies(map(_gradient, leaves))))
-                    seconds[name].append(_time_of_batch(clock, opened.map([batch] * calls), calls))
-                    faults[name] += counts[-1] - counts[-2]
-                    extra[name] = growth()
-                    continue
-                if name not in answers:
-                    answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))
-                given = {"step": step, "target": target}
-                timer = Timer("step(target)", timer=clock, globals=given, num_threads=torch.get_num_threads())
-                seconds[name].append(timer.timeit(calls).median)
-                faults[name] += counts[-1] - counts[-2]
-            extra[name] = growth()
+        for name in names:
+            with compared.turn(name), torch.set_grad_enabled(train):
+                answers[name] = compared.answer(name)
+                seconds[name].append(compared.time(name, calls))
     rows = []
     for name, times in seconds.items():
         outputs, gradients = map(difference, answers[name], answers["plain"])
-        per_call = faults[name] / (rounds * calls)
-        rows.append(Way(name, tuple(times), extra[name], per_call, outputs, gradients if train else None))
-    what = "training step" if train else "forward"
-    mode = f" in {'training' if module.training else 'eval'} mode" if module is owner else ""
-    title = f"{block!r}: {what}{mode}, {rounds} rounds of {calls} calls"
-    comparison = Comparison(title, tuple(rows), None if is_platform(devices) else busy_cores())  # Ray's workers are others
+        rows.append(Way(name, tuple(times), outputs, gradients if train else None))
+    comparison = Comparison(f"{block!r}: {compared}, {rounds} rounds of {calls} calls", tuple(rows))
     if show:
         print(comparison)  # noqa: T201
     return comparison
 
 
-def _time_of_batch(clock: Callable[[], float], outputs: Iterator[Any], count: int) -> float:
-    """Return the time per batch of a stream, whose outputs are dropped as they come."""
-    start = clock()
-    for _ in outputs:
-        pass
-    return (clock() - start) / count
+class _Compared:
+    """A model and a batch, with the ways to run a call. With `loss`, a call is a training step."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        method: str,
+        batch: Any,
+        block: Parallel[Any],
+        loss: Callable[[Any], torch.Tensor] | None,
+    ) -> None:
+        self._model = model
+        self._method = method
+        self._batch = batch
+        self._block = block
+        self._loss = loss
+        owner = getattr(model, "__self__", model)  # the module of a bound method
+        self._has_module = isinstance(owner, torch.nn.Module)
+        self._module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+        self._args, self._kwargs = as_call(batch)
+        held = [*self._module.parameters(), *_tensors([self._args, self._kwargs])]
+        self._leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
+        places = {tensor.device for tensor in (*held, *self._module.buffers())}.union(block.devices)
+        self._accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
+        self.is_on_cpu = places == {torch.device("cpu")}
+
+    def __str__(self) -> str:
+        mode = f" in {'training' if self._module.training else 'eval'} mode" if self._has_module else ""
+        return ("forward" if self._loss is None else "training step") + mode
+
+    @contextlib.contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Prepare a way. Restore the state of the model and of torch's random numbers at the end."""
+        owners = [(owner, owner.training) for owner in self._module.modules()]
+        buffers = [(owner, key, old, old.clone()) for owner, _ in owners for key, old in owner.named_buffers(recurse=False)]
+        gradients = [leaf.grad for leaf in self._leaves]
+        backend = backend_of(self._accelerators[0].type if self._accelerators else "cpu")
+        try:
+            with contextlib.ExitStack() as prepared:
+                if self._loss is not None:  # an eval mode with gradients is meant
+                    prepared.enter_context(ignore_speed_warnings())
+                prepared.enter_context(backend.fork_rng(self._accelerators))
+                prepared.enter_context(intra_op_threads(1 if name == _ONE_THREAD else None))
+                if not name.startswith("plain"):
+                    prepared.enter_context(self._block)
+                yield
+        except Exception as error:
+            add_note(error, f"raised in the way {name!r} of parawrap.compare")
+            raise
+        finally:
+            with torch.no_grad():
+                for owner, key, old, value in buffers:
+                    setattr(owner, key, old.copy_(value))
+            for owner, training in owners:
+                owner.training = training
+            for leaf, gradient in zip(self._leaves, gradients, strict=True):
+                leaf.grad = gradient
+
+    def answer(self, name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return copies of the outputs and gradients of a call, which is not timed."""
+        if name == "map":
+            *_, output = self._block.map([self._batch] * len(self._block.devices))
+        else:
+            output = self._call(name)
+        return _copies(_tensors(output)), _copies(map(_gradient, self._leaves))
+
+    def time(self, name: str, calls: int) -> float:
+        """Return the seconds per call."""
+        if name == "map":
+            start = self._clock()
+            for _ in self._block.map([self._batch] * calls):
+                pass
+            return (self._clock() - start) / calls
+        given = {"call": self._call, "name": name}
+        timer = Timer("call(name)", timer=self._clock, globals=given, num_threads=torch.get_num_threads())
+        return timer.timeit(calls).median
+
+    def _call(self, name: str) -> Any:
+        for leaf in self._leaves:
+            leaf.grad = None
+        target: Any = self._model if self._module is self._model or name != "lanes" else self._block
+        output = (target if self._method == "forward" else getattr(target, self._method))(*self._args, **self._kwargs)
+        if self._loss is not None:
+            self._loss(output).backward()
+        return output
+
+    def _clock(self) -> float:
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+        return perf_counter()
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
