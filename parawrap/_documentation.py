@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["cite", "without_citations"]
-
 ADDRESS = ""  # setup.py sets it in a build: the address of the site, or nothing
 _TITLES = {"errors": "Errors", "neuron_hardware": "Test parawrap on NeuronCore hardware", "versions": "Tested releases"}
 _CITATIONS = re.compile(r' \((?:the page "Errors" of the documentation, \w+|\S+/errors\.html#\w+)\)')

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 from parawrap._documentation import cite
 from parawrap.errors import VersionError
 
-__all__ = ["missing_name", "private_attribute", "private_name", "private_reader"]
-
 _ABSENT = object()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TypeVar, get_type_hints
 
-__all__ = ["public"]
-
 T = TypeVar("T")
 
 

@@ -18,20 +18,6 @@ from parawrap.tree import as_tree, entries_of
 if TYPE_CHECKING:
     from parawrap.launch import Platform
 
-__all__ = [
-    "UNSET",
-    "Joining",
-    "check_dim",
-    "check_in_dims",
-    "check_methods",
-    "check_target",
-    "check_unit",
-    "check_workers",
-    "is_platform",
-    "make_join_rules",
-    "parameters_of",
-]
-
 UNSET: Any = JoinRules().out_dims
 """The default of `out_dims`: the sizes of outputs show which of them follow the rows."""
 

@@ -14,8 +14,6 @@ from torch.testing import assert_close
 
 from parawrap.displays import Table
 
-__all__ = ["Comparison", "Difference", "Way", "difference"]
-
 _HEADER = "way", "median ms", "middle half ms", "speed-up", "outputs differ", "gradients differ"
 _ABSOLUTE = re.compile(r"absolute difference: (\S+)", re.IGNORECASE)  # in the messages of assert_close
 

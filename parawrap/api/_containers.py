@@ -13,20 +13,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.api._private_names import register_pytree_node
 
-__all__ = [
-    "Parts",
-    "check_kinds",
-    "columns",
-    "container_kind",
-    "describe",
-    "is_container",
-    "is_list_per_row",
-    "items_of",
-    "plain_tuple",
-    "rebuilt",
-    "transpose_rows",
-]
-
 
 class Parts(tuple[Any, ...]):
     """The parts of one argument of a `TupleParallel`, as a collate function returns them. It is a tuple in all respects."""

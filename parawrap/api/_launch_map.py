@@ -15,8 +15,6 @@ from parawrap.backends import user_frames
 from parawrap.errors import LaunchCancelledError
 from parawrap.launch import Job, Launch, RankResults, cancel_all, launch, launch_array, runs_here
 
-__all__ = ["launch_each"]
-
 ResultsOrError = RankResults[Any] | Exception
 
 

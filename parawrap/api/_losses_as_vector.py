@@ -6,8 +6,6 @@ import torch
 
 from parawrap.backends import warn_caller
 
-__all__ = ["vector"]
-
 
 def vector(values: torch.Tensor) -> torch.Tensor:
     """Return the vector of the shards' 0-d outputs, and warn about it."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Undecorated", "is_global", "own_class", "reduce_by_name", "register_with_cloudpickle"]
-
 
 def _type_of(self: object) -> type:
     return type(self)

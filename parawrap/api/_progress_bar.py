@@ -10,8 +10,6 @@ from typing import Any, Self
 
 from parawrap.engine.stats import Stats
 
-__all__ = ["Progress"]
-
 
 def _bar_class() -> Any:
     """Return the class of a bar for the terminal, or for a notebook."""

@@ -20,8 +20,6 @@ from parawrap.engine.session import Session
 from parawrap.engine.streams import StreamOptions, StreamSize, stream
 from parawrap.errors import ShardError
 
-__all__ = ["Streams"]
-
 
 class Streams(ABC):
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["get_wrapped_attribute", "submodule"]
-
 
 def submodule(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
     """Return a submodule by its name; None before the module has it, as before ``__init__`` and during unpickling."""

@@ -15,8 +15,6 @@ from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, VerifyError
 from parawrap.tree import addresses, flatten, mismatch, unflatten
 
-__all__ = ["check_rowwise"]
-
 _LANES = (2, 3, 8)
 _MOST_NAMED = 4  # parts in a message: more would not fit a terminal
 Parts = dict[str, torch.Tensor]

@@ -19,8 +19,6 @@ from parawrap.api._pickle_decorated import is_global, own_class, register_with_c
 from parawrap.engine.cut import balanced_sizes
 from parawrap.errors import ShardError
 
-__all__ = ["default_collate", "tp_collate"]
-
 P = ParamSpec("P")
 A = TypeVar("A")
 B = TypeVar("B")

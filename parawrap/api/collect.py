@@ -13,8 +13,6 @@ from parawrap.engine.replicas import version_of
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import flatten, unflatten
 
-__all__ = ["collect"]
-
 
 @public
 def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:

@@ -22,8 +22,6 @@ from parawrap.engine.session import Session
 from parawrap.errors import DeviceListError
 from parawrap.tree import flatten
 
-__all__ = ["DataParallel", "data_parallel"]
-
 T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel

@@ -11,8 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 from parawrap._public import public
 from parawrap.tree import replace_nodes
 
-__all__ = ["Batch", "cuda_attrs", "recursive_cuda", "recursive_to"]
-
 T = TypeVar("T")
 
 

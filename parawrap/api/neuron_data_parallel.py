@@ -29,8 +29,6 @@ from parawrap.neuroncores import (
     runtime,
 )
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(torch.nn.Module):
     """Split each batch over several NeuronCores: the API of torch_neuronx.DataParallel and torch.neuron.DataParallel.

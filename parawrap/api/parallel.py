@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from parawrap.launch import Platform
     from parawrap.neuroncores import NeuronCore
 
-__all__ = ["Parallel", "parallel"]
-
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 P = ParamSpec("P")

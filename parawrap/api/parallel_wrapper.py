@@ -12,8 +12,6 @@ from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
 from parawrap.api.data_parallel import DataParallel
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
-__all__ = ["ParallelWrapper"]
-
 _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 

@@ -19,18 +19,6 @@ from parawrap.engine.replicas import Replicas
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.tree import flatten
 
-__all__ = [
-    "as_calls",
-    "cut",
-    "device_named",
-    "gather",
-    "no_original",
-    "parallel_apply",
-    "replicate",
-    "scatter",
-    "scatter_kwargs",
-]
-
 T = TypeVar("T", bound=torch.nn.Module)
 InputsT = TypeVar("InputsT")
 _CPU = torch.device("cpu")

@@ -23,8 +23,6 @@ from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import address, tensors_in
 
-__all__ = ["TupleParallel", "tuple_fn"]
-
 T = TypeVar("T", bound=torch.nn.Module)
 A = TypeVar("A")
 B = TypeVar("B")

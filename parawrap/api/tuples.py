@@ -29,8 +29,6 @@ from parawrap.engine.concatenate import have_one_scale
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import tensors_in
 
-__all__ = ["cat", "transpose"]
-
 
 @public
 def cat(returns: Any, dim: int = 0) -> Any:

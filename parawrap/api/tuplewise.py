@@ -8,8 +8,6 @@ from typing import Any
 from parawrap._public import public
 from parawrap.errors import add_note
 
-__all__ = ["Tuplewise"]
-
 
 @public
 class Tuplewise:

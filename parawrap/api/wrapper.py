@@ -37,8 +37,6 @@ from parawrap.launch import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Launchable", "Wrapper", "check_signature", "is_launchable", "wrapper"]
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 S = TypeVar("S")

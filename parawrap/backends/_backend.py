@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Backend", "Stream", "Traits"]
-
 
 class Traits(NamedTuple):
     """The size of a device: memory in bytes, and number of cores. Used to compare the devices of a block."""

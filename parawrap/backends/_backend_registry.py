@@ -11,8 +11,6 @@ import torch
 from parawrap.backends._backend import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "torch_kind"]
-
 _MODULES = {
     "cpu": "parawrap.backends.cpu_backend",
     "cuda": "parawrap.backends.cuda_backend",

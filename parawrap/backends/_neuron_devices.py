@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from parawrap.backends._backend_registry import is_torch_device
 
-__all__ = ["emulate_cores", "emulates_cores", "neuron_is_device", "neuron_runtime_name"]
-
 _blocks: list[None] = []  # one entry per active block of `emulate_cores`
 
 

@@ -10,8 +10,6 @@ from parawrap.backends._backend_registry import backend_of, best_backend, not_th
 from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-__all__ = ["DeviceLike", "Devices", "names_cores", "resolve_device", "resolve_devices"]
-
 DeviceLike = int | str | torch.device
 Devices = int | str | torch.device | Sequence[DeviceLike] | None
 

@@ -16,8 +16,6 @@ from parawrap.backends._backend_registry import backend_of
 from parawrap.backends._private_names import indices_of, values_of
 from parawrap.tree import WholeLeaf
 
-__all__ = ["device_of", "record_use", "transfer", "transfer_into"]
-
 _STAGED_FROM = 64 << 10
 """Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
 the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""

@@ -13,8 +13,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["drop_own_frames", "ignore_speed_warnings", "user_frames", "warn_caller"]
-
 _PARAWRAP, _TORCH, _FUTURES = (
     f"{folder}{os.sep}"
     for folder in (Path(__file__).parents[1], Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)

@@ -13,8 +13,6 @@ from parawrap.backends._backend import Backend, Stream
 from parawrap.backends._backend_registry import not_there
 from parawrap.backends.cpu_backend import share_of_cores
 
-__all__ = ["AcceleratorBackend"]
-
 
 class AcceleratorBackend(Backend):
     """Backend on the device module that torch registers for the kind. Features that the module lacks are skipped."""

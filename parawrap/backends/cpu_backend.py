@@ -10,8 +10,6 @@ import torch
 from parawrap.backends._backend import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["BACKEND", "CpuBackend", "share_of_cores", "usable_cores"]
-
 # More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores instead.
 _MOST_LANES = 8
 

@@ -7,8 +7,6 @@ import torch
 from parawrap.backends._backend import Traits
 from parawrap.backends.accelerator_backend import AcceleratorBackend
 
-__all__ = ["BACKEND", "CudaBackend"]
-
 
 class CudaBackend(AcceleratorBackend):
     """Devices ``cuda:0`` to ``cuda:N-1``, numbered as CUDA_VISIBLE_DEVICES lists them."""

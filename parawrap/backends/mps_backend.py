@@ -7,8 +7,6 @@ import torch
 from parawrap.backends._backend import Backend
 from parawrap.backends._backend_registry import not_there
 
-__all__ = ["BACKEND", "MpsBackend"]
-
 
 class MpsBackend(Backend):
     """``mps`` and ``mps:0`` are the same device; torch reports it as ``mps:0``."""

@@ -23,8 +23,6 @@ from parawrap.backends._backend_registry import best_backend, not_there
 from parawrap.errors import DeviceUnavailableError
 from parawrap.tree import flatten
 
-__all__ = ["BACKEND", "XlaBackend"]
-
 # Lanes with shards of equal shape build the same graph at the same time. The lock lets the first lane compile it and the
 # others find it cached; without the lock, torch_xla compiles it once per lane.
 _compiling = threading.RLock()

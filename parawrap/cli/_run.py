@@ -94,7 +94,7 @@ def _launch(
     given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, inline: bool
 ) -> str:
     """Launch the function, or describe the launch. Return the text to print."""
-    from parawrap.api.wrapper import check_signature
+    from parawrap.launch import check_signature
 
     try:
         check_signature(function, args, kwargs)

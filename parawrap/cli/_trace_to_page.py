@@ -8,8 +8,6 @@ from pathlib import Path
 from parawrap.cli._usage_error import UsageError
 from parawrap.displays import read_timeline, refusal_of_path, write_timeline
 
-__all__ = ["EXAMPLES", "HELP", "add_options", "run"]
-
 HELP = "Make a page of a recorded trace, and say where it is"
 EXAMPLES = """examples:
   parawrap timeline lanes.json                # writes lanes.html

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UsageError"]
-
 
 class UsageError(Exception):
     """The command line is wrong. Its text is shown without a traceback, and the exit code is 2."""

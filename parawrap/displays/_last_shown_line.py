@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["last_shown_line"]
-
 _LINE_END = re.compile(r"\n|\x1b\[\d*A")  # progress bars move the cursor up to write an earlier line again
 _ERASE = re.compile(r"\x1b\[[02]?K")
 _UNSEEN = re.compile(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["Table", "safe_repr", "shorten"]
-
 _CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
 _DOTS = " ..."
 

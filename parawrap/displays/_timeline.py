@@ -11,8 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["TIMELINE_SUFFIXES", "Span", "Timeline", "read_timeline", "refusal_of_path", "write_timeline"]
-
 TIMELINE_SUFFIXES = ".html", ".json"
 _TEMPLATE = Path(__file__).with_name("timeline.html")
 _PLACE_OF_DATA = "/* data */"

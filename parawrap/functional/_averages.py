@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from parawrap.functional._collectives import group_size
 
-__all__ = ["average_params_grads", "buckets"]
-
 _BUCKET_BYTES = 64 << 20  # one all_reduce of this size uses the network well; a guess that no test has contradicted
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from parawrap._private_name import private_name
 
-__all__ = ["COMPILED", "BatchNorm"]
-
 # The base class of all batch norms, also of a user's own
 BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm", "checks for batch norm")
 # The attribute of a module from torch.compile that holds the user's module

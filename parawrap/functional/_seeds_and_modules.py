@@ -16,8 +16,6 @@ from parawrap.functional._private_names import COMPILED, BatchNorm
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
 from parawrap.tree import flatten, unflatten
 
-__all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to", "unwrap"]
-
 T = TypeVar("T", bound=nn.Module)
 
 

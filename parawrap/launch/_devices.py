@@ -14,8 +14,6 @@ from parawrap.backends import backend_of, emulates_cores, neuron_is_device, torc
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
-__all__ = ["Device", "core_of", "make_current", "rank_device", "visible"]
-
 
 class Device(enum.StrEnum):
     """A kind of device. Members equal their lower-case names.

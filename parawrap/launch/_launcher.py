@@ -12,8 +12,6 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._world import find_world
 from parawrap.launch.launch import Launch
 
-__all__ = ["Launcher", "launch", "launch_array", "launcher_name", "preview", "runs_here"]
-
 
 class Launcher(Protocol):
     """Starts ranks. Stateless, so any thread may use it.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LAUNCHERS"]
-
 LAUNCHERS = {
     "env": "parawrap.launch.env",
     "local": "parawrap.launch.local",

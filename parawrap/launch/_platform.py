@@ -26,8 +26,6 @@ from parawrap.launch._world import find_world
 if TYPE_CHECKING:
     from parawrap.launch.ranks import Ranks
 
-__all__ = ["Platform"]
-
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 OPEN_RANKS: list[Callable[[Platform], Ranks]] = []
 """The function that `Platform.open` calls. Its module imports this one, and enters it."""

@@ -16,8 +16,6 @@ from parawrap.processes.preemption import Preemption, RequeueRequested
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["IN_RANK", "Rank", "become", "being", "below_a_rank", "current_rank", "inside_a_rank"]
-
 
 @public
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import TypeVar
 from parawrap._public import public
 from parawrap.displays import Table, safe_repr, shorten
 
-__all__ = ["RankResults"]
-
 _LONGEST = 100  # characters of a value
 _MOST_SHOWN = 8  # ranks
 

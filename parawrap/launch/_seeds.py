@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["preserved_generators", "seed", "seed_all"]
-
 _SEEDS = 2**32  # numpy accepts seeds below this
 
 

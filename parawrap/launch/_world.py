@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["World", "find_world"]
-
 _PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
 

@@ -49,8 +49,6 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 
-__all__ = ["launcher"]
-
 _REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
 _NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")

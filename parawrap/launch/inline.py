@@ -20,8 +20,6 @@ from parawrap.launch._seeds import preserved_generators, seed
 from parawrap.processes.groups import leave_groups
 from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
 
-__all__ = ["run_inline"]
-
 
 def run_inline(job: Job) -> RankResults[Any]:
     """Call the function in this process. Afterwards restore random states, current device, and process group.

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Preemption", "RequeueRequested", "at_signal"]
-
 
 class RequeueRequested(BaseException):
     """Raised by `requeue` to end a rank. ``except Exception`` does not catch it, and ``finally`` blocks run."""

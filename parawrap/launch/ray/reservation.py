@@ -17,8 +17,6 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.launch.ray import _node_actor
 
-__all__ = ["Reservation", "join_cluster"]
-
 _LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
