@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from warnings import catch_warnings, simplefilter
 
 import torch
 
-from parawrap.api._progress_bar import Progress
 from parawrap.engine.call import Entry
 from parawrap.engine.pooled import PooledSession
 from parawrap.engine.resume import OutputFolder
@@ -93,7 +93,7 @@ class Streams(ABC):
                 Use only folders that you trust: outputs are loaded with pickle.
             key: With `resume`, a function of one batch that returns its name or its number, to be compared in place of the
                 batch. For batches that cannot be pickled, or that take long to compare. It runs in the caller's thread.
-            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap-torch[cli]'``).
+            progress: Draw a tqdm bar (``pip install 'parawrap-torch[cli]'``).
             total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
             desc: The text in front of the bar.
 
@@ -140,11 +140,11 @@ class Streams(ABC):
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
         options = StreamOptions(buffersize, prepare, with_inputs, return_exceptions, ordered)
         starter = session.open_stream(entry, prepare, size)
-        if resume is None and not progress:
-            return stream(starter, batches, options)
-        folder = None if resume is None else OutputFolder(Path(resume), name, key)
-        bar = Progress(session.stats, total, desc) if progress else None
-        return _with_folder_and_bar(partial(stream, starter, batches), options, folder, bar)
+        if resume is None:
+            outputs = stream(starter, batches, options)
+        else:
+            outputs = _stream_to_folder(partial(stream, starter, batches), options, OutputFolder(Path(resume), name, key))
+        return _draw_bar(outputs, total, desc) if progress else outputs
 
 
 def _refuse_single_batch(batches: object) -> None:
@@ -171,20 +171,23 @@ def _length_of(batches: Iterable[Any]) -> int | None:
     return None
 
 
-def _with_folder_and_bar(
-    start: Callable[[StreamOptions], Iterator[Any]],
-    options: StreamOptions,
-    folder: OutputFolder | None,
-    bar: Progress | None,
+def _stream_to_folder(
+    start: Callable[[StreamOptions], Iterator[Any]], options: StreamOptions, folder: OutputFolder
 ) -> Iterator[Any]:
-    """Run a stream with its folder open and its bar drawn. Both start with the first output that is read."""
-    with ExitStack() as open_until_the_end:
-        if folder is not None:
-            options = options._replace(folder=open_until_the_end.enter_context(folder))
-        if bar is not None:
-            open_until_the_end.enter_context(bar)
-        for output in start(options):
-            if bar is not None:
-                bar.update()
-            yield output
-            del output
+    """Run a stream with its folder open, from the first output that is read."""
+    with folder as opened:
+        yield from start(options._replace(folder=opened))
+
+
+def _draw_bar(outputs: Iterator[Any], total: int | None, desc: str | None) -> Iterator[Any]:
+    """Return the outputs, with a tqdm bar for the terminal or for a notebook."""
+    try:
+        from tqdm import TqdmWarning
+
+        with catch_warnings():
+            simplefilter("ignore", TqdmWarning)  # about ipywidgets; without them, a bar of text is shown
+            from tqdm.auto import tqdm
+    except ImportError as error:
+        msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap-torch[cli]'"
+        raise ImportError(msg) from error
+    return iter(tqdm(outputs, total=total, desc=desc, unit="batch"))

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from parawrap._public import public
-from parawrap.api._losses_as_vector import vector
 from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
-from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, parallel_apply, replicate
+from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, parallel_apply, replicate, vector
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes

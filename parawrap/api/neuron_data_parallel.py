@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from parawrap.api._losses_as_vector import vector
+from parawrap.api.scatter_gather import vector
 from parawrap.backends import warn_caller
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter

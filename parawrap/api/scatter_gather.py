@@ -9,8 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from parawrap._public import public
-from parawrap.api._losses_as_vector import vector
-from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
+from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device, warn_caller
 from parawrap.engine.call import Lanes
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
@@ -206,6 +205,15 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int] | None, target_d
     backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
     return join(outputs, sizes, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
+
+
+def vector(values: torch.Tensor) -> torch.Tensor:
+    """Return the vector of the shards' 0-d outputs, as torch.nn.DataParallel and torch_neuronx do, and warn about it."""
+    warn_caller(
+        "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a vector with one value per "
+        'shard. For their mean, use parallel(module, reduce="mean")'
+    )
+    return values
 
 
 def no_original(value: Any) -> None:
