@@ -226,17 +226,18 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
     return root, shapes
 
 
-def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-    """Yield every list, plain tuple, and deque in a structure: its path, its node, and the index of its first leaf."""
+def sequences(
+    spec: TreeSpec, path: tuple[Any, ...] = (), start: int = 0
+) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
+    """Yield every list, plain tuple, and deque in a structure: its path, its node, and the index of its first leaf.
 
-    def walk(node: TreeSpec, path: tuple[Any, ...], start: int) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-        if node.type in (list, tuple, deque):
-            yield path, node, start
-        begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
-        for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
-            yield from walk(child, (*path, entry), begin)
-
-    return walk(spec, (), 0)
+    The structure itself is at this path, and its first leaf has the index `start`.
+    """
+    if spec.type in (list, tuple, deque):
+        yield path, spec, start
+    begins = itertools.accumulate((child.num_leaves for child in spec.children()), initial=start)
+    for entry, child, begin in zip(spec.entries(), spec.children(), begins, strict=False):
+        yield from sequences(child, (*path, entry), begin)
 
 
 def _quote(entry: object) -> str:

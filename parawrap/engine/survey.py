@@ -301,29 +301,9 @@ class Survey:
         """Return the functions that capture parts of the model."""
         mutable = {id(place.owner) for place in self.places} | set(map(id, self.params))
         twins: set[int] = set()
-
-        def leads(part: Any, depth: int = 0) -> bool:
-            if isinstance(part, types.FunctionType):
-                return id(part) in twins
-            if isinstance(part, types.MethodType):
-                return id(part.__self__) in mutable
-            if isinstance(part, functools.partial):
-                return any(leads(each, depth) for each in (part.func, *part.args, *part.keywords.values()))
-            if id(part) in mutable or isinstance(part, torch.nn.Module):
-                return True
-            if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
-                parts = part.values() if isinstance(part, dict) else part
-                if any(leads(each, depth + 1) for each in parts):
-                    msg = (
-                        f"a function captures a {type(part).__name__} that holds parts of the model. Make it an "
-                        "attribute of the model, or give it by functools.partial"
-                    )
-                    raise ReplicaError(msg)
-            return False
-
         while True:
             others = [each for each in self.functions if id(each) not in twins and id(each) not in self._shared_hooks]
-            more = [function for function in others if any(leads(part) for _, part in captured(function))]
+            more = [each for each in others if any(_leads(part, mutable, twins) for _, part in captured(each))]
             if not more:
                 return [function for function in self.functions if id(function) in twins]
             twins.update(map(id, more))
@@ -549,3 +529,28 @@ def _functions(value: Any) -> list[types.FunctionType]:
 def _is_of_library(module: str | None) -> bool:
     root = (module or "").partition(".")[0]
     return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
+
+
+def _leads(part: Any, mutable: set[int], twins: set[int], depth: int = 0) -> bool:
+    """True if a captured value is, or leads to, a part of the model: one of the ids in `mutable`, or a twin.
+
+    Raises:
+        ReplicaError: If it is a list, tuple, or dict of such parts.
+    """
+    if isinstance(part, types.FunctionType):
+        return id(part) in twins
+    if isinstance(part, types.MethodType):
+        return id(part.__self__) in mutable
+    if isinstance(part, functools.partial):
+        return any(_leads(each, mutable, twins, depth) for each in (part.func, *part.args, *part.keywords.values()))
+    if id(part) in mutable or isinstance(part, torch.nn.Module):
+        return True
+    if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
+        parts = part.values() if isinstance(part, dict) else part
+        if any(_leads(each, mutable, twins, depth + 1) for each in parts):
+            msg = (
+                f"a function captures a {type(part).__name__} that holds parts of the model. Make it an attribute of the "
+                "model, or give it by functools.partial"
+            )
+            raise ReplicaError(msg)
+    return False

@@ -112,6 +112,15 @@ def test_hooks_run_as_in_torch():
         assert (inner, outer) == ([2] * 3 * calls, [6] * calls)
 
 
+def test_calls_make_no_reference_cycles():
+    """As in torch: the first calls, plain and cut, leave no work for the garbage collector."""
+    net = DataParallel(nn.Sequential(nn.Linear(1, 1)), TWO)
+    gc.collect()
+    for rows in (1, 4):
+        net(torch.randn(rows, 1))
+    assert gc.collect() == 0
+
+
 @pytest.mark.parametrize(
     ("device_ids", "words"), [([], "empty"), (["cpu", "cpu:1"], "cpu:1"), ([1.5], "1.5, which is not a device")], ids=str
 )
