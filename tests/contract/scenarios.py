@@ -78,7 +78,7 @@ def describe_rank(a, value_of, *, b, big):
 
 
 def live_through_restarts(folder, fails_first):
-    """Fail in the first start, be preempted in the second, and requeue in the third. Return the steps in the last."""
+    """Fail in the first start, be preempted in the second and requeue, and return the steps in the last."""
     rank, state = current_rank(), Path(folder, "state")
     start = rank.restart + (not fails_first)
     if start == 0 and is_last_rank():
@@ -96,8 +96,6 @@ def live_through_restarts(folder, fails_first):
         note_step(folder, step)
         step += 1
         report(folder, "counting")
-    if start == 2:
-        rank.requeue()
     saved = int(state.read_text())
     note_step(folder, saved)
     return saved, rank.restart
@@ -110,9 +108,6 @@ def note_step(folder, step):
 
 
 def raise_odd_error():
-    """Fail, requeue, and fail again."""
-    if current_rank().restart == 1:
-        current_rank().requeue()
     raise OddError(5, detail="why")
 
 
