@@ -19,7 +19,7 @@ def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None) -> bo
     """True if lists have one item per row; False if their items are joined one by one. `sizes` are the rows of the lanes.
 
     Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one. A list
-    of tensors has one item per row if its tensors do not all have the rows: detections, for instance.
+    of dicts has one item per row if its tensors do not all have the rows: detections, for instance.
     """
     if not any(map(len, column)):
         return False
@@ -49,13 +49,14 @@ def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None) -> bo
 
 
 def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
-    """True if lists with tensors have one item per row: as many items as rows, and their tensors without the rows.
+    """True if lists with tensors have one item per row: as many dicts as rows, and their tensors without the rows.
 
     torch joins lists item by item. Two heads of a model on two rows are such lists: their tensors have the rows.
 
     Raises:
         Refusal: If lists may be both: as many 0-d tensors or vectors as rows, dicts of tensors with the rows, or tensors of
-            different sizes and unknown rows.
+            different sizes and unknown rows. If lists of tensors have one item per row: with another number of rows they
+            might look like the heads of a model.
     """
     if type(column[0]) is not list:
         return False  # a tuple is a structure
@@ -83,12 +84,15 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     if not follows:
         return False
     has_rows = counts == [{each} for each in sizes or ()]
-    if are_alike and not has_rows:
-        return True
     first = next(item for value in column for item in value if item is not None)
-    if has_rows and (not are_alike or isinstance(first, torch.Tensor | tuple | list)):
+    holds_tensors = isinstance(first, torch.Tensor | tuple | list)
+    if has_rows and (not are_alike or holds_tensors):
         return False
-    why = "whose tensors have the rows too" if has_rows else "which differ, and whose tensors do not have the rows"
+    if are_alike and not has_rows and not holds_tensors:
+        return True
+    why = "whose tensors have the rows too" if has_rows else "whose tensors do not have the rows"
+    if not are_alike:
+        why = f"which differ, and {why}"
     raise _both(column, sizes, why)
 
 

@@ -51,13 +51,13 @@ MIXED = {
 
 @pytest.mark.parametrize("kind", MIXED)
 def test_items_of_rows_may_differ(kind):
-    """No rows are merged: items that are None in some rows are put together, and other items that differ are refused."""
+    """No rows are merged: dicts with None in some rows are put together, and others that might be layers are refused."""
     model = Calls(lambda x: [MIXED[kind](torch.ones(count, 4)) for count in x.tolist()])
     x = torch.tensor([1, 3, 1, 3])
-    if kind.startswith("None"):
+    if kind == "None in a dict":
         assert_close(DataParallel(model, TWO)(x), model(x))
     else:
-        with pytest.raises(GatherError, match=r"which differ.*Return a tuple"):
+        with pytest.raises(GatherError, match=r'whose tensors do not have the rows.*out_dims="items".*Return a tuple'):
             DataParallel(model, TWO)(x)
     if kind.startswith("None") or kind == "keys":  # no item of a lane can be joined with one of the other lane
         assert_close(DataParallel(model, TWO)(x[[0, 1, 3, 2]]), model(x[[0, 1, 3, 2]]))
@@ -84,6 +84,7 @@ ALIKE = {
     "scores of rows": (lambda x: [{"score": row.sum()} for row in x], False),
     "sums of rows": (lambda x: [row.sum() for row in x], False),
     "rows": (lambda x: [*x], False),
+    "boxes": (lambda x: [row.repeat(7, 1) for row in x], False),
     "labels": (lambda x: x[:, 0].int().tolist(), True),
 }
 
