@@ -150,9 +150,10 @@ class Streams(ABC):
 def _refuse_single_batch(batches: object) -> None:
     """Refuse a source that iterates the rows of one batch, or names of its parts."""
     if isinstance(batches, torch.Tensor) or hasattr(batches, "__array__"):
+        tensor = "x" if isinstance(batches, torch.Tensor) else "torch.as_tensor(x)"
         msg = (
             f"batches is a {type(batches).__name__}, and iterating it gives single rows without their dim. "
-            "Split it into batches, as in p.map(x.split(32)), or give a list of batches: p.map([x])"
+            f"Split it into batches, as in p.map({tensor}.split(32)), or give a list of batches: p.map([x])"
         )
     elif isinstance(batches, Mapping | str | bytes):
         msg = (

@@ -264,8 +264,12 @@ class Parallel(Streams, Generic[TargetT]):
             [(2, 2), (2, 2)]
         """
         if self._in_place is None or name not in self._methods:
-            named = f"methods={self._methods!r}" if self._in_place is not None else "the target, which is not a module"
-            msg = f"{name!r} is not a method of {named}. Name it in parallel(..., methods=(..., {name!r}))"
+            if self._in_place is None:
+                msg = (
+                    f"{name!r} is not a method of the target, which is not a module. Call, map, or submit the block itself"
+                )
+            else:
+                msg = f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., methods=(..., {name!r}))"
             raise ShardError(msg)
         return ParallelMethod(self, name)
 
@@ -443,7 +447,8 @@ def _name_of(target: Any) -> str:
     if isinstance(target, partial):
         return f"partial of {_name_of(target.func)}"
     named = target if hasattr(target, "__qualname__") else type(target)
-    return f"{named.__module__}.{named.__qualname__}"
+    module = getattr(named, "__module__", None)  # a method of a C class, such as torch.Tensor.neg, has none
+    return f"{module}.{named.__qualname__}"
 
 
 def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -352,10 +352,15 @@ def _refuse_outputs(reason: str) -> NoReturn:
 
 
 def _check_transfers(transfer_output: object, transfer_input: object, output_device: object) -> None:
-    for name, value in (("transfer_output", transfer_output), ("transfer_input", transfer_input)):
-        if not isinstance(value, bool):
-            msg = f"{name}={value!r} is not True or False. To name the device of outputs, use output_device="
-            raise ShardError(msg)
+    if not isinstance(transfer_output, bool):
+        msg = (
+            f"transfer_output={transfer_output!r} is not True or False. To name the device of outputs, use "
+            f"transfer_output=True, output_device={transfer_output!r}"
+        )
+        raise ShardError(msg)
+    if not isinstance(transfer_input, bool):
+        msg = f"transfer_input={transfer_input!r} is not True or False. Parts move to device_ids"
+        raise ShardError(msg)
     if output_device is not None and not transfer_output:
         msg = f"output_device={output_device!r} has no effect without transfer_output=True. Give both, or none"
         raise ShardError(msg)

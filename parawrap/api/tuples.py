@@ -164,7 +164,8 @@ class _Join:
             raise GatherError(msg)
 
         if not parts:
-            refuse("it has no parts")
+            msg = f"cannot join {place}: it has no parts. Give one part per device"
+            raise GatherError(msg)
         check_kinds(parts, "part", refuse)
         first = parts[0]
         if isinstance(first, torch.Tensor):

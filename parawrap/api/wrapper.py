@@ -310,7 +310,7 @@ class Wrapper:
             msg = f"args={args!r} is not a tuple. Give Wrapper.start the task's arguments as a tuple: ({args!r},)"
             raise TypeError(msg)
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
-        _refuse_in_a_rank(job)
+        _refuse_in_a_rank(job, f"{job.name}(...)")
         check_signature(task, (0, 0, None, args), {})
         return _run(job)
 
@@ -349,7 +349,8 @@ def _check(job: Job) -> None:
     check_signature(job.function, (*job.bound_to, *job.args), job.kwargs or {})
 
 
-def _refuse_in_a_rank(job: Job) -> None:
+def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
+    """Raise if a rank launches a job. `plain_call` is the code that runs its function in the rank."""
     if below_a_rank() and not inside_a_rank():
         msg = (
             f"{job.name} was launched in a process that a rank started: a rank cannot launch ranks. If that process ran "
@@ -360,7 +361,7 @@ def _refuse_in_a_rank(job: Job) -> None:
         rank = current_rank()
         msg = (
             f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank cannot launch ranks. "
-            f"Call {job.name}.__wrapped__(...) to run it in this rank only"
+            f"Call {plain_call or f'{job.name}.__wrapped__(...)'} to run it in this rank only"
         )
         raise LaunchError(msg)
 

@@ -234,7 +234,7 @@ def test_other_outputs():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transfer_output": "cpu"}, "transfer_output='cpu' is not True or False. .* use output_device="),
+        ({"transfer_output": "cpu"}, "transfer_output='cpu' is not True or False.*, output_device='cpu'"),
         ({"output_device": "cpu"}, "output_device='cpu' has no effect without transfer_output=True"),
         ({"reduction": "mean"}, "reduction='mean' is not callable"),
         ({"dim": 1}, r"dim=1 has no effect: .*partial\(parawrap\.cat, dim=1\)"),

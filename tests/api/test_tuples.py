@@ -102,6 +102,7 @@ def test_cat_refuses_scales_and_dims():
     one, other = (torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.quint8) for scale in (0.5, 1.0))
     with pytest.raises(GatherError, match=r"different scales, or per channel. Return tensor.dequantize\(\)"):
         cat((one, other))
+    assert cat((one.dequantize(), other.dequantize())).tolist() == [1, 1, 1, 1]
     with pytest.raises(GatherError, match=r"shape \(1,\) has no dim 1"):
         cat((ZERO, ONE), dim=1)
 
