@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import LaunchTimeoutError, PlatformError, RankDiedError
 from parawrap.launch._world import find_world
+from parawrap.processes.groups import free_port
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
 from tests.helpers.waiting import eventually
@@ -234,6 +235,21 @@ def mpi_variables(rank):
 def test_worlds_of_srun_and_mpirun(variables, tmp_path):
     names = ["joining", "groups", "errors"]
     assert worlds.run_with_variables(map(variables, range(2)), tmp_path, *names, script=HERE) == [0, 0]
+    assert failures_in(tmp_path) == {name: [None, None] for name in names}
+
+
+def test_a_world_without_an_address(monkeypatch, tmp_path):
+    """Open MPI does not say where the ranks of two nodes meet. The variables of the message do."""
+    nodes = [mpi_variables(rank) | {"OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1} for rank in range(2)]
+    for name in set(os.environ) - set(worlds.environment()):
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as patch:
+        for name, value in nodes[0].items():
+            patch.setenv(name, str(value))
+        with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"):
+            on_cpu(total)()
+    names, address = ["counts", "groups"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert worlds.run_with_variables([each | address for each in nodes], tmp_path, *names, script=HERE) == [0, 0]
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
 
