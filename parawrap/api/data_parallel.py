@@ -28,9 +28,10 @@ _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 class Outputs(list[Any]):
-    """The outputs of a call, with the row counts of their shards if these are known."""
+    """The outputs of a call, with the row counts of their shards, or the possible row counts, if these are known."""
 
     row_counts: Sequence[int] | None = None
+    possible_rows: Sequence[set[int]] | None = None
 
 
 @public

@@ -15,7 +15,7 @@ from parawrap._public import public
 from parawrap.api._containers import Parts, container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
 from parawrap.api.data_parallel import DataParallel, Outputs
 from parawrap.api.move_to_device import on_lane, recursive_to
-from parawrap.api.tuples import cat, cat_rows
+from parawrap.api.tuples import cat, cat_rows, tensors_beside_lists
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine.call import Calls, Entry, here
 from parawrap.engine.cut import Cutter
@@ -130,19 +130,19 @@ class TupleParallel(DataParallel[T]):
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             outputs = Outputs(self._outputs(args, module_kwargs))
-            outputs.row_counts = _rows_of(args, module_kwargs) if _cat_dim(self.reduction) is not None else None
+            outputs.possible_rows = _possible_rows(args, module_kwargs) if _cat_dim(self.reduction) is not None else None
             return self.gather(outputs, self.output_device if self._lanes else None)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
-        row_counts = outputs.row_counts if isinstance(outputs, Outputs) else None
+        possible_rows = outputs.possible_rows if isinstance(outputs, Outputs) else None
         if self.transfer_output and self._lanes:
             outputs = recursive_to(
                 list(outputs), torch.device(output_device) if isinstance(output_device, str) else output_device
             )
         together, dim = _together(outputs), _cat_dim(self.reduction)
         if dim is not None:
-            return cat_rows(together, dim, row_counts)
+            return cat_rows(together, dim, possible_rows)
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
@@ -340,10 +340,22 @@ def _cat_dim(reduction: object) -> int | None:
     return 0 if reduction is cat else None
 
 
-def _rows_of(args: Sequence[Any], kwargs: Sequence[Any]) -> list[int] | None:
-    """Return the rows of each part: the size of its tensors on dim 0. None if the tensors of a part differ in it."""
-    sizes = [{each.shape[0] for each in tensors_in(part) if each.ndim} for part in zip(args, kwargs, strict=True)]
-    return [next(iter(each)) for each in sizes] if all(len(each) == 1 for each in sizes) else None
+def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]] | None:
+    """Return what the rows of each part may be: the size of its tensors on dim 0, except of tensors in lists.
+
+    Lists alone may have one item per row or the rows in each item, so both counts are possible. Return None if the tensors
+    of a part differ in size.
+    """
+    found = []
+    for part, named in zip(args, kwargs, strict=True):
+        values = (*part, *named.values())
+        sizes = {tensor.shape[0] for tensor in tensors_beside_lists(values) if tensor.ndim}
+        lengths = set() if sizes else {len(value) for value in values if type(value) is list}
+        sizes = sizes or {tensor.shape[0] for tensor in tensors_in(values) if tensor.ndim}
+        if len(sizes) > 1 or not sizes | lengths:
+            return None
+        found.append(sizes | lengths)
+    return found
 
 
 def _refuse_outputs(reason: str) -> NoReturn:

@@ -26,6 +26,7 @@ from parawrap.api._containers import (
 )
 from parawrap.api.move_to_device import recursive_to
 from parawrap.engine.concatenate import have_one_scale
+from parawrap.engine.torch_lists import are_auxiliary
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import tensors_in
 
@@ -68,8 +69,8 @@ def cat(returns: Any, dim: int = 0) -> Any:
     return cat_rows(returns, dim, None)
 
 
-def cat_rows(returns: Any, dim: int, rows: Sequence[int] | None) -> Any:
-    """Join parts like `cat`. `rows` are the rows of each part; None if they are unknown."""
+def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
+    """Join parts like `cat`. `rows` has the possible row counts of each part; None if they are unknown."""
     if not _is_transposed(returns):
         parts = tuple(returns)
         return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
@@ -127,18 +128,19 @@ def _check_part_counts(items: dict[Any, Any]) -> None:
         raise GatherError(msg)
 
 
-def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[int] | None:
+def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
     """Return the rows of each part by its tensors outside of lists. None if a part has none, or if they differ."""
-    sizes = [{each.shape[dim] for each in _tensors_beside_lists(part) if _has_dim(each, dim)} for part in parts]
-    return [next(iter(each)) for each in sizes] if all(len(each) == 1 for each in sizes) else None
+    sizes = [{each.shape[dim] for each in tensors_beside_lists(part) if _has_dim(each, dim)} for part in parts]
+    return sizes if all(len(each) == 1 for each in sizes) else None
 
 
-def _tensors_beside_lists(value: Any) -> Iterator[torch.Tensor]:
+def tensors_beside_lists(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples and mappings, but not in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif is_container(value) and type(value) is not list:
         for item in items_of(value).values():
-            yield from _tensors_beside_lists(item)
+            yield from tensors_beside_lists(item)
 
 
 def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
@@ -146,18 +148,19 @@ def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
 
 
 class _Join:
-    """Joins parts along a dim. `rows` are the rows of each part; None if they are unknown."""
+    """Joins parts along a dim. `rows` has the possible row counts of each part; None if they are unknown."""
 
-    def __init__(self, dim: int, rows: Sequence[int] | None) -> None:
+    def __init__(self, dim: int, rows: Sequence[set[int]] | None) -> None:
         self._dim = dim
         self._rows = rows
 
     def join_items(self, items: dict[Any, Any], place: str) -> dict[Any, Any]:
         """Join the parts of each item."""
-        return {key: self.join(tuple(parts), f"{place}[{key!r}]") for key, parts in items.items()}
+        beside = {key: parts[0] for key, parts in items.items() if len(parts) > 0}
+        return {key: self.join(tuple(parts), f"{place}[{key!r}]", beside) for key, parts in items.items()}
 
-    def join(self, parts: tuple[Any, ...], place: str) -> Any:
-        """Join parts."""
+    def join(self, parts: tuple[Any, ...], place: str, beside: Mapping[Any, Any] | None = None) -> Any:
+        """Join parts. `beside` holds the first parts of the values in the same dict, by key."""
 
         def refuse(reason: str) -> NoReturn:
             msg = f"cannot join {place}: {reason}. Return the same structure on every device"
@@ -171,7 +174,7 @@ class _Join:
         if isinstance(first, torch.Tensor):
             return _join_tensors(parts, self._dim, place)
         if all(type(part) is list for part in parts):
-            if self._has_rows_in_items(parts, place):
+            if self._has_rows_in_items(parts, place, beside or {}):
                 return [self.join(items, f"{place}[{index}]") for index, items in enumerate(zip(*parts, strict=True))]
             device = next((tensor.device for tensor in tensors_in(parts)), None)
             return [item if device is None else recursive_to(item, device) for part in parts for item in part]
@@ -179,17 +182,19 @@ class _Join:
             return rebuilt(first, self.join_items(columns(parts, "part", refuse), place))
         return None if first is None else parts
 
-    def _has_rows_in_items(self, parts: tuple[list[Any], ...], place: str) -> bool:
+    def _has_rows_in_items(self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]) -> bool:
         """True if each item of the lists has all rows; False if there is one item per row."""
         found = [[*tensors_in(part)] for part in parts]
         if not all(found) or len(set(map(len, parts))) > 1:
             return False
-        sizes = [{each.shape[self._dim] if _has_dim(each, self._dim) else None for each in tensors} for tensors in found]
-        if any(len(each) > 1 or None in each for each in sizes):
+        sizes = [{each.shape[self._dim] if _has_dim(each, self._dim) else -1 for each in tensors} for tensors in found]
+        if any(len(each) > 1 or -1 in each for each in sizes):
             return False
-        if self._rows is not None and sizes != [{each} for each in self._rows]:
+        if self._rows is not None and not all(map(set.issubset, sizes, self._rows)):
             return False
-        if self._rows is None or [*map(len, parts)] == [*self._rows]:
+        if are_auxiliary(parts[0], beside):
+            return True
+        if self._rows is None or all(len(part) in rows for part, rows in zip(parts, self._rows, strict=True)):
             counts = ", ".join(str(each.pop()) for each in sizes)
             msg = (
                 f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose tensors have {counts} rows: one "

@@ -31,7 +31,7 @@ from parawrap.engine.concatenate import (
 )
 from parawrap.engine.join_rules import CURE, JOIN_LIST, SAME, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
-from parawrap.engine.torch_lists import are_items_as_torch, holds_only_values
+from parawrap.engine.torch_lists import Flat, are_items_as_torch, holds_only_values
 from parawrap.errors import GatherError
 from parawrap.tree import (
     UNDECLARED,
@@ -173,16 +173,17 @@ class _Join:
         if spec.is_leaf():
             return self._join_leaves([leaves[0] for leaves, _ in flat], declared)
         children = declared.below(spec)
+        around = flat[0]
         joined = []
         for index, parts in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
             try:
-                joined.append(self._join_leaves(parts, children[index]))
+                joined.append(self._join_leaves(parts, children[index], around))
             except Refusal as refusal:
                 refusal.steps.append(addresses(spec, ("",))[index])
                 raise
         return unflatten(spec, joined)
 
-    def _join_leaves(self, column: Sequence[Any], declared: Declared) -> Any:
+    def _join_leaves(self, column: Sequence[Any], declared: Declared, around: Flat | None = None) -> Any:
         first = column[0]
         if declared.is_tree and (not declared.is_of_sequence or type(first) not in SEQUENCES):
             kind = type(declared.out_dim).__name__
@@ -195,7 +196,7 @@ class _Join:
         if first is None:
             return None
         if type(first) in SEQUENCES:
-            return self._join_sequences(column, declared)
+            return self._join_sequences(column, declared, around)
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
         if is_number(first):
@@ -355,9 +356,9 @@ class _Join:
 
     # Lists
 
-    def _join_sequences(self, column: Sequence[Any], declared: Declared) -> Any:
+    def _join_sequences(self, column: Sequence[Any], declared: Declared, around: Flat | None) -> Any:
         kind = type(column[0])
-        if self._are_items(column, declared):
+        if self._are_items(column, declared, around):
             return kind([_move(item, self.device) for value in column for item in value])
         lengths = list(map(len, column))
         if len(set(lengths)) > 1:
@@ -374,13 +375,13 @@ class _Join:
                 raise
         return kind(joined)
 
-    def _are_items(self, column: Sequence[Any], declared: Declared) -> bool:
+    def _are_items(self, column: Sequence[Any], declared: Declared, around: Flat | None) -> bool:
         """True if lists have one item per row, or rows in any number; False if their items are joined one by one."""
         out_dim = declared.out_dim
         if declared.is_of_sequence or out_dim is None or self.lanes == 1:
             return False
         if self.rules.as_torch:
-            return are_items_as_torch(column, self.rows)
+            return are_items_as_torch(column, self.rows, around)
         if out_dim == "ragged":
             return True
         if isinstance(out_dim, int) and not holds_only_values(column):

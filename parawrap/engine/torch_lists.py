@@ -5,18 +5,23 @@ torch joins lists of tensors item by item, and refuses all others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from parawrap.engine.concatenate import list_values
 from parawrap.engine.join_rules import Refusal
-from parawrap.tree import WholeLeaf, flatten
+from parawrap.tree import TreeSpec, WholeLeaf, flatten
+
+Flat: TypeAlias = tuple[list[Any], TreeSpec]
+"""The leaves of an output, and its structure."""
 
 
-def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
-    """True if lists have one item per row; False if their items are joined one by one. `sizes` are the rows of the lanes.
+def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None, around: Flat | None = None) -> bool:
+    """True if lists have one item per row; False if their items are joined one by one.
+
+    `sizes` are the rows of the lanes. `around` is the flattened output of the first lane that holds the list.
 
     Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one. A list
     of dicts has one item per row if its tensors do not all have the rows: detections, for instance.
@@ -24,7 +29,7 @@ def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None) -> bo
     if not any(map(len, column)):
         return False
     if not holds_only_values(column):
-        return _are_detections(column, sizes)
+        return _are_detections(column, sizes, around)
     if all(item is None for value in column for item in value):
         return False  # torch returns such a list once
     follows = list(map(len, column)) == list(sizes or ())
@@ -48,7 +53,7 @@ def are_items_as_torch(column: Sequence[Any], sizes: Sequence[int] | None) -> bo
     raise Refusal(msg)
 
 
-def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
+def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None, around: Flat | None) -> bool:
     """True if lists with tensors have one item per row: as many dicts as rows, and their tensors without the rows.
 
     torch joins lists item by item. Two heads of a model on two rows are such lists: their tensors have the rows.
@@ -88,6 +93,8 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     holds_tensors = isinstance(first, torch.Tensor | tuple | list)
     if has_rows and (not are_alike or holds_tensors):
         return False
+    if has_rows and are_auxiliary(column[0], _tensors_by_key(around)):
+        return False
     if are_alike and not has_rows and not holds_tensors:
         return True
     why = "whose tensors have the rows too" if has_rows else "whose tensors do not have the rows"
@@ -96,13 +103,30 @@ def _are_detections(column: Sequence[Any], sizes: Sequence[int] | None) -> bool:
     raise _both(column, sizes, why)
 
 
+def _tensors_by_key(around: Flat | None) -> dict[Any, Any]:
+    """Return the leaves of an output by their last keys."""
+    return {} if around is None else {path[-1]: leaf for path, leaf in zip(around[1].paths(), around[0], strict=True)}
+
+
+def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:
+    """True if dicts in a list repeat tensors next to the list: the same keys and shapes, as the `aux_outputs` of DETR."""
+    return all(
+        isinstance(item, Mapping) and item and all(_has_shape_of(beside.get(key), value) for key, value in item.items())
+        for item in items
+    )
+
+
+def _has_shape_of(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+
+
 def _both(column: Sequence[Any], sizes: Sequence[int] | None, why: str) -> Refusal:
     """Return the refusal of lists with as many items as rows: they may be one item per row, or parts of every row."""
     kind = type(next(item for value in column for item in value if item is not None)).__name__
     msg = (
         f"the lanes had {list_values(sizes or [])} rows and returned as many items of type {kind}, {why}: one item per "
-        'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
-        "together. Return a tuple to join its items"
+        "row, or parts of every row. Use parallel(model, devices), where unequal shards show which of them it is and "
+        'out_dims="items" declares one item per row. Return a tuple to join its items'
     )
     return Refusal(msg)
 
