@@ -274,15 +274,23 @@ class _Join:
         return 0
 
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        if declared.names_reduce and declared.reduce is not None and not self.rules.as_torch:
-            if declared.reduce != "sum":
-                refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
-            return self._reduce_tensors(column, declared)
+        has_reduce = declared.reduce is not None and not self.rules.as_torch
+        if has_reduce and declared.names_reduce:
+            return self._reduce_arrays(column, declared)
         dim = self._row_dim(column, declared)
         if dim is not None:
             return concatenate_arrays(column, dim)
         original = self._original(column)
-        return self._take_declared_equal(column, declared) if original is None else original
+        if original is not None:
+            return original
+        if has_reduce and declared.is_whole and declared.out_dim is UNDECLARED:
+            return self._reduce_arrays(column, declared)
+        return self._take_declared_equal(column, declared)
+
+    def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
+        if declared.reduce != "sum":
+            refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
+        return self._reduce_tensors(column, declared)
 
     def _reduce_tensors(self, column: Sequence[Any], declared: Declared) -> Any:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""

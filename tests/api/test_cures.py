@@ -1,7 +1,4 @@
-"""Each error of the blocks and the wrappers names a cure. The code with the cure gives the right result.
-
-A row has the code that fails, the message, the same code with the cure of the message, and its result.
-"""
+"""Each error of the blocks and the wrappers names a cure. The code with the cure gives the right result."""
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ from parawrap import (
 )
 from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
+from tests.helpers.cures import check, run, table
 from tests.helpers.same import assert_same
 
 TWO = ["cpu", "cpu"]
@@ -64,28 +62,10 @@ class Scaled(nn.Module):
         return x * options["factor"]
 
 
-def run(block, *args, **kwargs):
-    """Call a block, and close it."""
-    with block:
-        return block(*args, **kwargs)
-
-
 def stream(*batches, block=None, **options):
     """Return the outputs of `map`."""
     with block or parallel(Double(), TWO) as p:
         return list(p.map(*batches, **options))
-
-
-def check(rows):
-    """Run the code of a row, the code with the cure, and compare."""
-    fails, says, cured, result = rows
-    with pytest.raises((Exception, Warning), match=says):
-        fails()
-    assert_same(cured(), result)
-
-
-def table(rows):
-    return pytest.mark.parametrize("row", [pytest.param(row, id=name.replace(" ", "-")) for name, row in rows.items()])
 
 
 # -- parallel
