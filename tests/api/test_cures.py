@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
+import sys
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
 from tests.helpers.cures import check, run, table
 from tests.helpers.same import assert_same
+from tests.helpers.worlds import ROOT
 
 TWO = ["cpu", "cpu"]
 X = torch.arange(20.0).view(20, 1)
@@ -275,6 +278,20 @@ STREAMS = {
 @table(STREAMS)
 def test_cures_of_streams(row):
     check(row)
+
+
+def test_a_bar_without_tqdm(monkeypatch):
+    """The extra of the message installs tqdm. With tqdm, the bar counts the batches."""
+    pytest.importorskip("tqdm")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tqdm", None)
+        patch.setitem(sys.modules, "tqdm.auto", None)
+        with pytest.raises(ImportError, match=r"Run pip install 'parawrap-torch\[cli\]'"):
+            stream(PARTS, progress=True)
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    assert "tqdm" in extras["options.extras_require"]["cli"]
+    assert_same(stream(PARTS, progress=True), [2 * part for part in PARTS])
 
 
 class Twice(nn.Module):

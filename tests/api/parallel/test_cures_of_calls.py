@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
+import weakref
 
 import pytest
 import torch
@@ -332,6 +335,67 @@ def called_before(model):
     return model
 
 
+def scale_by_first(layers):
+    return lambda model, x: layers[0](x)
+
+
+def scale_first(layers, model, x):
+    return layers[0](x)
+
+
+class Handle:
+    __slots__ = ()
+    factor = 3
+
+    def __reduce_ex__(self, protocol):
+        msg = "a handle of the system"
+        raise TypeError(msg)
+
+
+class CopiedHandle(Handle):
+    __slots__ = ()
+
+    def __deepcopy__(self, memo):
+        return CopiedHandle()
+
+
+class Sharing(ByAttribute):
+    def __deepcopy__(self, memo):
+        copied = Sharing.__new__(Sharing)
+        nn.Module.__init__(copied)
+        copied.scale = self.scale
+        return copied
+
+
+class Copying(ByAttribute):
+    def __deepcopy__(self, memo):
+        copied = Copying.__new__(Copying)
+        nn.Module.__init__(copied)
+        copied.scale = copy.deepcopy(self.scale, memo)
+        return copied
+
+
+def nested_lists(depth):
+    chain = []
+    for _ in range(depth):
+        chain = [chain]
+    return chain
+
+
+def with_recursion_limit(limit, function):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        return function()
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def keep_rows(model, x):
+    model.kept = x
+    return x
+
+
 def in_a_rank(function):
     return wrapper(Platform(device="cpu"))(function).inline()[0]
 
@@ -354,6 +418,48 @@ MODELS = {
         "is a DistributedDataParallel, which is parallel already. Give the module in it",
         lambda: in_a_rank(lambda: call(nn.parallel.DistributedDataParallel(SCALE).module, X).detach()),
         2 * X,
+    ),
+    "a weak reference": (
+        lambda: call(Stateful(lambda model, x: model.scale()(x), scale=weakref.ref(SCALE)), X),
+        r"is a weak reference to a Linear; .*Hold it in a list: \[value\]",
+        lambda: call(Stateful(lambda model, x: model.scale[0](x), scale=[SCALE]), X).detach(),
+        2 * X,
+    ),
+    "a list in a closure": (
+        lambda: call(Stateful(scale_by_first([SCALE]), scale=SCALE), X),
+        "a function captures a list .*Make it an attribute of the model, or give it by functools.partial",
+        lambda: [
+            call(Stateful(lambda model, x: model.layers[0](x), layers=[SCALE], scale=SCALE), X).detach(),
+            call(Stateful(functools.partial(scale_first, [SCALE]), scale=SCALE), X).detach(),
+        ],
+        [2 * X, 2 * X],
+    ),
+    "an object that cannot be copied": (
+        lambda: call(Stateful(lambda model, x: x * model.handle.factor, handle=Handle()), X),
+        "'handle' is a Handle, which cannot be copied .*Make it in forward, or give its class a __deepcopy__",
+        lambda: [
+            call(Stateful(lambda model, x: x * Handle().factor), X),
+            call(Stateful(lambda model, x: x * model.handle.factor, handle=CopiedHandle()), X),
+        ],
+        [3 * X, 3 * X],
+    ),
+    "a copy that shares its layer": (
+        lambda: call(Sharing(), X),
+        r"Let its __deepcopy__ copy all attributes with copy\.deepcopy\(value, memo\), or remove the method",
+        lambda: [call(Copying(), X).detach(), call(ByAttribute(), X).detach()],
+        [2 * X, 2 * X],
+    ),
+    "a model that is nested deeply": (
+        lambda: call(Stateful(lambda model, x: x, chain=nested_lists(1000)), X),
+        "the model is nested too deeply to be copied. Raise the limit with sys.setrecursionlimit",
+        lambda: with_recursion_limit(20000, lambda: call(Stateful(lambda model, x: x, chain=nested_lists(1000)), X)),
+        X,
+    ),
+    "a buffer with one value per row": (
+        lambda: call(Stateful(keep_rows, buffers={"kept": torch.zeros(1, 1)}).eval(), X),
+        "State per row belongs in the arguments and the output",
+        lambda: call(lambda x, kept: (x + kept, x), X, torch.zeros(20, 1)),
+        (X, X),
     ),
     "a parameter that forward makes": (
         lambda: call(Stateful(lazily), X),
