@@ -47,17 +47,17 @@ def make_join_rules(
 def check_target(target: Any, methods: Sequence[str]) -> None:
     """Refuse a target that cannot be called."""
     if not callable(target):
-        what = "Give parallel a module or another callable"
-        if not isinstance(methods, str) and any(callable(getattr(target, str(name), None)) for name in methods):
-            what = f"Pass its method instead: {_write_bound(target, methods)}"
+        bound = "" if isinstance(methods, str) else _write_bound(target, methods)
+        what = f"Pass its method instead: {bound}" if bound else "Give parallel a module or another callable"
         msg = f"target={target!r} is not callable. {what}"
         raise ShardError(msg)
 
 
 def _write_bound(target: Any, methods: Sequence[str]) -> str:
-    """Return the blocks on the methods of an object that is not a module, as code."""
+    """Return the blocks on the methods that an object has, as code."""
     name = type(target).__name__.lower()
-    return " and ".join(f"parallel({name}.{method}, ...)" for method in methods)
+    has = [str(method) for method in methods if callable(getattr(target, str(method), None))]
+    return " and ".join(f"parallel({name}.{method}, ...)" for method in has)
 
 
 def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
@@ -66,10 +66,9 @@ def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
         raise ShardError(msg)
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
-            msg = (
-                f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out, or "
-                f"pass the method itself: {_write_bound(target, methods)}"
-            )
+            msg = f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out"
+            if bound := _write_bound(target, methods):
+                msg += f", or pass the method itself: {bound}"
             raise ShardError(msg)
         return methods
     for name in methods:

@@ -268,6 +268,8 @@ class Parallel(Streams, Generic[TargetT]):
                 msg = (
                     f"{name!r} is not a method of the target, which is not a module. Call, map, or submit the block itself"
                 )
+            elif not callable(getattr(self.target, name, None)):
+                msg = f"{type(self.target).__name__} has no method {name!r}"
             else:
                 msg = f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., methods=(..., {name!r}))"
             raise ShardError(msg)

@@ -60,6 +60,11 @@ class Tokenizer:
         return x / 2
 
 
+class CallableTokenizer(Tokenizer):
+    def __call__(self, x):
+        return -x
+
+
 class Scaled(nn.Module):
     def forward(self, x, **options):
         return x * options["factor"]
@@ -94,9 +99,15 @@ BLOCKS = {
     ),
     "methods of a function": (
         lambda: parallel(Double().triple, TWO, methods=("forward", "triple")),
-        "methods=.* needs a module, and the target is a method. Leave methods out",
+        r"methods=.* needs a module, and the target is a method\. Leave methods out \(",
         lambda: run(parallel(Double().triple, TWO), X),
         3 * X,
+    ),
+    "methods of a callable object": (
+        lambda: parallel(CallableTokenizer(), TWO, methods=("encode",)),
+        r"Leave methods out, or pass the method itself: parallel\(callabletokenizer\.encode, \.\.\.\)",
+        lambda: [run(parallel(CallableTokenizer(), TWO), X), run(parallel(CallableTokenizer().encode, TWO), X)],
+        [-X, 2 * X],
     ),
     "unknown workers": (
         lambda: parallel(Double(), TWO, workers="threads"),
