@@ -125,7 +125,7 @@ def _both(column: Sequence[Any], sizes: Sequence[int] | None, why: str) -> Refus
     kind = type(next(item for value in column for item in value if item is not None)).__name__
     msg = (
         f"the lanes had {list_values(sizes or [])} rows and returned as many items of type {kind}, {why}: one item per "
-        "row, or parts of every row. Use parallel(model, devices), where unequal shards show which of them it is and "
+        "row, or parts of every row. Use parallel(model, devices): its unequal shards show the difference, and "
         'out_dims="items" declares one item per row. Return a tuple to join its items'
     )
     return Refusal(msg)
