@@ -208,7 +208,7 @@ def _try_ranks() -> Check:
     from parawrap import Platform, wrapper
 
     start = perf_counter()
-    platform = Platform(device="cpu", n_cpus=2, verbose=False, timeout_min=_TRIAL_MIN)
+    platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False, timeout_min=_TRIAL_MIN)
     found = list(wrapper(platform)(_sum_over_ranks)())
     if found != [1, 1]:
         return Check("problem", f"the ranks summed their numbers to {found} instead of [1, 1]")

@@ -73,11 +73,11 @@ def run(given: argparse.Namespace) -> int:
         function = _find_function(given.target)
         reads_argv = _has_no_parameters(function)
         if wants_help and not reads_argv:
-            print(_describe_arguments(given.target, function))
-            return 0
-        arguments = _read_arguments(given.target, function, given.rest) if given.rest and not reads_argv else ((), {})
-        print(_launch(given, function, *arguments, inline=given.inline or wants_help))
-    except (UsageError, OSError):
+            outcome = _describe_arguments(given.target, function)
+        else:
+            arguments = _read_arguments(given.target, function, given.rest) if given.rest and not reads_argv else ((), {})
+            outcome = _launch(given, function, *arguments, inline=given.inline or wants_help)
+    except UsageError:
         raise
     except SystemExit as error:
         if wants_help and not error.code:
@@ -87,6 +87,7 @@ def run(given: argparse.Namespace) -> int:
     except Exception:  # noqa: BLE001 (the module and the function may raise anything)
         traceback.print_exc()
         return 1
+    print(outcome)
     return 0
 
 

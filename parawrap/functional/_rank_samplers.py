@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class RankSampler(DistributedSampler[Any]):
     """torch's DistributedSampler, which also works without padding, and if the default device is not the CPU.
 
     Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by at most one; the longer
-    ones come first.
+    ones come first. The length of the dataset may change between epochs.
 
     With `counts_epochs`, each iteration is the epoch after the previous one, unless `set_epoch` was called in between.
     """
@@ -73,10 +74,6 @@ class RankSampler(DistributedSampler[Any]):
         self._is_padded = pad
         self._counts_epochs = counts_epochs
         self._has_begun = False
-        if not pad:
-            share, longer = divmod(len(dataset), world_size)
-            self._start = rank * share + min(rank, longer)
-            self.num_samples = share + (rank < longer)
 
     @property
     def next_epoch(self) -> int:
@@ -92,14 +89,22 @@ class RankSampler(DistributedSampler[Any]):
         self.epoch, self._has_begun = self.next_epoch, True
         return iter(self.rows())
 
+    def __len__(self) -> int:
+        share, rest = divmod(len(self.dataset), self.num_replicas)  # type: ignore[arg-type]
+        if self._is_padded:
+            return share + (rest > 0 and not self.drop_last)
+        return share + (self.rank < rest)
+
     def rows(self) -> list[int]:
         """Return the indices of this rank's rows in the current epoch."""
-        with torch.device("cpu"):  # torch's sampler would shuffle on the default device
-            if self._is_padded:
-                return list(super().__iter__())
-            length = len(self.dataset)  # type: ignore[arg-type]  # the constructor needed its length
-            order = list(range(length))
-            if self.shuffle:
-                generator = torch.Generator().manual_seed(self.seed + self.epoch)
-                order = torch.randperm(length, generator=generator).tolist()
-            return order[self._start : self._start + self.num_samples]
+        length = len(self.dataset)  # type: ignore[arg-type]  # the constructor needed its length
+        order = list(range(length))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(length, generator=generator, device="cpu").tolist()
+        count = len(self)
+        if self._is_padded:
+            return list(islice(cycle(order), self.rank, self.rank + count * self.num_replicas, self.num_replicas))
+        share, rest = divmod(length, self.num_replicas)
+        start = self.rank * share + min(self.rank, rest)
+        return order[start : start + count]

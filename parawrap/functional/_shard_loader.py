@@ -136,9 +136,11 @@ class _OwnNumbers:
         share = loader.sampler
         seeds = torch.initial_seed(), share.seed, find_place()[0], share.next_epoch
         seed = random.Random(repr(seeds)).randrange(_SEEDS)  # a hash that is the same in every process
-        loader.generator.manual_seed(seed)  # of workers
+        if loader.generator.device != (device := torch.get_default_device()):  # torch draws the seed of workers there
+            vars(loader)["generator"] = torch.Generator(device)
+        loader.generator.manual_seed(seed)
         batches = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
-        return batches if loader.num_workers else _with_own_numbers(batches, seed)
+        return batches if loader.num_workers else _Batches(batches, seed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_loader, (type(self).__bases__[1],), vars(self)  # a class that is made here has no importable name
@@ -155,23 +157,31 @@ def _class_with_own_numbers(kind: type) -> Any:
     return type(f"Sharded{kind.__name__}", (_OwnNumbers, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-def _with_own_numbers(batches: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Yield batches. Numbers that are drawn while a batch is made follow from `seed`, and change no others."""
-    own: tuple[Any, ...] | None = None
-    while True:
+class _Batches:
+    """Batches that this process makes. Numbers that it draws meanwhile follow from `seed`, and change no others."""
+
+    def __init__(self, batches: Iterator[Any], seed: int) -> None:
+        self._batches = batches
+        self._seed = seed
+        self._own: tuple[Any, ...] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
         others = _get_states()
-        if own is None:
-            _seed(seed)
+        if self._own is None:
+            _seed(self._seed)
         else:
-            _set_states(own)
+            _set_states(self._own)
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            return next(self._batches)
         finally:
-            own = _get_states()
+            self._own = _get_states()
             _set_states(others)
-        yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's iterator has a length
 
 
 def _seed(seed: int) -> None:

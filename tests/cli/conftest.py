@@ -36,6 +36,10 @@ def fail():
     raise ValueError("no data")
 
 
+def lose_pipe():
+    raise BrokenPipeError("of a logger")
+
+
 def leave():
     sys.exit(0)
 

@@ -65,6 +65,8 @@ def test_failures_have_tracebacks(here, folder):
     assert (shown.returncode, "rank 0:" in shown.stdout) == (1, False)
     assert 'raise ValueError("no data")' in shown.stderr
     assert "ValueError: no data" in shown.stderr
+    shown = here("run", "train:lose_pipe", "--inline")
+    assert (shown.returncode, "BrokenPipeError: of a logger" in shown.stderr) == (1, True)
     (folder / "broken.py").write_text("import missing_package\n")
     shown = here("run", "broken:main")
     assert (shown.returncode, "No module named 'missing_package'" in shown.stderr) == (1, True)
@@ -86,7 +88,10 @@ def test_odd_results_are_described(here, monkeypatch):
         ("train", "'train' does not name a function. Give MODULE:FUNCTION"),
         ("gone:main", "module 'gone' was not found in "),
         ("gone.py:main", "the file 'gone.py' does not exist"),
-        ("train:gone", "'train' has no function 'gone'. It has main, decorated, fail, leave, forever, Unprintable"),
+        (
+            "train:gone",
+            "'train' has no function 'gone'. It has main, decorated, fail, lose_pipe, leave, forever, Unprintable",
+        ),
         ("train:main --set sed=1 -- 1", "sed=1: Platform has no such field: did you mean seed?"),
         ("train:main --set n_cpus=3 --n 2 -- 1", "n_cpus is given twice, as 3 and 2"),
         ("train:main --device slurm --set n_gpus=8 --n 4 -- 1", "n_gpus is given twice, as 8 and 4"),

@@ -94,6 +94,25 @@ def test_set_epoch_resumes_an_order(options):
     assert rows_of(loader) == epochs[1:2]
 
 
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_dataset_may_grow(pad):
+    """Its new rows are read in the next epoch."""
+    rows = list(range(4))
+    loader = functional.shard_loader(DataLoader(rows, 2), pad=pad)
+    assert rows_of(loader) == [[0, 1, 2, 3]]
+    rows += [4, 5]
+    assert (rows_of(loader), len(loader)) == ([[0, 1, 2, 3, 4, 5]], 3)
+
+
+def test_another_default_device():
+    """The seed of workers is drawn on the default device, with a generator of that device."""
+    loader = functional.shard_loader(DataLoader(range(4), 2, shuffle=True, collate_fn=list))
+    expected = rows_of(loader, epochs=2)
+    loader.sampler.set_epoch(0)
+    with torch.device("cpu:0"):
+        assert rows_of(loader, epochs=2) == expected
+
+
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
@@ -255,11 +274,11 @@ def test_numbers_never_repeat():
 class Failing(Augmented):
     def __getitem__(self, index):
         random.random()
-        return 1 // index
+        return 1 // index if index < 2 else index
 
 
 def test_loops_keep_their_numbers():
-    """Nested loops draw different numbers in their loaders, and none of the loops. A dataset that raises draws none."""
+    """Nested loops draw different numbers in their loaders only. After an error of the dataset, the next batch follows."""
     outer, inner = (functional.shard_loader(DataLoader(Augmented(), 4)) for _ in range(2))
     torch.manual_seed(1)
     expected = [torch.rand(()).item() for _ in range(4)]
@@ -268,7 +287,9 @@ def test_loops_keep_their_numbers():
     rows = [float(row[1]) for one, other in zip(outer, inner, strict=True) for row in (*one, *other)]
     assert len(set(rows)) == 16
     state = random.getstate()
+    batches = iter(functional.shard_loader(DataLoader(Failing())))
     with pytest.raises(ZeroDivisionError):
-        next(iter(functional.shard_loader(DataLoader(Failing()))))
+        next(batches)
     assert random.getstate() == state
+    assert [len(batches), *map(int, batches)] == [8, 1, 2, 3, 4, 5, 6, 7]
     assert [torch.rand(()).item() for _ in range(4)] == expected
