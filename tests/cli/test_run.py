@@ -167,3 +167,32 @@ def test_arguments_need_cyclopts(here, monkeypatch):
     shown = here("run", "train:main", "--inline", "--", "1")
     assert shown.returncode == 2
     assert "pip install 'parawrap-torch[cli]'" in shown.stderr
+
+
+CURES = {
+    "train": "train:tried",
+    "train:gone": "train:tried",
+    "train:tried --set sed=1": "train:tried --set seed=1",
+    "train:tried --set seed": "train:tried --set seed=1",
+    "train:tried --set n_cpus=1 --cpus 1": "train:tried --set n_cpus=1",
+    "train:tried --inline --cpus 1": "train:tried --inline",
+    "train:typed --lr 0.5": "train:typed -- --lr 0.5",
+    "train:on_slurm -- --lrs 2": "train:on_slurm -- --lr 2",
+    "train:typed -- 0.5 --mode quick": "train:typed -- 0.5 --mode slow",
+    "time.py:tried": "times.py:tried",
+    "exits:tried": "guarded:tried",
+}
+
+
+@pytest.mark.parametrize("line", CURES)
+def test_cures_lead_to_a_run(here, folder, line):
+    """Each message about a wrong command line names the change that makes it right."""
+    (folder / "time.py").write_text("from train import tried\n")
+    (folder / "times.py").write_text("from train import tried\n")
+    (folder / "exits.py").write_text("import sys\nfrom train import tried\nsys.exit(0)\n")
+    (folder / "guarded.py").write_text("import sys\nfrom train import tried\nif __name__ == '__main__':\n    sys.exit(0)\n")
+    assert here("run", *line.split()).returncode == 2
+    options = [] if "--inline" in line else ["--device", "cpu"]
+    target, *words = CURES[line].split()
+    cured = here("run", target, *options, *words)
+    assert (cured.returncode, cured.stdout.startswith("rank 0: ")) == (0, True), cured
