@@ -36,14 +36,18 @@ copybutton_prompt_is_regexp = True
 # Sphinx reads pages below its own folder only. The results stay with the benchmarks that write them.
 shutil.rmtree(DOCS / "results", ignore_errors=True)
 shutil.copytree(DOCS.parent / "benchmarks" / "results", DOCS / "results", ignore=shutil.ignore_patterns("*.json"))
+_UNLISTED = ("versions", "neuron_hardware", "results/")  # pages outside of the sidebar, which other pages link
 _MOVED = {"](../benchmarks/results/": "](results/", "](../../docs/": "](../"}
 
 
 def setup(app: Any) -> None:
-    """Lead links of the repository to the copies of their pages."""
-    app.connect("source-read", _lead_to_copies)
+    """Change pages before Sphinx parses them."""
+    app.connect("source-read", _prepare_page)
 
 
-def _lead_to_copies(_app: object, _name: str, source: list[str]) -> None:
+def _prepare_page(_app: object, name: str, source: list[str]) -> None:
+    """Lead links of the repository to the copies of their pages, and mark pages that no toctree lists."""
+    if name.startswith(_UNLISTED):
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
     for old, new in _MOVED.items():
         source[0] = source[0].replace(old, new)

@@ -34,13 +34,15 @@ def train(epochs: int = 20) -> tuple[list[float], float]:
     train_data, test_data = digits()
     rank = current_rank()
     model = functional.to(classifier())
-    loader = functional.shard_loader(DataLoader(train_data, batch_size=64 // rank.world_size, shuffle=True))
+    loader = DataLoader(train_data, batch_size=64 // rank.world_size, shuffle=True)
+    loader = functional.shard_loader(loader)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     curve = []
     for _ in range(epochs):
         total, rows = 0.0, 0
         for images, labels in loader:
-            loss = cross_entropy(model(images.to(rank.device)), labels.to(rank.device))
+            images, labels = images.to(rank.device), labels.to(rank.device)
+            loss = cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -49,7 +51,8 @@ def train(epochs: int = 20) -> tuple[list[float], float]:
 
     loader = functional.shard_loader(DataLoader(test_data, batch_size=64))
     with torch.no_grad():
-        predicted = torch.cat([model(images.to(rank.device)).argmax(1).cpu() for images, _ in loader])
+        batches = (images.to(rank.device) for images, _ in loader)
+        predicted = torch.cat([model(batch).argmax(1).cpu() for batch in batches])
     predicted = functional.gather_rows(predicted, loader)
     return curve, (predicted == test_data.tensors[1]).float().mean().item()
 
