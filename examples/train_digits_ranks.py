@@ -41,8 +41,8 @@ def train(epochs: int = 20) -> tuple[list[float], float]:
     for _ in range(epochs):
         total, rows = 0.0, 0
         for images, labels in loader:
-            images, labels = images.to(rank.device), labels.to(rank.device)
-            loss = cross_entropy(model(images), labels)
+            scores = model(images.to(rank.device))
+            loss = cross_entropy(scores, labels.to(rank.device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

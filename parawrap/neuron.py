@@ -78,7 +78,8 @@ def trace(
         >>> def masked(x, mask):
         ...     return x * mask
         >>> with testing.neuron_host():
-        ...     model = neuron.trace(masked, example_kwarg_inputs={"x": torch.zeros(1, 2), "mask": torch.ones(1, 2)})
+        ...     inputs = {"x": torch.zeros(1, 2), "mask": torch.ones(1, 2)}
+        ...     model = neuron.trace(masked, example_kwarg_inputs=inputs)
         ...     model(mask=torch.tensor([[1.0, 0.0]]), x=torch.tensor([[3.0, 4.0]]))
         tensor([[3., 0.]])
     """
@@ -105,8 +106,8 @@ def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
         >>> import torch
         >>> from parawrap import neuron, testing
         >>> with testing.neuron_host():
-        ...     model = neuron.dynamic_batch(neuron.trace(torch.nn.ReLU(), torch.zeros(4, 3)))
-        ...     model(torch.ones(7, 3)).shape
+        ...     model = neuron.trace(torch.nn.ReLU(), torch.zeros(4, 3))
+        ...     neuron.dynamic_batch(model)(torch.ones(7, 3)).shape
         torch.Size([7, 3])
     """
     return runtime().dynamic_batch(model)

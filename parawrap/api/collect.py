@@ -35,7 +35,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     Example:
         >>> import torch
         >>> from parawrap import collect, parallel
-        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU())
         >>> features = collect(model, ["1"])
         >>> with torch.no_grad(), parallel(features, ["cpu", "cpu"]):
         ...     outputs = features(torch.randn(5, 3))

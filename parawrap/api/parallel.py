@@ -258,7 +258,8 @@ class Parallel(Streams, Generic[TargetT]):
             >>> class Net(torch.nn.Linear):
             ...     def embed(self, x):
             ...         return self(x).tanh()
-            >>> with torch.no_grad(), parallel(Net(3, 2), ["cpu", "cpu"], methods=("forward", "embed")) as p:
+            >>> methods = ("forward", "embed")
+            >>> with torch.no_grad(), parallel(Net(3, 2), ["cpu", "cpu"], methods=methods) as p:
             ...     outputs = list(p.method("embed").map(torch.ones(4, 3).split(2)))
             >>> [tuple(output.shape) for output in outputs]
             [(2, 2), (2, 2)]

@@ -120,7 +120,8 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     Example:
         >>> import torch
         >>> from parawrap import replicate
-        >>> [type(replica).__name__ for replica in replicate(torch.nn.Linear(2, 2), ["cpu", "cpu"])]
+        >>> replicas = replicate(torch.nn.Linear(2, 2), ["cpu", "cpu"])
+        >>> [type(replica).__name__ for replica in replicas]
         ['Linear', 'Linear']
     """
     places = list(map(device_named, devices))

@@ -63,7 +63,9 @@ def cat(returns: Any, dim: int = 0) -> Any:
         GatherError: If the parts differ in structure, if the shapes of tensors differ beyond ``dim``, or if lists may have
             one item per row or the rows in each item.
 
-    >>> cat(((torch.zeros(3, 4), torch.zeros(2, 4)), (torch.tensor(1.0), torch.tensor(2.0))))[1]
+    >>> rows = torch.zeros(3, 4), torch.zeros(2, 4)
+    >>> losses = torch.tensor(1.0), torch.tensor(2.0)
+    >>> cat((rows, losses))[1]
     tensor([1., 2.])
     """
     return cat_rows(returns, dim, None)

@@ -35,7 +35,8 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
         >>> @wrapper(Platform(device="cpu", n_cpus=2))
         ... def step():
         ...     model = torch.nn.Linear(1, 1, bias=False)
-        ...     model(torch.full((1, 1), float(current_rank().global_rank))).sum().backward()
+        ...     x = torch.full((1, 1), float(current_rank().global_rank))
+        ...     model(x).sum().backward()
         ...     functional.average_params_grads(model)
         ...     return model.weight.grad.item()
         >>> step()

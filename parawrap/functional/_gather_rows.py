@@ -56,8 +56,10 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         >>> from parawrap import Platform, functional, wrapper
         >>> @wrapper(Platform(device="cpu", n_cpus=2))
         ... def squares():
-        ...     loader = functional.shard_loader(DataLoader(torch.arange(5), batch_size=2), pad=False)
-        ...     return functional.gather_rows(torch.cat([batch**2 for batch in loader]), loader).tolist()
+        ...     loader = DataLoader(torch.arange(5), batch_size=2)
+        ...     loader = functional.shard_loader(loader, pad=False)
+        ...     outputs = torch.cat([batch**2 for batch in loader])
+        ...     return functional.gather_rows(outputs, loader).tolist()
         >>> squares()
         RankResults([0, 1, 4, 9, 16], [0, 1, 4, 9, 16])
     """

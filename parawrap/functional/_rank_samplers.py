@@ -35,8 +35,11 @@ def get_dataset_sampler(
 
     Example:
         >>> from parawrap import Platform
-        >>> [list(get_dataset_sampler(range(5), rank, Platform(device="cpu", n_cpus=2), pad=False)) for rank in range(2)]
-        [[0, 1, 2], [3, 4]]
+        >>> platform = Platform(device="cpu", n_cpus=2)
+        >>> def rows_of(rank):
+        ...     return list(get_dataset_sampler(range(5), rank, platform, pad=False))
+        >>> rows_of(0), rows_of(1)
+        ([0, 1, 2], [3, 4])
     """
     rank, world_size = find_place(global_rank, platform)
     if not 0 <= rank < world_size:

@@ -31,7 +31,8 @@ def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build
     Example:
         >>> import torch
         >>> from parawrap import build, parallel
-        >>> with torch.no_grad(), parallel(build(torch.nn.Linear, 3, 2), ["cpu", "cpu"], workers="process") as p:
+        >>> model = build(torch.nn.Linear, 3, 2)
+        >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"], workers="process") as p:
         ...     tuple(p(torch.ones(9, 3)).shape)
         (9, 2)
     """

@@ -52,7 +52,9 @@ def register_split(
         >>> def split(words, sizes):
         ...     items = iter(words.items)
         ...     return [Words(next(items) for _ in range(size)) for size in sizes]
-        >>> register_split(Words, split=split, join=lambda parts: Words(w for part in parts for w in part.items))
+        >>> def join(parts):
+        ...     return Words(word for part in parts for word in part.items)
+        >>> register_split(Words, split=split, join=join)
         >>> with parallel(lambda x, words: (x + 1, words), ["cpu", "cpu"]) as p:
         ...     y, words = p(torch.zeros(3), Words(["a", "b", "c"]))
         >>> y.tolist(), words.items
