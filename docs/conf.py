@@ -15,11 +15,9 @@ author = "the parawrap contributors"
 copyright = f"2026, {author}"  # noqa: A001 (a name of Sphinx)
 release = version = parawrap.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinxcontrib.svgbob"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = "parawrap"
-html_static_path = ["static"]
-html_css_files = ["site.css"]
 html_favicon = "images/icon.svg"
 html_copy_source = False
 html_show_sourcelink = False
