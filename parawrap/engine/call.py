@@ -34,6 +34,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import cycle
 from operator import attrgetter, itemgetter
 from os import getpid
 from queue import SimpleQueue
@@ -64,7 +65,7 @@ from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
-from parawrap.engine.replicas import Replica, Replicas, is_dirty
+from parawrap.engine.replicas import CopiesOfParts, Replica, Replicas, is_dirty
 from parawrap.engine.trace import Recorder, timed
 from parawrap.errors import SessionError, ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten
@@ -169,7 +170,8 @@ class Calls:
     """The cut calls and the plain calls of one target, on lanes in threads of this process. Thread-safe.
 
     `call` runs scatter, replicate, apply, and gather. A call depends on its arguments, the options, the target, and the
-    modes of torch, and never on earlier calls. `devices` has one entry per lane.
+    modes of torch, and never on earlier calls. `devices` has one entry per lane. A call with more parts than lanes runs
+    part i in lane ``i % lanes``. `labels` name the lanes; `copies_of_parts` is as in `Replicas`.
     """
 
     def __init__(
@@ -181,15 +183,17 @@ class Calls:
         rules: JoinRules,
         output_device: torch.device | None = None,
         shares_hooks: bool = False,
+        labels: Sequence[str] | None = None,
+        copies_of_parts: CopiesOfParts | None = None,
     ) -> None:
         self.target = target
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device  # None: the device of the module, or of a callable's first tensor
-        self.lanes = Lanes(devices)
+        self.lanes = Lanes(devices, labels)
         methods = [method for method in cutters if method is not None]
-        self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks)
+        self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks, copies_of_parts=copies_of_parts)
         self.recorder = Recorder(target)
         self.plain_calls = self.cut_calls = 0
         self.shards: tuple[int, ...] = ()
@@ -288,7 +292,7 @@ class Calls:
         shards: list[Shard] = []
         moments: Sequence[Moment] = ()
         if flat.on_cpu and self.stays_on_cpu:
-            functions: Iterable[Callable[..., Any]] = map(_target_of, used)
+            functions: Iterable[Callable[..., Any]] = map(_target_of, cycle(used))
             if entry.method is not None:
                 functions = map(attrgetter(entry.method), functions)
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
@@ -298,6 +302,8 @@ class Calls:
             moments = self._read_moments(flat, len(sizes))
         if self.recorder.traces:
             tasks = self._record(entry, tasks, sizes)
+        if len(sizes) > lanes.count:
+            tasks = self._separate(tasks)
         try:
             outputs, errors = lanes.run(tasks, turns, replicas.home, moments)
         except BaseException:  # an interrupt: parts may still run, and their writes are put back
@@ -340,7 +346,7 @@ class Calls:
             output = self._gather(outputs, plan, flat, shards)
         self.cut_calls += 1
         self.shards = sizes
-        for lane, rows in zip(lanes.all, sizes, strict=False):
+        for lane, rows in zip(cycle(lanes.all), sizes, strict=False):
             lane.rows += rows
         return output
 
@@ -522,10 +528,12 @@ class Calls:
         """Return one task per shard, which first copies the shard to the device of its lane."""
         devices = self.devices
         if self.stays_on_cpu and all(map(_is_on_cpu, flat.leaves)):
-            devices = (_CPU,) * len(pieces)
+            devices = (_CPU,)
         return [
             partial(_run_piece, entry.of(replica.target), piece, device, shards, index)
-            for index, (replica, piece, device) in enumerate(zip(self.replicas.all, pieces, devices, strict=False))
+            for index, (replica, piece, device) in enumerate(
+                zip(cycle(self.replicas.all), pieces, cycle(devices), strict=False)
+            )
         ]
 
     def _read_moments(self, flat: FlatCall, count: int) -> Sequence[Moment]:
@@ -543,9 +551,20 @@ class Calls:
     def _record(self, entry: Entry, tasks: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Callable[[], Any]]:
         record = self.recorder.record
         return [
-            partial(timed, partial(record, entry.method, entry.batch, rows), lane, task)
-            for lane, (task, rows) in enumerate(zip(tasks, sizes, strict=True))
+            partial(timed, partial(record, entry.method, entry.batch, rows), index % self.lanes.count, task)
+            for index, (task, rows) in enumerate(zip(tasks, sizes, strict=True))
         ]
+
+    def _separate(self, tasks: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
+        """Return tasks that start from the model's state, also if their lane has run another part of the same call."""
+        count = self.lanes.count
+        later = zip(cycle(self.replicas.all), tasks[count:], strict=False)
+        return [*tasks[:count], *(partial(self._run_again, replica, task) for replica, task in later)]
+
+    def _run_again(self, replica: Replica, task: Callable[[], Any]) -> Any:
+        replica.is_dirty = not replica.holdings.is_same()
+        self.replicas.prepare(replica)
+        return task()
 
     def _gather(self, outputs: list[Any], plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]) -> Any:
         """Join the outputs of the lanes on the output device."""
@@ -585,7 +604,7 @@ def _originals_of(
     """Return one function per part. It maps a lane's copy of a value to the caller's value, or to None."""
     same = {id(value): value for leaf in plan.whole(flat) for value in (leaf, getattr(leaf, "value", leaf))}
     origins = [{**same, **shard.origins} for shard in shards] or [same] * len(plan.sizes)
-    return [partial(_find_origin, found, replica) for found, replica in zip(origins, replicas, strict=False)]
+    return [partial(_find_origin, found, replica) for found, replica in zip(origins, cycle(replicas), strict=False)]
 
 
 def _find_origin(origins: Mapping[int, Any], replica: Replica, value: Any) -> Any:
@@ -712,7 +731,8 @@ class Job:
         failed = False
         context = contextvars.copy_context() if len(group) > 1 else None
         for at, index in enumerate(group):
-            lane, task = self.lanes[index], self.tasks[index]
+            at_lane = index % len(self.lanes)
+            lane, task = self.lanes[at_lane], self.tasks[index]
             if context is not None and at > 0:  # a part finds no variable that the one before it has set
                 task = partial(context.copy().run, task)
             if lane.lock.locked():
@@ -723,7 +743,7 @@ class Job:
                 try:
                     here.lane = lane
                     if self.moments:
-                        self.outputs[index] = lane.streams.run(task, self.moments[index])
+                        self.outputs[index] = lane.streams.run(task, self.moments[at_lane])
                     else:
                         self.outputs[index] = task()
                 except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
@@ -777,9 +797,9 @@ class Lanes:
         home: torch.device | None = None,
         moments: Sequence[Moment] = (),
     ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
-        """Run task i in lane i, at the same time or in `turns`. Return the values, and the errors with their lanes.
+        """Run task i in lane ``i % lanes``, at the same time or in `turns`. Return the values, and the errors with indices.
 
-        A task in turns may use all intra-op threads. `moments` has an entry per task if devices are to do with them.
+        A task in turns may use all intra-op threads. `moments` has an entry per lane if devices are to do with them.
         """
         key = len(tasks), turns
         groups = dict(self._groups.get(key) or self._group(key))
@@ -956,11 +976,12 @@ class Lanes:
                     lane.start(self._threads)
 
     def _group(self, key: tuple[int, str | None]) -> dict[int, tuple[int, ...]]:
-        """Return the indices of the lanes that one thread runs, by the first of them."""
+        """Return the indices of the parts that one thread runs, by the first of them, which is that of its lane."""
         count, turns = key
         groups: dict[Any, list[int]] = {}
-        for index, lane in enumerate(self.all[:count]):
-            groups.setdefault(None if turns == "all" else lane.device if turns == "device" else index, []).append(index)
+        for index, lane in zip(range(count), cycle(self.all), strict=False):
+            thread = None if turns == "all" else lane.device if turns == "device" else lane.index
+            groups.setdefault(thread, []).append(index)
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
 

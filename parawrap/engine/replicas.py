@@ -12,7 +12,8 @@ import contextlib
 import copy
 import threading
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -38,6 +39,9 @@ from parawrap.engine.holdings import ABSENT, Change, Holdings, Place
 from parawrap.engine.survey import Survey, captured, storage_of, vars_of
 from parawrap.engine.torchscript import ScriptPairs, copy_script, fill_scripts
 from parawrap.errors import ReplicaError
+
+CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
+"""Returns, for each lane, the copies that it uses of parts of the target, by the id of the part."""
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 _CURE = "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
@@ -70,12 +74,12 @@ class Replica:
         self.tensors = tensors
         self.params = list(params)
         self._scripts: ScriptPairs = []
-        self._memo: dict[int, Any] = {**(known or {}), **{id(each): each for each in survey.shared}}
+        self._memo: dict[int, Any] = {**{id(each): each for each in survey.shared}, **(known or {})}
         self._memo |= {id(original): each for original, each in zip(survey.params, params, strict=True)}
         self._memo |= {id(original): each for original, each in zip(survey.tensors, tensors, strict=True)}
         self._copy_target()
         self.target: Any = self.of(survey.target)
-        self.holdings = Holdings(survey.places, self._own_copy, owns_dicts=True)
+        self.holdings = Holdings(survey.places, partial(_own_copy, self._memo), owns_dicts=True)  # no cycle through self
         self._origins: dict[int, Any] | None = None
         self._versions_by_id: dict[int, int] = {}
         self.note_versions()
@@ -150,10 +154,6 @@ class Replica:
         self.target = None
         self.tensors = self.params = []
 
-    def _own_copy(self, value: Any) -> Any:
-        copied = self.of(value)
-        return None if copied is value else copied
-
     # The copy
 
     def _copy_target(self) -> None:
@@ -202,7 +202,8 @@ class Replica:
         with contextlib.suppress(ValueError):  # an empty cell
             part = cell.cell_contents
             part = part.__self__ if isinstance(part, types.MethodType) else part
-            return id(part) in self.survey.owned and not any(part is each for each in self.survey.shared)
+            is_shared = any(part is each for each in self.survey.shared) and self.of(part) is part
+            return id(part) in self.survey.owned and not is_shared
         return False
 
     def _finish_twin(self, function: types.FunctionType) -> None:
@@ -217,7 +218,7 @@ class Replica:
         twin.__annotations__ = function.__annotations__
         vars(twin).update({name: self._copy_if_owned(part) for name, part in vars(function).items()})
         for holder in self.survey.holders.get(id(function), ()):  # Python 3.14 copies functions without a look at the memo
-            if holder is not None and (owner := self._own_copy(holder[0].owner)) is not None:
+            if holder is not None and (owner := _own_copy(self._memo, holder[0].owner)) is not None:
                 holder[0].container(owner)[holder[1]] = twin
 
     def _copy_if_owned(self, value: Any) -> Any:
@@ -262,7 +263,8 @@ class Replica:
 class Replicas:
     """The replicas of one target. The caller ensures that no lane runs in `refresh`, `settle`, and `forget`.
 
-    With `detach`, no gradients flow from the replicas to the target. `shares_hooks` is as in `Survey`.
+    With `detach`, no gradients flow from the replicas to the target. `shares_hooks` is as in `Survey`. `copies_of_parts`
+    gives lanes their own copies of parts that replicas would share, such as compiled models.
 
     Attributes:
         all: One replica per lane; empty before the first refresh.
@@ -278,6 +280,7 @@ class Replicas:
         *,
         detach: bool = False,
         shares_hooks: bool = False,
+        copies_of_parts: CopiesOfParts | None = None,
     ) -> None:
         check_modules()
         self.target = target
@@ -296,6 +299,7 @@ class Replicas:
         self._methods = methods
         self._detach = detach
         self._shares_hooks = shares_hooks
+        self._copies_of_parts = copies_of_parts
         self.generation = 0  # how often a refresh found the model changed
         self.must_refresh = True  # whatever a look at the model would show
         self.renews_always = False
@@ -407,9 +411,10 @@ class Replicas:
             _refuse_left_behind(survey, home)
         self._refresh_away()
         copies = [self._try_to_copy_tensors(device) for device in self.devices]
+        known = [{}] * len(self.devices) if self._copies_of_parts is None else self._copies_of_parts(survey)
         self.all = [
-            Replica(survey, device, self._params_on(device), tensors)
-            for device, tensors in zip(self.devices, copies, strict=True)
+            Replica(survey, device, self._params_on(device), tensors, parts)
+            for device, tensors, parts in zip(self.devices, copies, known, strict=True)
         ]
         self._is_forced, self.is_new = False, True
         self._streams = self._read_streams()
@@ -821,6 +826,12 @@ class Replicas:
 
 def _itself(owner: Any) -> Any:
     return owner
+
+
+def _own_copy(memo: dict[int, Any], value: Any) -> Any:
+    """Return the lane's copy of a part of the target; None if all lanes use the part itself."""
+    copied = memo.get(id(value), value)
+    return None if copied is value else copied
 
 
 def _home_of(target: Any) -> torch.device | None:
