@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -16,15 +15,12 @@ from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
-from parawrap.engine.pooled import PooledSession
 from parawrap.errors import ShardError
 from parawrap.neuroncores import (
     LANES_PER_CORE,
-    Batching,
+    CoreSession,
     NeuronCore,
-    PlacedModel,
-    open_session,
-    place,
+    Placement,
     resolve_cores,
     runtime,
 )
@@ -98,11 +94,14 @@ class DataParallel(torch.nn.Module):
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
         self._changing = threading.RLock()
-        self._session: PooledSession | None = None
-        self._placed: PlacedModel | None = place(
-            model, self._cores, dim, dynamic=set_dynamic_batching, warn=_warn_fixed_size
-        )
         self.module = model
+        self._session: CoreSession | None = None
+        why_fixed = self._open_session().placement.why_fixed
+        if set_dynamic_batching and why_fixed is not None:
+            warn_caller(
+                f"{why_fixed}. Each core must get exactly the compiled size. To silence this warning, set "
+                "set_dynamic_batching=False"
+            )
 
     @property
     def device_ids(self) -> list[int]:
@@ -119,7 +118,7 @@ class DataParallel(torch.nn.Module):
     @num_workers.setter
     def num_workers(self, number: int) -> None:
         self._num_workers = _at_least_one("num_workers", number)
-        self._end_lanes()
+        self.close()
 
     @property
     def split_size(self) -> int | None:
@@ -128,26 +127,21 @@ class DataParallel(torch.nn.Module):
     @split_size.setter
     def split_size(self, rows: int | None) -> None:
         self._split_size = None if rows is None else _at_least_one("split_size", rows)
-        self._end_lanes()
+        self.close()
 
     def disable_dynamic_batching(self) -> None:
         """Reload the model without dynamic batching. Each core must then get exactly the compiled size."""
-        self._wants_dynamic = False
-        if self._placed is None or self._placed.dynamic:
+        if self._wants_dynamic:
+            self._wants_dynamic = False
             self.close()
-            with self._changing:
-                if self._placed is None:
-                    self._placed = place(self.module, self._cores, self.dim, dynamic=False)
+        self._open_session()
 
     def close(self) -> None:
         """End the lanes and free the cores' memory. The next call starts lanes and loads the model again."""
         with self._changing:
             session, self._session = self._session, None
-            placed, self._placed = self._placed, None
         if session is not None:  # without the lock, which a lane may need before it ends
             session.close()
-        if placed is not None:
-            placed.unplace()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, run the replicas, and gather the outputs.
@@ -158,61 +152,35 @@ class DataParallel(torch.nn.Module):
             ShardError: If an input cannot be cut.
             GatherError: If the outputs cannot be joined.
         """
-        with torch.autograd.profiler.record_function("DataParallel.forward"), self._in_use() as session:
-            return session.call(Entry(self.module), inputs, kwargs)
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            return self._open_session().call(Entry(self.forward), inputs, kwargs)  # again, if another thread closes it
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy loads its own replicas and starts its own lanes at its first call.
-        own = ("_session", "_placed", "_changing")
+        own = ("_session", "_changing")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        fresh = {"_session": None, "_placed": None, "_changing": threading.RLock()}
+        fresh = {"_session": None, "_changing": threading.RLock()}
         super().__setstate__({**state, **fresh})  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def _in_use(self) -> Iterator[PooledSession]:
-        """Yield the session, and keep its model on the cores inside the block."""
-        with ExitStack() as held:
-            with self._changing:
-                session = self._open_session()
-                assert self._placed is not None
-                held.enter_context(self._placed.in_use())
-            yield session
-
-    def _open_session(self) -> PooledSession:
-        """Return the session for the current attributes."""
+    def _open_session(self) -> CoreSession:
+        """Return the session for the current attributes; in a forked child, one of its own."""
         with self._changing:
-            if self._session is None:
-                if self._placed is None:
-                    self._placed = place(
-                        self.module, self._cores, self.dim, dynamic=self._wants_dynamic, warn=_warn_fixed_size
-                    )
-                self._session = self._new_session(self._placed)
+            if self._session is None or not self._session.lanes.is_alive:
+                self._session = self._new_session()
             return self._session
 
-    def _new_session(self, placed: PlacedModel) -> PooledSession:
-        batching = Batching.of(placed, self.dim, self._split_size)
+    def _new_session(self) -> CoreSession:
+        placement = Placement(self.module, self._cores, self._dim, dynamic=self._wants_dynamic, split_size=self._split_size)
         cutter = Cutter(
-            self.dim,
-            parameters=Parameters(self.module.forward),
+            self._dim,
+            parameters=Parameters(getattr(self.module, "forward", self.module)),
             lists_are_shared=True,
-            sizes=partial(_sizes, batching),
+            sizes=partial(_sizes, placement),
         )
-        rules = JoinRules(self.dim, reduce=vector, as_torch=True)
-        return open_session(placed, batching, self._num_workers, cutters={None: cutter}, rules=rules)
-
-    def _end_lanes(self) -> None:
-        with self._changing:
-            session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-
-def _warn_fixed_size(why_not: str) -> None:
-    warn_caller(
-        f"{why_not}. Each core must get exactly the compiled size. To silence this warning, set set_dynamic_batching=False"
-    )
+        rules = JoinRules(self._dim, reduce=vector, as_torch=True)
+        return CoreSession(self.module, placement, self._num_workers, cutters={None: cutter}, rules=rules)
 
 
 def _at_least_one(name: str, value: Any) -> int:
@@ -222,16 +190,17 @@ def _at_least_one(name: str, value: Any) -> int:
     return value.__index__()
 
 
-def _sizes(batching: Batching, rows: int, lanes: int) -> tuple[int, ...]:
+def _sizes(placement: Placement, rows: int, lanes: int) -> tuple[int, ...]:
     """Return the sizes of the shards. Warn if they leave cores idle."""
-    sizes = batching.cut(rows, lanes)
-    each = batching.split_size or batching.compiled or 1
+    sizes = placement.cut(rows, lanes)
+    cores = len(placement.cores)
+    each = placement.split_size or placement.compiled or 1
     busy = -(-rows // each)
-    if 0 < busy < batching.cores:
+    if 0 < busy < cores:
         keeps = "1 row keeps" if rows == 1 else f"{rows} rows keep"
-        smaller = "" if batching.split_size is None else ", or set a smaller split_size"
+        smaller = "" if placement.split_size is None else ", or set a smaller split_size"
         warn_caller(
-            f"{keeps} {busy} of {batching.cores} NeuronCores busy. To use all cores evenly, give a multiple of "
-            f"{batching.cores * each} rows{smaller}"
+            f"{keeps} {busy} of {cores} NeuronCores busy. To use all cores evenly, give a multiple of {cores * each} rows"
+            f"{smaller}"
         )
     return sizes

@@ -347,10 +347,9 @@ class Parallel(Streams, Generic[TargetT]):
         if self._cores:
             from parawrap import neuroncores
 
-            placed = neuroncores.place(self.target, self._cores, self._dim)
-            batching = neuroncores.Batching.of(placed, self._dim)
-            cutters = self._cutters(batching.cut)
-            return neuroncores.open_session(placed, batching, cutters=cutters, owns_placed=True, **self._joining)
+            placement = neuroncores.Placement(self.target, self._cores, self._dim)
+            cutters = self._cutters(placement.cut)
+            return neuroncores.CoreSession(self.target, placement, cutters=cutters, **self._joining)
         if self._workers == "process" or self._platform is not None:
             from parawrap.workers import open_session as open_workers
 

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ExampleCall", "copy_for_trial", "inspect_parameters", "own_tensors", "quiet_about_torchscript"]
-
 # Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
 _filtering = threading.RLock()
 
@@ -77,29 +75,6 @@ def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
         return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     except Exception:  # noqa: BLE001 (any attribute may refuse, in any way)
         return model
-
-
-@contextmanager
-def own_tensors(model: Callable[..., Any]) -> Iterator[None]:
-    """Give a module clones of its buffers and other tensors inside the block.
-
-    Inside a trace the clones become part of the graph, so that each inference starts from the tensors of now.
-    """
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    given = [
-        (module, name, tensor)
-        for module in modules
-        for name, tensor in (*module.named_buffers(recurse=False, remove_duplicate=False), *vars(module).items())
-        if isinstance(tensor, torch.Tensor)
-    ]
-    clones = {id(tensor): tensor.clone() for _, _, tensor in given}  # one module may use the tensor of another
-    try:
-        for module, name, tensor in given:
-            setattr(module, name, clones[id(tensor)])
-        yield
-    finally:
-        for module, name, tensor in given:
-            setattr(module, name, tensor)
 
 
 @contextmanager

@@ -1,36 +1,192 @@
 """A double of the vendor's runtime for machines without NeuronCores: compiled models run on the CPU.
 
-A compiled model is a traced module that checks shapes. A placed model also takes the lock of a core, and at least the
-latency of an inference. Nothing imitates the vendor's files, memory, or operators.
+A compiled model is a traced module that checks its inputs. A copy on a core also takes the lock of the core, and at least
+the latency of an inference. Nothing imitates the vendor's files, memory, or operators.
+
+There are two traces. The inner one is of the model, on a flat list of tensors. The outer one restores the structure of
+inputs and outputs. Between them is a script, because a trace has no conditions. TorchScript reads annotations such as
+``List[Tensor]`` alone, so this file does not postpone them.
 """
 
-from __future__ import annotations
-
-import io
+import copy
+import inspect
 import itertools
-import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, List
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from parawrap.errors import DeviceUnavailableError, ShapeError
 from parawrap.neuroncores._choose_runtime import using
-from parawrap.neuroncores._compiled_parts import not_traced
-from parawrap.neuroncores._emulated_compiler import compile_for_cores, find_programs
-from parawrap.neuroncores._example_call import ExampleCall, quiet_about_torchscript
+from parawrap.neuroncores._example_call import (
+    ExampleCall,
+    copy_for_trial,
+    inspect_parameters,
+    quiet_about_torchscript,
+)
 from parawrap.neuroncores._neuron_cores import EMULATED_CORES, read_core_numbers
-from parawrap.neuroncores._runtime import NeuronRuntime
-from parawrap.neuroncores._signature import Signature, TensorSpec
-from parawrap.tree import flatten
+from parawrap.neuroncores._runtime import NeuronRuntime, Signature, TensorSpec, not_traced, save_to_memory
+from parawrap.tree import TreeSpec, addresses, flatten, unflatten
 
-__all__ = ["CoreStats", "NeuronHost", "neuron_host"]
+
+class _EmulatedProgram(torch.nn.Module):
+    """A model from a list of tensors to a list of tensors, for fixed shapes and dtypes, as TorchScript.
+
+    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for, and `takes` and `gives` their
+    addresses. With `dynamic`, a call may have any number of rows: each inference gets the compiled number, and the last one
+    is filled up with rows of the batch, never with zeros. Outputs of these rows are dropped.
+    """
+
+    inputs: List[Tensor]
+    outputs: List[Tensor]
+    takes: List[str]
+    gives: List[str]
+    dtypes: List[str]
+    dynamic: bool
+
+    def __init__(self, function: Any, signature: Signature, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.inputs, self.outputs = list(map(_without_data, inputs)), list(map(_without_data, outputs))
+        self.takes, self.gives = [spec.address for spec in signature.inputs], [spec.address for spec in signature.outputs]
+        self.dtypes = [str(tensor.dtype) for tensor in inputs]
+        self.dynamic = False
+
+    def forward(self, tensors: List[Tensor]) -> List[Tensor]:
+        self.check(tensors)
+        if tensors[0].size() == self.inputs[0].size():
+            return self.infer(tensors)
+        rows, batch = tensors[0].size(0), self.inputs[0].size(0)
+        if rows == 0:
+            return [output[:0].clone() for output in self.outputs]
+        parts: List[List[Tensor]] = []
+        for start in range(0, rows, batch):
+            chunk = torch.arange(start, start + batch) % rows
+            parts.append(self.infer([tensor.index_select(0, chunk) for tensor in tensors]))
+        return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
+
+    def infer(self, tensors: List[Tensor]) -> List[Tensor]:
+        outputs: List[Tensor] = self.function([t.detach().clone(memory_format=torch.contiguous_format) for t in tensors])
+        return outputs
+
+    def check(self, tensors: List[Tensor]) -> None:
+        for i, (tensor, spec) in enumerate(zip(tensors, self.inputs)):
+            if tensor.dtype != spec.dtype or not tensor.is_cpu:
+                msg = (
+                    f"ShapeError: {self.takes[i]} is not a CPU tensor of {self.dtypes[i]}, as the model is compiled for. "
+                    "Convert it, or trace the model for its dtype"
+                )
+                raise RuntimeError(msg)
+            fits = tensor.size() == spec.size()
+            if self.dynamic and tensor.dim() == spec.dim():
+                fits = tensor.size()[1:] == spec.size()[1:] and tensor.size(0) == tensors[0].size(0)
+            if not fits:
+                msg = (
+                    f"ShapeError: {self.takes[i]} is {tensor.size()}, but the model is compiled for {spec.size()}. Trace "
+                    "it for this shape. With dynamic batching, dim 0 may differ, if it is the same in all inputs"
+                )
+                raise RuntimeError(msg)
+
+
+class _Flat(torch.nn.Module):
+    """The model as a module from a list of tensors to a list of tensors."""
+
+    def __init__(self, model: Callable[..., Any], takes: TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._takes = takes
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        args, kwargs = unflatten(self._takes, tensors)
+        for module in self.modules():  # clones are part of the graph: each inference starts from the buffers of now
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, buffer.clone())
+        self.outputs, self.gives = flatten(self.model(*args, **kwargs))
+        _refuse_others(self.outputs, addresses(self.gives, ("output",)), "the model returns")
+        return [output.clone() for output in self.outputs]
+
+
+class _Compiled(torch.nn.Module):
+    """A program with the structure of the model's inputs and outputs, and the names of its parameters."""
+
+    def __init__(self, program: torch.jit.ScriptModule, gives: TreeSpec, parameters: Sequence[inspect.Parameter]) -> None:
+        super().__init__()
+        self.program = program
+
+        def forward(*args: Any) -> Any:
+            return unflatten(gives, program(flatten(args)[0]))
+
+        if parameters:  # lets a call pass arguments by name
+            forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+class _ConstantWeights(TorchFunctionMode):
+    """Give operators the data of weights that a function closes over: constants must not require gradients."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = flatten((args, kwargs or {}))
+        args, kwargs = unflatten(
+            spec, [leaf.data if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        )
+        return func(*args, **kwargs)
+
+
+def _compile(model: Callable[..., Any], example: ExampleCall) -> torch.jit.ScriptModule:
+    """Return a ScriptModule with the model's structure that only takes tensors of the examples' shapes and dtypes."""
+    inputs, takes = flatten(tuple(example))
+    _refuse_others(inputs, addresses(takes, ("args", "kwargs")), "the example has")
+    flat = _Flat(copy_for_trial(model), takes)
+    constants = nullcontext() if isinstance(model, torch.nn.Module) else _ConstantWeights()
+    with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
+        with constants:
+            traced: Any = torch.jit.trace(flat, ([each.clone() for each in inputs],), check_trace=False, strict=False)
+        frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)  # the trace recorded train mode
+        function = torch.jit.load(save_to_memory(frozen))  # shares no memory with the model
+        signature = Signature.of(inputs, takes, flat.outputs, flat.gives)
+        program = torch.jit.script(_EmulatedProgram(function, signature, inputs, flat.outputs))
+        named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in example.kwargs]
+        whole = _Compiled(program, flat.gives, named or inspect_parameters(model)[: len(example.args)]).eval()
+        args, kwargs = unflatten(takes, [each.clone() for each in inputs])
+        compiled: Any = torch.jit.trace(whole, (*args, *kwargs.values()), check_trace=False, strict=False)
+    outer: torch.jit.ScriptModule = compiled
+    return outer
+
+
+def find_programs(model: torch.nn.Module) -> list[Any]:
+    """Return the programs for emulated cores in a model."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule) and module.original_name == _EmulatedProgram.__name__
+    ]
+
+
+def _refuse_others(leaves: Sequence[Any], where: Sequence[str], who: str) -> None:
+    """Raise TypeError unless all leaves are CPU tensors. `who` starts the message, as in "the model returns"."""
+    if not leaves:
+        msg = f"{who} no tensors, but a compiled model takes and returns at least one"
+        raise TypeError(msg)
+    for leaf, address in zip(leaves, where, strict=True):
+        if not (isinstance(leaf, Tensor) and leaf.is_cpu):
+            kind = f"tensor on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            msg = (
+                f"{who} a {kind} at {address}, but a compiled model takes and returns CPU tensors in tuples, lists, and "
+                "dicts. Set other arguments in a function or module around the model, and trace that"
+            )
+            raise TypeError(msg)
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    """Return a tensor of this shape and dtype that holds one element."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +202,58 @@ class CoreStats:
     inferences: int
     loads: int
     models: int
+
+
+class _Core:
+    """One core. It runs one inference at a time, takes at least `latency_s` for each, and counts them."""
+
+    def __init__(self, latency_s: float) -> None:
+        self.inferences = self.loads = 0
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._latency_s = latency_s
+        self._free_at = 0.0  # the time at which the last inference ends
+        self._lock = threading.Lock()
+
+    def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
+        """Wait until the core is free, and call a compiled model that takes this number of inferences."""
+        arrived = time.perf_counter()
+        with self._lock:
+            start = max(arrived, self._free_at)  # a real core starts pending work before this thread wakes up
+            output = compiled(*args, **kwargs)
+            now = time.perf_counter()
+            self._free_at = max(now, start + inferences * self._latency_s)
+            self.inferences += inferences
+            time.sleep(self._free_at - now)
+            return output
+
+
+class _OnCores(torch.nn.Module):
+    """A compiled model on some cores, which it uses in turn. Thread-safe."""
+
+    def __init__(self, compiled: torch.jit.ScriptModule, cores: Sequence[_Core]) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self._cores = cores
+        shape = find_programs(compiled)[0].inputs[0].shape
+        self._rows = shape[0] if shape else 0
+        self._turns = itertools.count()  # its next() is atomic
+        for core in cores:
+            core.loads += 1
+            core.models.add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        core = self._cores[next(self._turns) % len(self._cores)]
+        first = next((leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        rows = first.shape[0] if first is not None and first.ndim else 0
+        inferences = -(-rows // self._rows) if self._rows else 1  # several, if dynamic batching cuts the rows
+        try:
+            with torch.autocast("cpu", enabled=False):  # a compiled model keeps its dtypes
+                return core.run(self.compiled, args, kwargs, inferences)
+        except torch.jit.Error as error:
+            _, is_misfit, message = str(error).rpartition("ShapeError: ")
+            if is_misfit:
+                raise ShapeError(message.strip()) from None
+            raise
 
 
 class NeuronHost(NeuronRuntime):
@@ -96,7 +304,7 @@ class NeuronHost(NeuronRuntime):
 
         A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
         these buffers, and its writes to them do not persist. A function may close over modules; their weights become
-        constants. Warnings of `torch.jit.trace` reach the caller.
+        constants. Warnings and errors of `torch.jit.trace` reach the caller.
 
         Args:
             model: a module or function that takes and returns tensors, or tuples, lists, and dicts of tensors.
@@ -106,17 +314,22 @@ class NeuronHost(NeuronRuntime):
             compiler: options of a vendor's compiler. They are ignored here, so code for NeuronCores runs unchanged.
 
         Raises:
-            TypeError: If an input or output is not a tensor, is not on the CPU, or is in another container. Also if a part
-                of the model is already compiled, if both or neither kind of examples are given, or if a dict is given by
-                position.
+            TypeError: If an input or output is not a tensor, or is not on the CPU. Also if both or neither kind of examples
+                are given, or if a dict is given by position.
         """
-        return compile_for_cores(model, ExampleCall.of(model, example_inputs, example_kwarg_inputs))
+        return _compile(model, ExampleCall.of(model, example_inputs, example_kwarg_inputs))
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
         """Return the signature of a compiled model, also after saving or copying; None for a module around one."""
-        compiled = model.compiled if isinstance(model, _OnCores) else model
-        program: Any = getattr(compiled, "program", None) if find_programs(compiled) else None
-        return None if program is None else _signature_of(program)
+        programs = find_programs(model) if isinstance(model, (torch.jit.ScriptModule, _OnCores)) else []
+        if not programs:
+            return None
+        program = programs[0]
+        takes, gives = zip(program.takes, program.inputs, strict=True), zip(program.gives, program.outputs, strict=True)
+        return Signature(
+            tuple(TensorSpec(address, tuple(tensor.shape)) for address, tensor in takes),
+            tuple(TensorSpec(address, tuple(tensor.shape)) for address, tensor in gives),
+        )
 
     def stats(self) -> tuple[CoreStats, ...]:
         """Return the counters of each core, in the order of the cores.
@@ -130,33 +343,24 @@ class NeuronHost(NeuronRuntime):
         for core in self._cores():
             core.inferences = core.loads = 0
 
-    def _load(
-        self, parts: Sequence[torch.jit.ScriptModule], files: Sequence[io.BytesIO], start: int, count: int
-    ) -> list[torch.nn.Module]:
-        if not any(map(find_programs, parts)):
-            raise not_traced(parts[0])
-        total = self.core_count()
-        if start < 0 or count < 1 or start + count > total:
+    def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
+        for part in parts:
+            if not find_programs(part):
+                raise not_traced(part)
+        cores = self._cores()
+        if start < 0 or count < 1 or start + count > len(cores):
             msg = (
-                f"start={start}, count={count}: this process has {total} cores, counted from nc:0. Set "
+                f"start={start}, count={count}: this process has {len(cores)} cores, counted from nc:0. Set "
                 "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
             )
             raise DeviceUnavailableError(msg)
-        cores = self._cores()[start : start + count]
-        with quiet_about_torchscript():
-            loaded = [torch.jit.load(file) for file in files]
-        return [_OnCores(part, cores) if find_programs(part) else part for part in loaded]
-
-    def _signatures(self, parts: Sequence[torch.jit.ScriptModule]) -> list[Signature]:
-        """Return the signatures of all programs, also of those within other TorchScript."""
-        programs = [program for part in parts for program in find_programs(part)]
-        if not programs:
-            raise not_traced(parts[0])
-        return list(map(_signature_of, programs))
+        return [_OnCores(copy.deepcopy(part), cores[start : start + count]) for part in parts]
 
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
-        for program in find_programs(part):
-            program.dynamic = True
+        programs = find_programs(part)
+        if not programs:
+            raise not_traced(part)
+        programs[0].dynamic = True
 
     def _cores(self) -> list[_Core]:
         """Return the cores that the process has now. They are created on first use."""
@@ -164,11 +368,6 @@ class NeuronHost(NeuronRuntime):
             count = self.core_count()
             self._made += [_Core(self._latency_s) for _ in range(len(self._made), count)]
             return self._made[:count]
-
-
-def _signature_of(program: Any) -> Signature:
-    inputs, outputs = zip(program.inputs, program.takes, strict=True), zip(program.outputs, program.gives, strict=True)
-    return Signature(tuple(itertools.starmap(TensorSpec.of, inputs)), tuple(itertools.starmap(TensorSpec.of, outputs)))
 
 
 @contextmanager
@@ -190,68 +389,3 @@ def neuron_host(cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0) -
     host = NeuronHost(cores, latency_s=latency_s)
     with using(host):
         yield host
-
-
-class _Core:
-    """One core. It runs one inference at a time, takes at least `latency_s` for each, and counts them."""
-
-    def __init__(self, latency_s: float) -> None:
-        self.inferences = 0
-        self.loads = 0
-        self.models: weakref.WeakSet[_OnCores] = weakref.WeakSet()
-        self._latency_s = latency_s
-        self._free_at = 0.0  # the time at which the last inference ends
-        self._lock = threading.Lock()
-        self._process = os.getpid()
-
-    def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
-        """Wait until the core is free, and call a compiled model that takes this number of inferences."""
-        if self._process != os.getpid():  # the thread that holds the lock may not exist in a forked child
-            self._lock, self._process = threading.Lock(), os.getpid()
-        arrived = time.perf_counter()
-        with self._lock:
-            start = max(arrived, self._free_at)  # a real core starts pending work before this thread wakes up
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                now = time.perf_counter()
-                self._free_at = max(now, start + inferences * self._latency_s)
-                self.inferences += inferences
-                if self._free_at > now:
-                    time.sleep(self._free_at - now)
-
-
-class _OnCores(torch.nn.Module):
-    """A compiled model on some cores, which it uses in turn. Thread-safe."""
-
-    def __init__(self, compiled: torch.jit.ScriptModule, cores: Sequence[_Core]) -> None:
-        super().__init__()
-        self.compiled = compiled
-        self._cores = cores
-        inputs: list[Tensor] = find_programs(compiled)[0].inputs
-        self._rows = inputs[0].shape[0] if inputs[0].ndim else 0
-        self._turns = itertools.count()  # its next() is atomic
-        for core in cores:
-            core.loads += 1
-            core.models.add(self)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        core = self._cores[next(self._turns) % len(self._cores)]
-        inferences = self._inferences(args, kwargs)
-        try:
-            if torch.is_autocast_enabled("cpu"):  # a compiled model keeps its dtypes
-                with torch.autocast("cpu", enabled=False):
-                    return core.run(self.compiled, args, kwargs, inferences)
-            return core.run(self.compiled, args, kwargs, inferences)
-        except torch.jit.Error as error:
-            _, is_misfit, message = str(error).rpartition("ShapeError: ")
-            if is_misfit:
-                raise ShapeError(message.strip()) from None
-            raise
-
-    def _inferences(self, args: Any, kwargs: Any) -> int:
-        """Return the number of inferences that a call takes: several if dynamic batching cuts its rows."""
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(first, Tensor):
-            first = next((leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
-        return -(-first.shape[0] // self._rows) if first is not None and first.ndim and self._rows else 1

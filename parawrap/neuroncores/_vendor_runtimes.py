@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import io
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +18,11 @@ import torch
 from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
-from parawrap.neuroncores._emulated_compiler import find_programs
 from parawrap.neuroncores._example_call import ExampleCall, copy_for_trial, quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import count_listed_cores, read_core_numbers
-from parawrap.neuroncores._runtime import NeuronRuntime
-from parawrap.neuroncores._signature import Signature, no_dynamic_batching
+from parawrap.neuroncores._neuron_host import find_programs
+from parawrap.neuroncores._runtime import NeuronRuntime, Signature, no_dynamic_batching, save_to_memory
 from parawrap.tree import flatten
-
-__all__ = ["TorchNeuron", "TorchNeuronx"]
 
 # The vendor's placement context is per process: "using multiple core placement contexts from multiple threads may not
 # correctly place models" (PyTorch NeuronX NeuronCore Placement APIs).
@@ -80,13 +76,11 @@ class _VendorRuntime(NeuronRuntime):
         return compiled
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the recorded signature for models that `trace` returned and for copies that `place` made of them."""
+        """Return the recorded signature for models that `trace` returned and for copies that `load` made of them."""
         traced = self._traced.get(model)
         return None if traced is None else traced.signature
 
-    def _load(
-        self, parts: Sequence[torch.jit.ScriptModule], files: Sequence[io.BytesIO], start: int, count: int
-    ) -> list[torch.nn.Module]:
+    def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
         """Load each model in the placement context, which the vendor documents as the most efficient way."""
         if any(map(find_programs, parts)):
             msg = (
@@ -95,6 +89,7 @@ class _VendorRuntime(NeuronRuntime):
             )
             raise DeviceUnavailableError(msg)
         context = self._find_documented("neuron_cores_context")
+        files = [save_to_memory(part) for part in parts]
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
         for part, copied in zip(parts, loaded, strict=True):

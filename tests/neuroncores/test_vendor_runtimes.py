@@ -36,7 +36,8 @@ def test_placing_uses_one_context(recorded):
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     recorded.double.calls.clear()
     recorded.runtime.place(compiled, 1, 3)
-    recorded.runtime.place(whole, 0, 2)
+    with using(recorded.runtime):
+        neuron.DataParallel(whole, [0, 1], set_dynamic_batching=False).close()
     package = recorded.double.package
     context = f"{package.__name__}{'.experimental' * ('experimental' in vars(package))}.neuron_cores_context"
     load, left = ("torch.jit.load",), ("left",)

@@ -1,4 +1,4 @@
-"""`parallel` on NeuronCores: the pool of cores, with two lanes per core."""
+"""`parallel` on NeuronCores: the session of a block, with two lanes per core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from parawrap import (
     DataParallel,
@@ -98,15 +99,15 @@ def test_untraced_model_is_refused(host):
 
 
 def test_wrong_keywords_are_refused(host):
-    """Before anything runs. The error shows the names of the call and those of the model."""
+    """By TorchScript. No inference runs."""
     model = neuron.trace(lambda x, mask, z: x * mask + z, tuple(torch.ones(1, 3) for _ in range(3)))
     x = torch.ones(4, 3)
     with parallel(model, TWO) as p:
         assert torch.equal(p(x, z=x, mask=x), 2 * x)
         ran = host.stats()
-        with pytest.raises(ShapeError, match=r"'q' after 1 positional values, but the model takes x, mask, z"):
-            p(x, mask=x, q=x)
-        with pytest.raises(ShapeError, match=r"the call has 2 values, but the model is compiled for 3 tensors"):
+        with pytest.raises(RuntimeError, match=r"expected at most 4 argument\(s\) but received 5.* Tensor mask, Tensor z"):
+            p(x, mask=x, z=x, q=x)
+        with pytest.raises(RuntimeError, match="missing value for argument 'z'"):
             p(x, mask=x)
         assert host.stats() == ran
 
@@ -127,13 +128,43 @@ def test_options_of_the_block(host):
 
 
 def test_normalization_in_train_mode(host):
-    """Every core would update its statistics with other rows. The cures that the error names work."""
-    _, compiled = compiled_linear()
-    norm, x = nn.BatchNorm1d(3), torch.randn(8, 3)
-    said = "BatchNorm1d around a compiled model is in train mode"
-    with torch.no_grad(), parallel(nn.Sequential(norm, compiled), TWO) as p, pytest.raises(ReplicaError, match=said):
+    """As in torch.nn.DataParallel, the statistics of the first lane's rows come back to the model."""
+    plain, compiled = compiled_linear()
+    norm, expected, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.randn(8, 3)
+    model = nn.Sequential(norm, compiled)
+    with torch.no_grad(), parallel(model, TWO) as p:
         p(x)
-    assert norm.num_batches_tracked == 0
-    for cure in (nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)):
-        with torch.no_grad(), parallel(nn.Sequential(cure, compiled), TWO) as p:
-            assert p(x).shape == (8, 2)
+        expected(x[:4])
+        torch.testing.assert_close(norm.state_dict(), expected.state_dict())
+        model.eval()
+        torch.testing.assert_close(p(x), plain(expected.eval()(x)))
+
+
+def test_calls_that_run_plainly(host):
+    """A call under a dispatch mode, and a call in a lane, run on a core too."""
+
+    class Nested(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, x):
+            return self.compiled(x) if len(x) < 2 else torch.cat([self(row) for row in x.split(1)])
+
+    plain, compiled = compiled_linear()
+    x = torch.randn(8, 3)
+    with torch.no_grad(), parallel(Nested(compiled), TWO) as p:
+        torch.testing.assert_close(p(x), plain(x))
+        with FlopCounterMode(display=False):
+            torch.testing.assert_close(p(x), plain(x))
+    assert sum(counts(host, "inferences")) == 16
+
+
+def test_functions_around_a_compiled_model(host):
+    """The copy of each lane holds the model on its core."""
+    plain, compiled = compiled_linear()
+    x = torch.randn(8, 3)
+    with parallel(lambda x: compiled(x) + 1, TWO) as p:
+        torch.testing.assert_close(p(x), plain(x) + 1)
+        torch.testing.assert_close(torch.cat(list(p.map(x.split(2)))), plain(x) + 1)
+    assert sum(counts(host, "inferences")) == 16

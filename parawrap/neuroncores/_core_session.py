@@ -1,0 +1,206 @@
+"""The session of a model on NeuronCores: the engine's, with lanes that each use a copy of the model on one core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap.engine.call import Entry, here
+from parawrap.engine.cut import Cutter, balanced_sizes, sizes_in_units
+from parawrap.engine.extents import FlatCall
+from parawrap.engine.join import join
+from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.session import Session
+from parawrap.engine.survey import Survey
+from parawrap.errors import ShapeError, ShardError
+from parawrap.neuroncores._choose_runtime import runtime
+from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
+from parawrap.neuroncores._runtime import not_traced
+
+LANES_PER_CORE = 2
+"""One lane runs while the other copies its input. Also the default of num_workers in torch_neuronx.DataParallel."""
+
+_CPU = torch.device("cpu")
+
+
+class Placement:
+    """The copies of compiled models on some cores, and the number of rows that each core gets of a call.
+
+    A run of consecutive cores is loaded in one call and shares one copy, which uses these cores in turn.
+
+    Attributes:
+        cores: The cores, in the given order.
+        compiled: The number of rows of an inference; None if it is not known.
+        split_size: The largest number of rows that a core gets at once. None is whole inferences.
+        why_fixed: The reason why a core must get exactly the compiled number of rows; None with dynamic batching.
+
+    Raises:
+        ShardError: If `dim` is not a dim of the model's inputs.
+    """
+
+    def __init__(
+        self, model: Any, cores: Sequence[NeuronCore], dim: int = 0, *, dynamic: bool = True, split_size: int | None = None
+    ) -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            msg = f"dim={dim!r} is not an integer. Give one, such as dim=0"
+            raise ShardError(msg)
+        self._runtime = runtime()
+        signature = self._runtime.signature(model) if isinstance(model, torch.nn.Module) else None
+        if signature is not None and not -signature.most_dims <= dim < signature.most_dims:
+            msg = f"dim={dim} is out of range: the model is compiled for inputs with at most {signature.most_dims} dims"
+            raise ShardError(msg)
+        self.cores = tuple(cores)
+        self.compiled = None if signature is None else signature.rows(dim)
+        self.split_size = split_size
+        self.why_fixed: str | None = None
+        if not dynamic:
+            self.why_fixed = "it is off"
+        elif dim != 0:
+            self.why_fixed = f"dynamic batching is off because dim={dim}: it works only on dim 0"
+        self._dim = dim
+        self._loaded: dict[int, tuple[torch.nn.Module, list[torch.nn.Module]]] = {}
+
+    def copies_in_lanes(self, lanes: int, survey: Survey) -> list[dict[int, Any]]:
+        """Return, for each lane, the copies of compiled models on its core. Load those that are on no core yet.
+
+        Raises:
+            ReplicaError: If the target has no part compiled for NeuronCores.
+            RuntimeError: If the runtime cannot load a part.
+        """
+        if not survey.scripts:
+            raise not_traced(survey.target)
+        self._loaded = {id(part): self._loaded[id(part)] for part in survey.scripts if id(part) in self._loaded}
+        self._load([part for part in survey.scripts if id(part) not in self._loaded])
+        return [{key: copies[lane % len(self.cores)] for key, (_, copies) in self._loaded.items()} for lane in range(lanes)]
+
+    def unload(self) -> None:
+        """Drop the copies. Their memory on the cores is free when no call uses them any more."""
+        self._loaded = {}
+
+    def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
+        """Return the sizes of a call's parts. There may be more parts than lanes.
+
+        If the compiled number of rows is known, sizes are multiples of it, so that only the last inference is filled up.
+
+        Raises:
+            ShapeError: If dynamic batching is off, and a core would not get the compiled number of rows.
+        """
+        if self.split_size is not None:
+            return self._chunks(rows, self.split_size)
+        if self.why_fixed is not None:
+            return (self._rows_of_each(rows),) * len(self.cores)
+        if self.compiled is None:
+            return balanced_sizes(rows, len(self.cores))
+        return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
+
+    def _load(self, parts: Sequence[torch.jit.ScriptModule]) -> None:
+        if not parts:
+            return
+        on_core: dict[int, list[torch.nn.Module]] = {}
+        for start, count in find_runs(core.index for core in self.cores):
+            copies = self._runtime.load(parts, start, count)
+            on_core.update(dict.fromkeys(range(start, start + count), copies))
+            self._make_dynamic(copies)
+        for at, part in enumerate(parts):
+            self._loaded[id(part)] = part, [on_core[core.index][at] for core in self.cores]
+
+    def _make_dynamic(self, copies: Sequence[torch.nn.Module]) -> None:
+        try:
+            for copied in copies if self.why_fixed is None else ():
+                self._runtime.dynamic_batch(copied)
+        except ShapeError as error:
+            self.why_fixed = error.message
+
+    def _chunks(self, rows: int, size: int) -> tuple[int, ...]:
+        full, rest = divmod(rows, size)
+        if self.why_fixed is not None and (rest or not full or size != (self.compiled or size)):
+            cure = f"Set split_size to {self.compiled}. " if size != (self.compiled or size) else ""
+            msg = (
+                f"{rows} rows on dim {self._dim} in chunks of {size}: without dynamic batching, every chunk must have "
+                f"{self.compiled or size} rows. {cure}{self._why_exact()}"
+            )
+            raise ShapeError(msg)
+        return (size,) * full + ((rest,) if rest or not full else ())
+
+    def _rows_of_each(self, rows: int) -> int:
+        cores = len(self.cores)
+        each = self.compiled or rows // cores
+        if not rows or rows != each * cores:
+            needed = f"the same number of rows. Pass a multiple of {cores}"
+            if self.compiled is not None:
+                needed = f"{each}, the compiled number of rows. Pass {each * cores} rows"
+            msg = (
+                f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} per core, but without "
+                f"dynamic batching each core takes {needed}. {self._why_exact()}"
+            )
+            raise ShapeError(msg)
+        return each
+
+    def _why_exact(self) -> str:
+        return f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
+
+
+class CoreSession(Session):
+    """The calls of a model on NeuronCores, until `close`. Thread-safe.
+
+    Several lanes feed each core: one lane copies its input while the core computes for another. The constructor loads the
+    compiled parts of the model; ordinary modules around them are replicated as on any device.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        placement: Placement,
+        lanes: int | None = None,
+        *,
+        cutters: Mapping[str | None, Cutter],
+        rules: JoinRules,
+        output_device: torch.device | None = None,
+    ) -> None:
+        cores = placement.cores
+        lanes = lanes or LANES_PER_CORE * len(cores)
+        super().__init__(
+            target,
+            [_CPU] * lanes,
+            cutters=cutters,
+            rules=rules,
+            output_device=output_device,
+            labels=[str(cores[lane % len(cores)]) for lane in range(lanes)],
+            copies_of_parts=partial(placement.copies_in_lanes, lanes),
+        )
+        self.placement = placement
+        self.refresh()
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call: cut it, run its parts in the lanes, and join their outputs; or run it on one core."""
+        if self.lanes.is_ready():
+            return super().call(entry, args, kwargs)
+        return self.run_plainly(entry, args, kwargs)
+
+    def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call whole in this thread: in a lane on its core, and elsewhere on the first core.
+
+        After `close`, and while a layer around the compiled model has no shape yet, run the model itself, which is on none.
+        """
+        lane = here.lane
+        if lane in self.lanes.all and self.replicas.all:
+            return entry.of(self.replicas.all[lane.index].target)(*args, **kwargs)
+        if not self.lanes.is_alive or self.replicas.is_lazy:
+            return entry.plain(*args, **kwargs)
+        self.plain_calls += 1
+        outputs = self.apply_replicas(entry, [args], [kwargs])
+        return outputs[0] if self.rules.keep_single else join(outputs, (1,), self.rules)
+
+    def close(self) -> None:
+        """Let the lanes finish, end them, and free the memory of the cores."""
+        super().close()
+        self.placement.unload()
+
+    def _is_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return False  # the model itself is on no core
+
+    def _is_whole_here(self, flat: FlatCall) -> bool:
+        return False
