@@ -8,24 +8,26 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from warnings import catch_warnings, simplefilter
 
 import torch
 
 from parawrap.engine.call import Entry
-from parawrap.engine.pooled import PooledSession
 from parawrap.engine.resume import OutputFolder
 from parawrap.engine.session import Session
 from parawrap.engine.streams import StreamOptions, StreamSize, stream
 from parawrap.errors import ShardError
+
+if TYPE_CHECKING:
+    from parawrap.workers import WorkerSession
 
 
 class Streams(ABC):
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
     @abstractmethod
-    def _open_session(self) -> Session | PooledSession:
+    def _open_session(self) -> Session | WorkerSession:
         """Return the session of the block; open it on first use."""
 
     @abstractmethod

@@ -37,7 +37,6 @@ from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, equal_sizes, unev
 from parawrap.engine.declarations import InDim
 from parawrap.engine.join_rules import OutDims, PadValue, Reduce
 from parawrap.engine.patch import PatchedMethods
-from parawrap.engine.pooled import PooledSession
 from parawrap.engine.session import Session
 from parawrap.engine.stats import Stats
 from parawrap.engine.trace import Trace
@@ -46,6 +45,7 @@ from parawrap.errors import SessionError, ShardError
 if TYPE_CHECKING:
     from parawrap.launch import Platform
     from parawrap.neuroncores import NeuronCore
+    from parawrap.workers import WorkerSession
 
 _RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
@@ -180,8 +180,8 @@ class Parallel(Streams, Generic[TargetT]):
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
-        self._session: Session | PooledSession | None = None
-        self._last: Session | PooledSession | None = None  # for stats() after the block
+        self._session: Session | WorkerSession | None = None
+        self._last: Session | WorkerSession | None = None  # for stats() after the block
         self._depth = 0
         self._closed = False
         self._was_used = False
@@ -336,14 +336,14 @@ class Parallel(Streams, Generic[TargetT]):
         with self._rewritten():
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
 
-    def _detach_session(self) -> Session | PooledSession | None:
+    def _detach_session(self) -> Session | WorkerSession | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
         session, self._session = self._session, None
         self._closed = True
         self._last = session or self._last
         return session
 
-    def _new_session(self) -> Session | PooledSession:
+    def _new_session(self) -> Session | WorkerSession:
         if self._cores:
             from parawrap import neuroncores
 
@@ -369,7 +369,7 @@ class Parallel(Streams, Generic[TargetT]):
             for method, taken in self._parameters.items()
         }
 
-    def _open_session(self) -> Session | PooledSession:
+    def _open_session(self) -> Session | WorkerSession:
         """Return the session; open it on first use."""
         with self._lock:
             if self._session is None and self._closed:
@@ -377,7 +377,7 @@ class Parallel(Streams, Generic[TargetT]):
                 raise SessionError(msg)
             return self._open()
 
-    def _open(self) -> Session | PooledSession:
+    def _open(self) -> Session | WorkerSession:
         if self._session is None:
             self._was_used = True
             self._session = self._new_session()
@@ -437,7 +437,7 @@ class ParallelMethod(Streams):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _open_session(self) -> Session | PooledSession:
+    def _open_session(self) -> Session | WorkerSession:
         return self._block._open_session()
 
     def _entry(self) -> tuple[Entry, str]:

@@ -19,9 +19,9 @@ from parawrap.workers.lanes import Workers
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.ray_workers import RayWorkers, devices_of
 from parawrap.workers.worker_pool import WorkerPool
-from parawrap.workers.worker_stream import WorkerSession
+from parawrap.workers.worker_session import WorkerSession
 
-__all__ = ["Build", "build", "devices_of", "open_session"]
+__all__ = ["Build", "WorkerSession", "build", "devices_of", "open_session"]
 
 
 def open_session(

@@ -6,17 +6,16 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 
 from parawrap.backends import Backend, backend_of
-from parawrap.engine.call import Entry, Modes, here, must_run_plainly
+from parawrap.engine.call import Entry, Lane, Modes, here, must_run_plainly
+from parawrap.engine.cut import Shard
 from parawrap.engine.device_streams import LaneFuture
-from parawrap.engine.pooled import PartCall, PooledCall, Record, TaskOutcome
 from parawrap.engine.streams import Prepare
 from parawrap.engine.trace import timed
 from parawrap.errors import SessionError
@@ -32,15 +31,18 @@ _GRADIENTS = (
 )
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
+Record = Callable[..., None]
+"""Takes the index of a lane, the start and the end of its work as ``perf_counter_ns``, and the error if it raised."""
+
 
 class _Submitted(Call):
-    """A whole call with a future."""
+    """A whole call with a future. `finish` takes the worker's output and the lane, and returns the caller's output."""
 
-    __slots__ = ("future", "of_session")
+    __slots__ = ("finish", "future")
 
-    def __init__(self, call: PooledCall) -> None:
-        super().__init__(call.args, call.kwargs)
-        self.of_session = call
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Callable[[Any, Lane], Any]) -> None:
+        super().__init__(args, kwargs)
+        self.finish = finish
         self.future = LaneFuture()
 
 
@@ -69,8 +71,6 @@ class Pace:
 
 class WorkerPool:
     """The workers of one target. Any number of threads may use it at once. Workers start at the first `refresh`."""
-
-    cuts_for_one_lane = False
 
     def __init__(self, target: Any, workers: Workers, retries: int) -> None:
         self.model = SentModel(target)
@@ -107,9 +107,6 @@ class WorkerPool:
     def copied_bytes(self) -> int:
         """The size of the changed models that were sent, in bytes."""
         return self.model.copied_bytes
-
-    def original_of(self, _value: Any) -> None:
-        """Return None: values that come from workers are the caller's own."""
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
@@ -148,42 +145,61 @@ class WorkerPool:
         """Send the whole model at the next refresh. It does not wait: a callback in a lane may call it."""
         self.model.renew()
 
-    def run(self, calls: Sequence[PartCall], modes: Modes, turns: str | None) -> list[TaskOutcome]:
-        """Send call i to lane i, at the same time, also where `turns` were asked for: see `worker.Server`.
+    def run(
+        self, method: str | None, shards: Sequence[Shard], modes: Modes, records: Sequence[Record] | None
+    ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
+        """Run shard i in lane i, all at the same time. Return the values, and the errors with their lanes.
 
         Raises:
             SessionError: If the call needs gradients.
         """
         sent: list[Call] = []
         with self._changing:  # no lane gets changes of the model between two parts of one call
-            for call in calls:
-                call.place()
-                self.refuse_gradients(call.args, call.kwargs)
-            form = Form(SentModes.pack(modes), modes.inference, calls[0].entry.method, is_whole=False)
-            for call in calls:
-                sent.append(part := Call(tuple(call.args), dict(call.kwargs)))
-                part.record = call.record
+            for shard in shards:
+                self.refuse_gradients(shard.args, shard.kwargs)
+            form = Form(SentModes.pack(modes), modes.inference, method, is_whole=False)
+            for index, (shard, lane) in enumerate(zip(shards, self.lanes, strict=False)):
+                sent.append(part := Call(tuple(shard.args), dict(shard.kwargs)))
+                part.record = None if records is None else records[index]
                 part.request = request = Request([part], form)
                 try:
                     request.pack()
-                    self.workers.post(request, self.lanes[call.lane])
+                    self.workers.post(request, lane)
                 except Exception as error:  # noqa: BLE001 (the other lanes must finish before it is raised)
                     request.failure = error
-        return list(map(self._outcome, sent))
+        outputs: list[Any] = []
+        errors: list[tuple[int, BaseException]] = []
+        for index, part in enumerate(sent):
+            try:
+                self.workers.wait(part.done)
+                outputs.append(part.load())
+            except BaseException as error:
+                if not (isinstance(error, Exception) or part.done()):
+                    raise  # Ctrl-C leaves at once
+                errors.append((index, error))  # once the other lanes have finished
+        return outputs, errors
 
-    def submit(self, call: PooledCall, modes: Modes) -> LaneFuture:
+    def submit(
+        self,
+        method: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None,
+        modes: Modes,
+        record: Record | None,
+        finish: Callable[[Any, Lane], Any],
+    ) -> LaneFuture:
         """Send a whole call to the lane with the fewest messages, or keep it until a lane has room.
 
         Raises:
             UnsendableError: If an argument or `prepare` cannot be pickled.
             SessionError: If the call needs gradients, or the pool is closed.
         """
-        self.refuse_gradients(call.args, call.kwargs)
-        prepare = None if call.prepare is None else self.number_function(call.prepare)
-        form = Form(SentModes.pack(modes), modes.inference, call.entry.method, prepare)
-        sent = _Submitted(call)
-        if call.record is not None:
-            sent.record = partial(call.record, call.rows)
+        self.refuse_gradients(args, kwargs)
+        numbered = None if prepare is None else self.number_function(prepare)
+        form = Form(SentModes.pack(modes), modes.inference, method, numbered)
+        sent = _Submitted(args, kwargs, finish)
+        sent.record = record
         sent.request = request = _SubmittedRequest([sent], form, self._finish_submitted)
         request.pack()
         self.workers.post(request)
@@ -252,27 +268,13 @@ class WorkerPool:
             if request.failure is not None:
                 raise request.failure
 
-    def _outcome(self, call: Call) -> TaskOutcome:
-        """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
-        try:
-            self.workers.wait(call.done)
-            return TaskOutcome(call.load())
-        except Exception as error:  # noqa: BLE001 (the other lanes must finish before it is raised)
-            return TaskOutcome(error=error)
-        except BaseException as error:
-            if call.done():
-                return TaskOutcome(error=error)
-            raise
-
     def _finish_submitted(self, request: Request) -> None:
         for call in request.calls:
             assert isinstance(call, _Submitted)
             if call.future.cancelled():
                 continue
             try:
-                of_session = call.of_session
-                lane = request.lane or self.lanes[0]
-                value = of_session.finish(call.load(), of_session, lane)
+                value = call.finish(call.load(), request.lane or self.lanes[0])
             except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
                 call.future.set_exception(error.with_traceback(None))  # its frames refer to the future
             else:

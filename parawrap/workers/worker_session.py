@@ -1,27 +1,44 @@
-"""`map` over workers: batches travel in chunks, which are as large as they must be for the messages to cost little.
+"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; the pool runs them.
 
-A chunk holds about 5 ms of work, by the time that batches took before. Only the schedule depends on time, never a value.
+The batches of `map` travel in chunks, which are as large as they must be for the messages to cost little. A chunk holds
+about 5 ms of work, by the time that batches took before. Only the schedule depends on time, never a value.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
 
-from parawrap.engine.call import Entry
-from parawrap.engine.pooled import PooledSession
+from parawrap.backends import device_of, warn_caller
+from parawrap.engine.call import Entry, Lane, Modes, here, raise_first_failure, without_autocast
+from parawrap.engine.cut import Cutter, Shard, ShardPlan
+from parawrap.engine.extents import FlatCall
+from parawrap.engine.join import join, with_originals
+from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.engine.trace import Recorder, Trace, timed
+from parawrap.errors import SessionError, ShardError
+from parawrap.tree import WholeLeaf
 from parawrap.workers.lanes import Call, Form, Reply, Request
 from parawrap.workers.packing import Packer
 from parawrap.workers.worker import SentModes
 from parawrap.workers.worker_pool import WorkerPool
 
+_CPU = torch.device("cpu")
+_WRITTEN = (
+    "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
+    "cut the tensor with in_dims, or use an out-of-place operation"
+)
 _TARGET_NS = 5_000_000  # of work in one message
 _MOST = 64  # batches in one message
 _MOST_BYTES = 256 << 10  # of their tensors; a larger one is the last of its message, so it is not copied
@@ -89,7 +106,7 @@ class WorkerStream:
     """
 
     def __init__(
-        self, session: PooledSession, pool: WorkerPool, entry: Entry, prepare: Prepare | None, size: StreamSize
+        self, session: WorkerSession, pool: WorkerPool, entry: Entry, prepare: Prepare | None, size: StreamSize
     ) -> None:
         self._own: weakref.ref[WorkerStream] = weakref.ref(self)
         self._session = session
@@ -243,14 +260,203 @@ class WorkerStream:
             call.record = partial(self._session.recorder.record, self._entry.method, number, rows)
 
 
-class WorkerSession(PooledSession):
+class WorkerSession:
     """The calls of one target, over workers, until `close`. Thread-safe."""
 
-    pool: WorkerPool
+    def __init__(
+        self,
+        target: Any,
+        pool: WorkerPool,
+        *,
+        cutters: Mapping[str | None, Cutter],
+        rules: JoinRules,
+        output_device: torch.device | None = None,
+    ) -> None:
+        self.target = target
+        self.pool = pool
+        self.devices = (_CPU,) * len(pool.lanes)
+        self.cutters = cutters
+        self.rules = rules
+        self.output_device = output_device
+        self.recorder = Recorder(target)
+        self.shards: tuple[int, ...] = ()
+        self._counting = threading.Lock()
+        self._plain_lock = threading.RLock()  # plain calls run one at a time
+        self._calls = self._plain_calls = 0
+        self._has_warned_of_plan = False
+        self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Scatter, apply, and gather; or run the call plainly if there is nothing to cut."""
+        pool = self.pool
+        if not pool.is_ready() or (len(pool.lanes) == 1 and self._is_at_home()):
+            return self.run_plainly(entry, args, kwargs)
+        cutter = self.cutters[entry.method]
+        flat = cutter.flatten(args, kwargs)
+        plan = cutter.plan(flat, len(pool.lanes))
+        if plan.hint is not None and not self._has_warned_of_plan:
+            self._has_warned_of_plan = True
+            warn_caller(plan.hint)
+        if len(plan.sizes) == 1 and self._is_at_home() and all(map(_is_on_cpu, flat.leaves)):
+            return self.run_plainly(entry, args, kwargs)
+        pool.refresh()
+        shards = plan.scatter(flat, self.devices[: len(plan.sizes)])
+        records = None
+        if self.recorder.traces:
+            records = [partial(self.recorder.record, entry.method, entry.batch, rows) for rows in plan.sizes]
+        versions = plan.written(flat) if len(shards) > 1 and None in plan.dims else []
+        outputs, errors = pool.run(entry.method, shards, Modes.capture(pool.backend.type), records)
+        if errors:
+            outputs.clear()
+            raise_first_failure(errors, len(shards), pool.lanes, plan.describe)
+        if versions and versions != plan.written(flat):
+            raise ShardError(_WRITTEN)
+        if not flat.on_cpu:
+            plan.update(flat, shards)
+        with without_autocast(pool.backend.type):
+            output = join(
+                outputs, plan.sizes, self.rules, self._output_device(flat), partial(_find_originals, plan, flat, shards)
+            )
+        with self._counting:
+            self._calls += 1
+            self.shards = plan.sizes
+            for lane, rows in zip(pool.lanes, plan.sizes, strict=False):
+                lane.rows += rows
+        return output
+
+    # Whole calls, each in one lane
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Run a call whole in one lane."""
+        modes = self.get_ready()
+        if modes is not None:
+            return self._send(entry, args, kwargs, None, modes)
+        try:
+            return succeeded(self.run_plainly(entry, args, kwargs))
+        except Exception as error:  # noqa: BLE001
+            return failed(error)
+
+    def get_ready(self) -> Modes | None:
+        """Bring the copies up to date, and return the modes of the caller; None if whole calls must run plainly.
+
+        Raises:
+            SessionError: If the lanes are closed.
+        """
+        if not self.pool.is_ready():
+            if self.pool.closed:
+                msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+                raise SessionError(msg)
+            return None
+        self.pool.refresh()
+        return Modes.capture(self.pool.backend.type)
 
     def open_stream(self, entry: Entry, prepare: Prepare | None, size: StreamSize) -> WorkerStream:
         """Return what starts the batches of one stream."""
         return WorkerStream(self, self.pool, entry, prepare, size)
+
+    def run_plainly(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+    ) -> Any:
+        """Run a call in the caller's thread, one at a time; in a lane if this process does not have the target."""
+        if not self.pool.has_target_here and self.pool.is_ready():
+            modes = self.get_ready()
+            assert modes is not None
+            return self._send(entry, args, kwargs, prepare, modes).result()
+        record = prepare_record = None
+        if self.recorder.traces and here.lane is None:  # a lane's own span has it already
+            record = partial(self.recorder.record, entry.method, entry.batch, None)
+            prepare_record = partial(self.recorder.record, "prepare", entry.batch, None)
+        if prepare is not None:
+            args, kwargs = as_call(timed(prepare_record, None, prepare, *args))
+        if self.pool.closed or here.lane is not None:
+            output = self.pool.run_plainly(entry, args, kwargs, record)
+        else:
+            with self._plain_lock:
+                output = self.pool.run_plainly(entry, args, kwargs, record)
+        with self._counting:
+            self._calls += 1
+            self._plain_calls += 1
+        return output if self.rules.keep_single else join([output], (1,), self.rules)
+
+    def finish_output(self, output: Any, lane: Lane | None, rows: int) -> Any:
+        """Return the caller's output of a whole call, and count the call."""
+        output = with_originals(output, partial(_find_original, {}))
+        device = self.output_device or (None if self.pool.home in (None, _CPU) else self.pool.home)
+        if device is not None or not self.rules.keep_single:
+            output = join([output], (1,), self.rules, device)
+        with self._counting:
+            self._calls += 1
+            if lane is not None:
+                lane.rows += rows
+        return output
+
+    def cancel(self) -> None:
+        """Drop submitted calls that have not started."""
+        for future in list(self._futures):
+            future.cancel()
+        self.pool.cancel()
+
+    def renew(self) -> None:
+        """Copy everything to the lanes at the next call."""
+        self.pool.renew()
+
+    def close(self) -> None:
+        """Let the lanes finish, and end them. A call in flight finishes too."""
+        self.pool.close()
+        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
+        if unused and self._calls:
+            warn_caller(
+                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
+                "leave it out"
+            )
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        pool = self.pool
+        of_lanes = tuple(
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in pool.lanes
+        )
+        return Stats(self._calls, self._plain_calls, self.shards, pool.refreshes, pool.copied_bytes, of_lanes)
+
+    def trace(self, path: str | Path) -> Trace:
+        """Return a recorder of the calls of each lane."""
+        return Trace(self.recorder, self.pool.lanes, path)
+
+    def _send(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None, modes: Modes
+    ) -> Future[Any]:
+        """Give a whole call to the pool."""
+        rows = None if prepare is not None else self.cutters[entry.method].whole(args, kwargs)[0].rows
+        record = None
+        if self.recorder.traces:
+            record = partial(self.recorder.record, entry.method, entry.batch, rows)
+        finish = partial(self.finish_output, rows=rows or 0)
+        future = self.pool.submit(entry.method, args, kwargs, prepare, modes, record, finish)
+        self._futures.add(future)
+        return future
+
+    def _is_at_home(self) -> bool:
+        return self.pool.home in (None, _CPU) and self.output_device in (None, _CPU)
+
+    def _output_device(self, flat: FlatCall) -> torch.device | None:
+        """Return where joined outputs go; None if they are there already, on the CPU."""
+        devices = (device_of(leaf) for leaf in flat.leaves)
+        found = self.output_device or self.pool.home or next((each for each in devices if each is not None), _CPU)
+        return None if found == _CPU else found
+
+
+def _find_originals(plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
+    """Return one function per part. It maps a worker's copy of an uncut argument to the caller's value, or to None."""
+    same = {id(value): value for leaf in plan.whole(flat) for value in (leaf, getattr(leaf, "value", leaf))}
+    return [partial(_find_original, {**same, **shard.origins}) for shard in shards]
+
+
+def _find_original(origins: Mapping[int, Any], value: Any) -> Any:
+    return origins.get(id(value))
+
+
+def _is_on_cpu(leaf: Any) -> bool:
+    return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
 
 
 def _on_end(own: weakref.ref[WorkerStream], chunk: Request) -> None:
