@@ -45,7 +45,7 @@ class DataParallel(torch.nn.Module):
     - Threads persist between calls.
     - If the compiled size is known, shards consist of whole inferences, so cores compute as few unused rows as possible.
     - `model` is not moved or changed.
-    - Outputs have no gradients.
+    - Outputs of compiled models have no gradients.
 
     Args:
         model: A model from `parawrap.neuron.trace` or the vendor's trace, or a module that contains such models.
@@ -57,16 +57,17 @@ class DataParallel(torch.nn.Module):
     Attributes:
         module: The given model. To load another one, set `module` and call `close`.
         device_ids: The indices of the cores, in the given order.
-        num_workers: The number of lanes, by default 2 per core. Can be set.
+        num_workers: The number of lanes, by default 2 per core. Each serves one core. Can be set.
         split_size: The largest number of rows that a core gets at once. None, the default, is whole
-            inferences if the compiled size is known, and else about ``rows // number of cores``. Can be set.
+            inferences if the compiled size is known, and else about ``rows // number of cores``. Can be set. Setting one of
+            these unloads the model, and the next call loads it again.
         dim: The given dim.
 
     Raises:
         DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a core.
         DeviceUnavailableError: If this process does not have one of the cores, the runtime is not installed, or the
             installed torch_neuronx makes NeuronCores torch devices.
-        ReplicaError: If `model` was not traced for NeuronCores.
+        ReplicaError: If `model` was not traced for NeuronCores, or a module around a traced one cannot be copied.
         ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to less than 1.
         RuntimeError: If the runtime cannot load the model, for example because it does not fit into memory.
 
@@ -147,8 +148,8 @@ class DataParallel(torch.nn.Module):
         """Scatter the inputs, run the replicas, and gather the outputs.
 
         Raises:
-            ShapeError: If the model is not compiled for the tensors' shapes or dtypes, or, without dynamic batching, for
-                the number of rows.
+            ShapeError: Without dynamic batching, if a core would not get the compiled number of rows. On emulated cores,
+                also if the model is not compiled for the tensors' shapes or dtypes.
             ShardError: If an input cannot be cut.
             GatherError: If the outputs cannot be joined.
         """
