@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {file: ast.parse(file.read_text()) for file in FILES}
 
 # Documented, in spite of the underscore
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_replace", "_xoptions"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_make", "_replace", "_xoptions"}
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
     "_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
 from parawrap.launch.set_up import Place, set_up
@@ -46,24 +45,6 @@ def test_rank_without_its_device():
     place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
     with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* torch sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
-
-
-def test_loaders_seed_the_device(monkeypatch):
-    """A loop over a sharded loader seeds the generator of the rank's device, and restores it."""
-    calls = []
-
-    @wrapper(Platform(device="neuron", n_gpus=1, ipc_groups=None, verbose=False))
-    def read():
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.neuron, "get_rng_state", lambda: "before")
-            for name in "manual_seed", "set_rng_state":
-                patched.setattr(torch.neuron, name, lambda value, name=name: calls.append((name, value)))
-            calls.extend(functional.shard_loader(DataLoader(["row"])))
-
-    read.inline()
-    *seedings, row, restoring = calls
-    assert {name for name, _ in seedings} == {"manual_seed"}
-    assert (row, restoring) == (["row"], ("set_rng_state", "before"))
 
 
 def test_inline_restores_the_device():
