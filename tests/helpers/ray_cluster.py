@@ -9,9 +9,8 @@ import contextlib
 import importlib.util
 import shutil
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pytest
 
@@ -39,11 +38,8 @@ class RayCluster:
             # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
             patch.setenv("RAY_health_check_period_ms", "1000")
 
-            from ray._private import services
             from ray.cluster_utils import Cluster
 
-            get_node = services.get_node
-            patch.setattr(services, "get_node", lambda *args: _wait_for(get_node, *args))
             self._cluster = Cluster()
             cleanup.callback(self._end)
             for _ in range(2):
@@ -87,18 +83,6 @@ class RayCluster:
 
         ray.shutdown()
         self._cluster.shutdown()
-
-
-def _wait_for(get_node: Any, *args: Any) -> Any:
-    """Return a node of the cluster. Ray itself waits for 30 s, which a busy machine may need to start one."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return get_node(*args)
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
 
 
 def missing() -> str | None:
