@@ -61,8 +61,8 @@ test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromiu
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
-# that it writes covers all launchers. Those of Ray run beside the others, which start with launchers on this machine: a node
-# of Ray may not come up while interfaces of the Slurm cluster are made.
+# that it writes covers all launchers. Those of Ray run beside the others, which start with launchers on this machine: beside
+# the start of Slurm's cluster, Ray's first node did not come up in two of three runs.
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters of two nodes on this machine (needs root)
 	$(MAKE) --jobs=2 --output-sync=target test-without-ray test-ray
 

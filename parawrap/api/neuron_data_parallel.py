@@ -154,7 +154,8 @@ class DataParallel(torch.nn.Module):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            return self._open_session().call(Entry(self.forward), inputs, kwargs)  # again, if another thread closes it
+            # A plain call, because another thread has closed the session, comes here again and opens a new one.
+            return self._open_session().call(Entry(self.forward), inputs, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy loads its own replicas and starts its own lanes at its first call.

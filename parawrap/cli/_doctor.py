@@ -91,12 +91,17 @@ def _collect_facts() -> dict[str, Any]:
 
 
 def _run_checks() -> Iterator[tuple[str, Check]]:
-    """Yield the name and the state of each part. A check that raises is a problem of its part, and the others follow."""
+    """Yield the name and the state of each part. A check that raises is a problem of its part.
+
+    The others follow, unless torch itself cannot be imported.
+    """
     for name, (check, cure) in _CHECKS.items():
         try:
             yield name, check()
         except Exception as error:  # noqa: BLE001 (drivers and commands of the machine may fail in any way)
             yield name, Check("problem", f"{type(error).__name__}: {error}", f"{cure}\n{traceback.format_exc()}")
+            if name == "torch":
+                return
 
 
 # --- the parts ---
@@ -171,12 +176,15 @@ def _check_neuron() -> Check:
 def _check_slurm() -> Check:
     if shutil.which("sbatch") is None:
         return Check("missing", "no sbatch on PATH")
-    pinged = subprocess.run(
-        ["scontrol", "ping"], capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S, check=False, errors="replace"
-    )
+    cure = "Launches on this machine work. For the cluster, check Slurm's configuration with scontrol ping"
+    try:
+        pinged = subprocess.run(
+            ["scontrol", "ping"], capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return Check("warning", f"the controller does not answer within {_SCONTROL_LIMIT_S:g} s", cure)
     if " is UP" not in pinged.stdout:
         line = (pinged.stdout + pinged.stderr).strip().rpartition("\n")[2]
-        cure = "Launches on this machine work. For the cluster, check Slurm's configuration with scontrol ping"
         return Check("warning", f"the controller does not answer: {line}", cure)
     if importlib.util.find_spec("submitit") is None:
         cure = "Run pip install 'parawrap-torch[slurm]'"
@@ -232,7 +240,7 @@ _CHECKS = {
     "open files": (_check_open_files, _HERE),
     "accelerators": (_check_accelerators, _HERE),
     "NeuronCores": (_check_neuron, _HERE),
-    "Slurm": (_check_slurm, "Launches on this machine work. For the cluster, try scontrol ping"),
+    "Slurm": (_check_slurm, _HERE),
     "block on two lanes": (_try_lanes, "Try torch.ones(1, device=...) on each device"),
     "launch of two ranks": (_try_ranks, "Check the limits on processes (ulimit -u) and on open files (ulimit -n)"),
 }

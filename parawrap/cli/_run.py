@@ -245,7 +245,7 @@ def _read_options(given: argparse.Namespace) -> dict[str, Any]:
 
 def _python_value(text: str) -> Any:
     """Return the value of a Python literal, and other text unchanged."""
-    with suppress(ValueError, SyntaxError):
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as its documentation lists
         return ast.literal_eval(text)
     return text
 

@@ -48,7 +48,7 @@ def test_a_machine_without_torch(tmp_path):
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "parawrap", "doctor", "--json"]
     shown = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    check = json.loads(shown.stdout)["checks"][0]
+    (check,) = json.loads(shown.stdout)["checks"]
     assert (shown.returncode, check["name"], check["state"]) == (1, "torch", "problem")
     assert "No module named torch" in check["detail"]
     assert "Install torch" in check["cure"]
@@ -80,7 +80,7 @@ def test_each_state_has_a_line(monkeypatch, capsys):
     assert lines[-1] == "1 problem, 1 warning, 0 ok, 1 missing"
 
 
-def test_slurm_is_as_it_answers(command):
+def test_slurm_is_as_it_answers(command, monkeypatch):
     """Without an answer, it is a warning, because launches on this machine work."""
     command("sbatch", "")
     command("scontrol", '[ "$1" = ping ] && echo "Slurmctld(primary) at head is UP"')
@@ -90,6 +90,10 @@ def test_slurm_is_as_it_answers(command):
     check = _doctor._check_slurm()
     assert check.detail == "the controller does not answer: scontrol: fatal: no configuration"
     assert (check.state, "scontrol ping" in check.cure) == ("warning", True)
+    command("scontrol", "exec sleep 60")
+    monkeypatch.setattr(_doctor, "_SCONTROL_LIMIT_S", 0.1)
+    check = _doctor._check_slurm()
+    assert (check.state, check.detail) == ("warning", "the controller does not answer within 0.1 s")
 
 
 def test_limits_are_warnings(monkeypatch, tmp_path):

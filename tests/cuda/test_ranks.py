@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from parawrap import Platform, current_rank, wrapper
+from parawrap import Platform, current_rank, functional, wrapper
 from tests.cuda.gpus import HOME, every
 from tests.helpers.processes import run_script
 
@@ -57,3 +58,11 @@ def test_a_rank_on_every_gpu(several):
     total = [float(sum(range(1, world + 1)))] * 3
     results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))
     assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
+
+
+def test_loaders_on_the_default_device():
+    """A DataLoader draws the seed of its workers on the default device, with a generator of that device."""
+    loader = functional.shard_loader(DataLoader(range(3), 3, collate_fn=list))
+    with torch.device("cuda"):
+        assert list(loader) == [[0, 1, 2]]
+    assert list(loader) == [[0, 1, 2]]

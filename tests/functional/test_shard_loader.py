@@ -104,15 +104,6 @@ def test_a_dataset_may_grow(pad):
     assert (rows_of(loader), len(loader)) == ([[0, 1, 2, 3, 4, 5]], 3)
 
 
-def test_another_default_device():
-    """The seed of workers is drawn on the default device, with a generator of that device."""
-    loader = functional.shard_loader(DataLoader(range(4), 2, shuffle=True, collate_fn=list))
-    expected = rows_of(loader, epochs=2)
-    loader.sampler.set_epoch(0)
-    with torch.device("cpu:0"):
-        assert rows_of(loader, epochs=2) == expected
-
-
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 
