@@ -16,11 +16,11 @@ XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
 # Tests on real clusters start dozens of processes, and wait minutes for schedulers.
-CLUSTERS := contract or slurm or ray
-SLOW := $(CLUSTERS) or long
+CLUSTERS := slurm or ray
+SLOW := $(CLUSTERS) or contract or long
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-without-ray test-ray test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-slurm test-ray test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 help:  ## this list
 	@echo "usage: make [PYTHON=python3.12] TARGET"
@@ -60,21 +60,20 @@ test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromiu
 	$(BIN)/python -m pytest tests/displays tests/site
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
-# slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
-# that it writes covers all launchers. Those of Ray run beside the others, which start with launchers on this machine: beside
-# the start of Slurm's cluster, Ray's first node did not come up in two of three runs.
+# slurmd, slurm-client, munge, and iproute2; they skip without them. Those of Ray run beside those of Slurm. Both include the
+# contract suite; `make test-long` runs it for the launchers that need no cluster.
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters of two nodes on this machine (needs root)
-	$(MAKE) --jobs=2 --output-sync=target test-without-ray test-ray
+	$(MAKE) --jobs=2 --output-sync=target test-slurm test-ray
 
-test-without-ray: $(VENV)/.with-slurm
-	$(BIN)/python -m pytest tests -m 'slurm or (contract and not ray)'
+test-slurm: $(VENV)/.with-slurm
+	$(BIN)/python -m pytest tests -m slurm
 
 test-ray: $(VENV)/.with-ray
 	$(BIN)/python -m pytest tests -m ray
 
-# Tests that take a minute each, or much of a processor.
+# Tests that take a minute each, or much of a processor, and the contract of the launchers that need no cluster.
 test-long: $(STAMP)  ## tests that take a minute each
-	$(BIN)/python -m pytest tests -m 'long and not ($(CLUSTERS))'
+	$(BIN)/python -m pytest tests -m '(long or contract) and not ($(CLUSTERS))'
 
 # Build the wheel and the source distribution, and check what is in them.
 test-distribution: $(VENV)/.with-dist  ## the wheel and the source distribution

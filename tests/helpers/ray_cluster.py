@@ -36,7 +36,7 @@ class RayCluster:
             patch.setenv("RAY_worker_niceness", "0")  # else busy processes nearby leave workers hardly any time
             patch.setenv("RAY_enable_worker_prestart", "0")  # else each driver starts a worker per CPU, on two cores
             # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
-            patch.setenv("RAY_health_check_period_ms", "1000")
+            patch.setenv("RAY_health_check_period_ms", "300")
 
             from ray.cluster_utils import Cluster
 
@@ -63,7 +63,8 @@ class RayCluster:
     def add_node(self) -> str:
         """Start a node, wait until it has joined, and return its id."""
         head = {} if self._cluster.head_node else {"include_dashboard": False}
-        return self._cluster.add_node(num_cpus=4, object_store_memory=_STORE_BYTES, **head).node_id
+        # More CPUs than this machine has, so that no launch of the contract waits for another one's end.
+        return self._cluster.add_node(num_cpus=16, object_store_memory=_STORE_BYTES, **head).node_id
 
     def kill_node(self, node: str) -> None:
         """Kill all processes of a worker node, without a graceful shutdown. Ray notices the loss seconds later."""

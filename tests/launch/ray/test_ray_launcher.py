@@ -44,11 +44,17 @@ def on_ray(function, **fields):
     return wrapper(Platform(device="ray", **fields))(function)
 
 
-def wait_in_first_start(folder):
-    """Wait to be ended in the first start. Return the number of the start in later ones."""
-    if current_rank().restart == 0:
-        scenarios.wait_for_ever(folder)
-    return current_rank().restart
+def in_each_start(scenario, folder):
+    """Run a scenario of the contract in a folder of this start."""
+    scenario(folder / str(current_rank().restart))
+
+
+def folders_of_starts(folder):
+    """Make the folders that `in_each_start` needs for two starts."""
+    folders = [folder / str(start) for start in range(2)]
+    for each in folders:
+        each.mkdir()
+    return folders
 
 
 def pids_of(folder):
@@ -89,15 +95,15 @@ def test_a_killed_driver_ends_ranks(ray, tmp_path):
 def test_first_launches_join_once(ray):
     """Two threads launch before this process has joined the cluster."""
     with ThreadPoolExecutor(2) as pool:
-        launched = [pool.submit(on_ray(os.getpid)) for _ in range(2)]
-        assert [len(set(each.result())) for each in launched] == [2, 2]
+        launched = [pool.submit(on_ray(os.getpid, n_nodes=1)) for _ in range(2)]
+        assert len({each.result() for each in launched}) == 2
 
 
 def test_cancel_releases_the_resources(ray, tmp_path):
     """A launch that waits for resources is pending. `cancel` withdraws its request, or ends its ranks."""
     launch = on_ray(scenarios.leave_daemon, n_cpus=1).submit(tmp_path)
     pids = pids_of(tmp_path)
-    pending = on_ray(scenarios.leave_daemon, n_cpus=4).submit(tmp_path)
+    pending = on_ray(scenarios.leave_daemon, n_cpus=16).submit(tmp_path)
     eventually(lambda: has_group(ray, pending), "the request")
     assert pending.state == "pending"
     for each in pending, launch:
@@ -200,38 +206,33 @@ def test_ranks_stay_on_two_nodes(ray):
 # -- the loss of a node; last, because processes that join a cluster soon after it may hang
 
 
-def test_a_lost_node(ray, ray_cluster, tmp_path_factory):
-    """Its launch raises, or restarts on the nodes that are left and one that joins later."""
-    lost = ray_cluster.add_node()
-    options = {"ended": {}, "restarted": {"max_restarts": 1, "ipc_groups": []}}
-    made = {name: tmp_path_factory.mktemp(name) for name in options}
-    launches = {name: on_ray(wait_in_first_start, n_nodes=3, **each).submit(made[name]) for name, each in options.items()}
-    for folder in made.values():
-        wait_for_reports(folder, "begun", 3)
-    ray_cluster.kill_node(lost)
+def test_a_lost_node(ray, ray_cluster, tmp_path):
+    """Its launch restarts on the nodes that are left and one that joins later. After the last restart, it raises."""
+    folders, node = folders_of_starts(tmp_path), ray_cluster.add_node()
+    launch = on_ray(in_each_start, n_nodes=3, max_restarts=1, ipc_groups=[]).submit(scenarios.wait_for_ever, tmp_path)
+    wait_for_reports(folders[0], "begun", 3)
+    ray_cluster.kill_node(node)
+    node = ray_cluster.add_node()
+    wait_for_reports(folders[1], "begun", 3)
+    ray_cluster.kill_node(node)
     with pytest.raises(RankDiedError, match=r"was lost with its node, which no longer answers \(node ") as raised:
-        results_of(launches["ended"])
+        results_of(launch)
     check_cell("node lost", "ray", raised.value)
-    joined = ray_cluster.add_node()
-    assert results_of(launches["restarted"]) == (1, 1, 1)
-    ray_cluster.remove_node(joined)
-    for folder in made.values():
+    for folder in folders:
         assert_no_survivors(folder, 3)
 
 
-def test_a_killed_actor_is_a_lost_node(ray, tmp_path_factory, caplog):
-    """Its guard ends the ranks, and a new actor starts the next attempt; or the launch raises and logs Ray's reason."""
-    restarted, ended = tmp_path_factory.mktemp("restarted"), tmp_path_factory.mktemp("ended")
-    restarting = on_ray(wait_in_first_start, max_restarts=1).submit(restarted)
-    ending = on_ray(scenarios.leave_daemon).submit(ended)
-    pids = pids_of(ended)
-    wait_for_reports(restarted, "begun", 2)
-    for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
-        actor.kill()
+def test_a_killed_actor_is_a_lost_node(ray, tmp_path, caplog):
+    """Its server ends the ranks and what they left. New actors start the next attempt; the log has Ray's reason."""
+    folders, pids = folders_of_starts(tmp_path), []
+    launch = on_ray(in_each_start, max_restarts=1).submit(scenarios.leave_daemon, tmp_path)
+    for folder in folders:
+        pids += pids_of(folder)
+        for actor in processes_in("ray::NodeActor"):  # as the kernel does if memory runs out
+            actor.kill()
     with pytest.raises(RankDiedError, match="was lost with its node, which no longer answers"):
-        results_of(ending)
+        results_of(launch)
     assert " of a launch is lost: its actor died: " in caplog.text
-    assert results_of(restarting) == (1, 1)
-    wait_for_reports(restarted, "cleaned", 2)
-    assert_no_survivors(restarted, 2)
     assert_gone(pids)
+    for folder in folders:
+        wait_for_reports(folder, "cleaned", 2)
