@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_guide_shows_the_programs():
     assert loop in "\n".join(plain) + "\n"
     found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]  # without the header with file names
     assert [line for line in found if line[0] != "@" and line[1:]] == [line for line in diff.splitlines() if line[1:]]
+
+
+def test_code_of_pages_is_not_cut_off():
+    """The site shows 84 columns of a code block."""
+    root, wide = EXAMPLES.parent, []
+    for page in [root / "README.md", *root.glob("docs/**/*.md")]:
+        for block in re.findall(r"^```.*?^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            wide += [(page.name, line) for line in block.splitlines() if len(line) > 84]
+    assert not wide
 
 
 @pytest.mark.long
