@@ -19,6 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = "parawrap"
 html_favicon = "images/icon.svg"
+pygments_style = "default"  # the theme's own style leaves added lines of a diff black
 html_copy_source = False
 html_show_sourcelink = False
 
