@@ -861,11 +861,6 @@ def _first_tensor(module: torch.nn.Module, table: str) -> torch.Tensor | None:
     return None
 
 
-def buffers_of(module: torch.nn.Module) -> Any:
-    """Return the module's own dictionary of buffers."""
-    return vars(module)[BUFFERS]
-
-
 def home_of(module: torch.nn.Module) -> torch.device | None:
     """Return the one device that the tensors of a module are on; None for a module without tensors.
 

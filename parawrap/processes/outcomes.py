@@ -152,7 +152,6 @@ class Ended:
     summary: ClassVar[str] = "was ended"
 
 
-Failure = Raised | Died
 Outcome = Returned | Raised | Died | Requeued | Ended
 
 

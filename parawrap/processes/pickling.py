@@ -66,13 +66,6 @@ class Packed:
         self.size = end
         self._file: int | None = None
 
-    @classmethod
-    def of_block(cls, block: bytes) -> Packed:
-        """Return a packed value from its block."""
-        packed = cls(memoryview(b""), [])
-        packed.parts, packed.size = [block], len(block)
-        return packed
-
     def file(self) -> int:
         """Return a memory file with the block. It is written at the first call, and closed with this object."""
         if self._file is None:
