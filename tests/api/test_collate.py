@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_default_collate
 
 from parawrap.api.collate import default_collate, tp_collate
-from parawrap.errors import ShardError
 from tests.helpers.same import assert_same
 
 Sample = namedtuple("Sample", ["x", "y"])
@@ -78,26 +77,6 @@ def test_containers_keep_their_type(cls):
     xs, ys = batch if cls is Sample else batch.values()
     assert xs == ([1, 2], [3])
     assert [type(part) for part in ys] == [PackedSequence] * 2
-
-
-def test_wrong_use_is_refused():
-    """The error shows the correct syntax. A batch in place of the number is shortened."""
-    for make in (tp_collate, default_collate):
-        for ndevices in (0, "2", True):
-            words = rf"ndevices={ndevices!r} is not a number of devices\. Give {make.__name__} an int"
-            with pytest.raises(ShardError, match=words):
-                make(ndevices)
-    with pytest.raises(ShardError, match=r"tp_collate got the callable plain .* Write tp_collate\(2\)"):
-        tp_collate(plain)
-    with pytest.raises(ShardError, match="'text', which is not callable"):
-        tp_collate(2)("text")
-    with pytest.raises(ShardError) as caught:
-        default_collate([torch.zeros(1000)] * 1000)
-    assert len(str(caught.value)) < 400
-    with pytest.raises(ShardError, match="part 1 has 1 item, part 0 has 2"):  # no value is dropped as by zip
-        tp_collate(2)(tuple)([1, 2, 3])
-    with pytest.raises(ShardError, match=r"tp_collate cannot cut a .*\. Give it a list: list\(samples\)"):
-        tp_collate(2)(plain)(iter([1]))
 
 
 def test_metadata_and_arguments():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import GatherError, ShardError, collect, parallel
+from parawrap import GatherError, collect, parallel
 
 TWO = ["cpu"] * 2
 
@@ -43,19 +43,11 @@ def test_outputs_of_layers():
     assert [features.training, model.training, model.first.training, model.second.training] == [True, True, True, False]
 
 
-@pytest.mark.parametrize(("layer", "times"), [("second", 2), ("third", 0)])
-def test_a_layer_must_run_once(layer, times):
+def test_a_layer_must_run():
     model = Net()
-    with pytest.raises(GatherError, match=f"'{layer}' ran {times} times"):
-        collect(model, [layer])(torch.randn(4, 3))
-    assert not model.get_submodule(layer)._forward_hooks
-
-
-def test_wrong_names_are_refused():
-    with pytest.raises(ShardError, match="Net has no submodule 'fourth'"):
-        collect(Net(), ["fourth"])
-    with pytest.raises(ShardError, match=r"Give a sequence of names: \['first'\]"):
-        collect(Net(), "first")
+    with pytest.raises(GatherError, match="'third' ran 0 times"):
+        collect(model, ["third"])(torch.randn(4, 3))
+    assert not model.third._forward_hooks
 
 
 def test_an_output_that_is_overwritten():

@@ -9,9 +9,8 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 
-from parawrap import ShardError, compare
+from parawrap import compare
 from parawrap.api._comparison_table import Comparison, Difference, Way, difference
 
 LANES = ["cpu", "cpu"]
@@ -91,30 +90,6 @@ def test_the_ways_call_the_model(train):
     assert len(plain) < len(seen)
     assert (9, True, 1, train) in plain
     assert all(in_main for _, in_main, *_ in plain) is train
-
-
-def test_methods_and_packed_sequences():
-    """`methods` names the method to call; a bound method is called as it is; a PackedSequence is one argument."""
-
-    class Encoder(nn.LSTM):
-        encode = nn.LSTM.forward
-        forward = None
-
-    model = Encoder(3, 2)
-    batch = pack_sequence([torch.randn(4, 3), torch.randn(2, 3), torch.randn(1, 3)])
-    options = {**SHORT, "out_dims": (0, (1, 1))}
-    assert compare(model, batch, LANES, methods=("encode",), **options).ways[-1].outputs.absolute < 1e-5
-    assert compare(model.encode, batch, LANES, **options).ways[-1].outputs.absolute < 1e-5
-
-
-def test_wrong_options_are_refused():
-    for wrong in ({"rounds": 1}, {"calls": 0}, {"methods": ("forward", "extra_repr")}):
-        with pytest.raises(ShardError, match="compare needs rounds >= 2, calls >= 1, and one method"):
-            compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, **wrong)
-    with pytest.raises(TypeError, match="no_such_option"):
-        compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, no_such_option=1)
-    with pytest.raises(ShardError, match="Pass loss="):
-        compare(torch.argmax, (torch.randn(9, 3), 1), LANES, train=True, **SHORT)
 
 
 # -- differences

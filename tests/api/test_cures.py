@@ -9,22 +9,30 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
 
 import parawrap
 from parawrap import (
     DataParallel,
+    GatherError,
     Platform,
+    PlatformError,
+    ShardError,
     TupleParallel,
     Wrapper,
     cat,
     collect,
     compare,
     default_collate,
+    gather,
     neuron,
     parallel,
     parallel_apply,
+    recursive_cuda,
     recursive_to,
     scatter,
+    scatter_kwargs,
     tp_collate,
     transpose,
     tuple_fn,
@@ -32,7 +40,7 @@ from parawrap import (
 )
 from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
-from tests.helpers.cures import check, run, table
+from tests.helpers.cures import run, says, try_values
 from tests.helpers.same import assert_same
 from tests.helpers.worlds import ROOT
 
@@ -56,9 +64,6 @@ class Tokenizer:
     def encode(self, x):
         return 2 * x
 
-    def decode(self, x):
-        return x / 2
-
 
 class CallableTokenizer(Tokenizer):
     def __call__(self, x):
@@ -70,135 +75,90 @@ class Scaled(nn.Module):
         return x * options["factor"]
 
 
-def stream(*batches, block=None, **options):
-    """Return the outputs of `map`."""
-    with block or parallel(Double(), TWO) as p:
-        return list(p.map(*batches, **options))
-
-
 # -- parallel
 
-BLOCKS = {
-    "a target without a call": (
-        lambda: parallel(3, TWO),
-        "target=3 is not callable. Give parallel a module or another callable",
-        lambda: (run(parallel(Double(), TWO), X), run(parallel(torch.neg, TWO), X)),
-        (2 * X, -X),
+OPTIONS = {
+    # what is wrong: the name, wrong values, the message, and values of the cure
+    "methods": ("methods", ["forward", ()], r"not a sequence of names\. .*methods=\(\"forward\",\)", [("forward",)]),
+    "a missing method": ("methods", [("nothing",)], "'nothing', but Double has no such method", [("forward",)]),
+    "workers": ("workers", ["threads"], 'give "thread" or "process"', ["thread", "process"]),
+    "retries": ("retries", [-1, "1"], "give a number of further attempts, at least 0", [0]),
+    "dim": ("dim", ["0", True], "give the dim that the rows lie on, such as 0", [0]),
+    "unit": ("unit", [0, 2.0], "give the number of rows that stay together, at least 1", [1]),
+    "in_dims": ("in_dims", [0, (0, None)], r"is not a mapping\. Use in_dims=\{\"parameter name\"", [{"x": 0}]),
+    "a missing parameter": ("in_dims", [{"y": 0}], "names 'y', but Double has no such .* It has: x", [{"x": 0}]),
+    "an entry of in_dims": (
+        "in_dims",
+        [{"x": "rows"}, {"x": 1.5}, {"x": True}, {"x": {"y": "rows"}}],
+        r'in_dims\[.*\]=.* is not supported. Use a dim, None, "items"',
+        [{"x": 0}, {"x": -2}],
     ),
-    "a target with a method": (
-        lambda: parallel(Tokenizer(), TWO, methods=("encode",)),
-        r"Pass its method instead: parallel\(tokenizer\.encode, \.\.\.\)",
-        lambda: run(parallel(Tokenizer().encode, TWO), X),
-        2 * X,
-    ),
-    "a text as methods": (
-        lambda: parallel(Double(), TWO, methods="forward"),
-        r"methods='forward' is not a sequence of names\. .*methods=\(\"forward\",\)",
-        lambda: run(parallel(Double(), TWO, methods=("forward",)), X),
-        2 * X,
-    ),
-    "methods of a function": (
-        lambda: parallel(Double().triple, TWO, methods=("forward", "triple")),
-        r"methods=.* needs a module, and the target is a method\. Leave methods out \(",
-        lambda: run(parallel(Double().triple, TWO), X),
-        3 * X,
-    ),
-    "methods of a callable object": (
-        lambda: parallel(CallableTokenizer(), TWO, methods=("encode",)),
-        r"Leave methods out, or pass the method itself: parallel\(callabletokenizer\.encode, \.\.\.\)",
-        lambda: [run(parallel(CallableTokenizer(), TWO), X), run(parallel(CallableTokenizer().encode, TWO), X)],
-        [-X, 2 * X],
-    ),
-    "unknown workers": (
-        lambda: parallel(Double(), TWO, workers="threads"),
-        'give "thread" or "process"',
-        lambda: [run(parallel(Double(), TWO, workers=each), X) for each in ("thread", "process")],
-        [2 * X, 2 * X],
-    ),
-    "no retries": (
-        lambda: parallel(Double(), TWO, retries=-1),
-        "give a number of further attempts, at least 0",
-        lambda: run(parallel(Double(), TWO, retries=0), X),
-        2 * X,
-    ),
-    "a dim that is not a number": (
-        lambda: parallel(Double(), TWO, dim="0"),
-        "give the dim that the rows lie on, such as 0",
-        lambda: run(parallel(Double(), TWO, dim=0), X),
-        2 * X,
-    ),
-    "no unit": (
-        lambda: parallel(Double(), TWO, unit=0),
-        "give the number of rows that stay together, at least 1",
-        lambda: run(parallel(Double(), TWO, unit=1), X),
-        2 * X,
-    ),
-    "in_dims without names": (
-        lambda: parallel(torch.add, TWO, in_dims=(0, None)),
-        r"is not a mapping\. Use in_dims=\{\"parameter name\"",
-        lambda: run(parallel(lambda x, y: x + y, TWO, in_dims={"x": 0, "y": None}), X, torch.ones(1, 1)),
-        X + 1,
-    ),
-    "in_dims of keywords": (
-        lambda: parallel(Scaled(), TWO, in_dims={"options": None}),
-        r"in_dims names 'options', but Scaled .*Name the keyword arguments of \*\*kwargs one by one",
-        lambda: run(parallel(Scaled(), TWO, in_dims={"factor": None}, out_dims=0), X, factor=torch.full((1,), 3.0)),
-        3 * X,
-    ),
-    "an unknown entry of in_dims": (
-        lambda: parallel(Double(), TWO, in_dims={"x": "rows"}),
-        'is not supported. Use a dim, None, "items"',
-        lambda: [run(parallel(Double(), TWO, in_dims={"x": each}, out_dims=0), X) for each in (0, -2)],
-        [2 * X, 2 * X],
-    ),
-    "a name that methods lacks": (
-        lambda: run_method(parallel(Double(), TWO), "triple"),
-        r"Name it in parallel\(\.\.\., methods=\(\.\.\., 'triple'\)\)",
-        lambda: run_method(parallel(Double(), TWO, methods=("forward", "triple")), "triple"),
-        3 * X,
-    ),
-    "a method of a function": (
-        lambda: run_method(parallel(Double().triple, TWO), "triple"),
-        r"the target, which is not a module\. Call, map, or submit the block itself",
-        lambda: run(parallel(Double().triple, TWO), X),
-        3 * X,
-    ),
-    "several methods": (
-        lambda: run(parallel(Double(), TWO, methods=("forward", "triple")), X),
-        r"names several methods\. Choose one: p\.method\('forward'\)",
-        lambda: run_method(parallel(Double(), TWO, methods=("forward", "triple")), "forward"),
-        2 * X,
-    ),
+    "out_dims": ("out_dims", ["rows", (0, {"a": 1.5})], 'Use a dim, None, "items", "ragged", or a tuple', [0, "ragged"]),
+    "out_dims that reduce": ("out_dims", ["mean"], "'mean' is a value of reduce", [0]),
+    "reduce": ("reduce", ["max", {"a": "median"}, 1], "Use 'mean', 'sum', 'stack', a function", ["mean", torch.max]),
+    "join": ("join", ["stack"], "Use 'cat', 'pad', or 'list'", ["cat", "pad"]),
 }
 
 
-def run_method(block, name):
-    with block as p:
-        return p.method(name)(X)
+@pytest.mark.parametrize("what", OPTIONS)
+def test_cures_of_options(what):
+    """The error comes at the call of `parallel`, and is a ShardError, or a GatherError if outputs are concerned."""
+    name, wrong, message, cures = OPTIONS[what]
+    try_values(lambda value: run(parallel(Double(), TWO, **{name: value}), X), [], message, cures, 2 * X)
+    for value in wrong:
+        with pytest.raises(GatherError if name in ("out_dims", "reduce", "join") else ShardError, match=message):
+            parallel(Double(), TWO, **{name: value})
 
 
-@table(BLOCKS)
-def test_cures_of_blocks(row):
-    check(row)
+def test_cures_of_targets():
+    with says("target=3 is not callable. Give parallel a module or another callable"):
+        parallel(3, TWO)
+    assert_same(run(parallel(torch.neg, TWO), X), -X)
+    with says(r"Pass its method instead: parallel\(tokenizer\.encode, \.\.\.\)"):
+        parallel(Tokenizer(), TWO, methods=("encode",))
+    assert_same(run(parallel(Tokenizer().encode, TWO), X), 2 * X)
+    with says(r"methods=.* needs a module, and the target is a method\. Leave methods out \("):
+        parallel(Double().triple, TWO, methods=("forward", "triple"))
+    assert_same(run(parallel(Double().triple, TWO), X), 3 * X)
+    with says(r"Leave methods out, or pass the method itself: parallel\(callabletokenizer\.encode, \.\.\.\)"):
+        parallel(CallableTokenizer(), TWO, methods=("encode",))
+    assert_same(run(parallel(CallableTokenizer(), TWO), X), -X)
+    assert_same(run(parallel(CallableTokenizer().encode, TWO), X), 2 * X)
 
 
-def test_a_closed_block():
-    """It works inside its `with` block, and a new one works too."""
-    with parallel(Double(), TWO) as p:
-        pass
-    with pytest.raises(parawrap.SessionError, match=r"is closed\. Use it inside its `with` block, or make a new one"):
-        p(X)
-    with p:
-        assert_same(p(X), 2 * X)
-    assert_same(run(parallel(Double(), TWO), X), 2 * X)
+def test_cures_of_methods():
+    model = Double()
+    with parallel(model, TWO) as p, says(r"Name it in parallel\(\.\.\., methods=\(\.\.\., 'triple'\)\)"):
+        p.method("triple")
+    with parallel(model, TWO, methods=("forward", "triple")) as p:
+        assert_same(p.method("triple")(X), 3 * X)
+        for use in (lambda: p(X), lambda: p.map([]), lambda: p.submit(X)):
+            with says(r"names several methods\. Choose one: p\.method\('forward'\)"):
+                use()
+        assert_same(p.method("forward")(X), 2 * X)
+    with parallel(model.triple, TWO) as p:
+        with says(r"the target, which is not a module\. Call, map, or submit the block itself"):
+            p.method("triple")
+        assert_same(p(X), 3 * X)
+
+
+def test_names_of_keywords():
+    """in_dims may name a keyword of `**kwargs`, which a call should pass."""
+    with says(r"in_dims names 'options', but Scaled .*Name the keyword arguments of \*\*kwargs one by one"):
+        parallel(Scaled(), TWO, in_dims={"options": None})
+    block = parallel(Scaled(), TWO, in_dims={"factor": None}, out_dims=0)
+    assert_same(run(block, X, factor=torch.full((1,), 3.0)), 3 * X)
+    with says("in_dims names 'factr', .*Correct the name, or leave it out"):
+        run(parallel(Scaled(), TWO, in_dims={"factr": None}), X, factor=2)
+    for in_dims in ({"factor": None}, None):
+        assert_same(run(parallel(Scaled(), TWO, in_dims=in_dims), X, factor=2), 2 * X)
 
 
 def test_a_block_without_effect():
-    """Each of the three uses that the warning names works, and gives no warning."""
-    says = "had no effect: open it with `with`, call it, or use it as a decorator"
-    with pytest.warns(UserWarning, match=says):
-        parallel(Double(), TWO)
-    model = Double()
+    """Each of the three uses that the warning names works, and gives no warning. Neither does close()."""
+    parallel(model := Double(), TWO).close()
+    with pytest.warns(UserWarning, match="had no effect: open it with `with`, call it, or use it as a decorator"):
+        parallel(model, TWO)
     with parallel(model, TWO) as p:
         assert_same(model(X), 2 * X)
         assert p.stats().calls == 1
@@ -211,6 +171,7 @@ def test_a_block_without_effect():
 
 
 def test_a_generator_is_not_decorated():
+    """It would run after its block has ended."""
     model = Double()
 
     def outputs(x):
@@ -220,189 +181,126 @@ def test_a_generator_is_not_decorated():
         with parallel(model, TWO):
             yield model(x)
 
-    with pytest.raises(parawrap.ShardError, match=r"outputs is a coroutine or a generator.*Open the block inside it"):
+    with says(r"outputs is a coroutine or a generator.*Open the block inside it"):
         parallel(model, TWO)(outputs)
     assert_same(list(outputs_of_a_block(X)), [2 * X])
 
 
-def test_a_keyword_that_no_call_passed():
-    with pytest.warns(UserWarning, match="in_dims names 'factr', .*Correct the name, or leave it out"):
-        run(parallel(Scaled(), TWO, in_dims={"factr": None}), X, factor=2)
-    for in_dims in ({"factor": None}, None):
-        assert_same(run(parallel(Scaled(), TWO, in_dims=in_dims), X, factor=2), 2 * X)
-
-
 # -- map, check_rowwise, compare, collect
 
-STREAMS = {
-    "no batches in flight": (
-        lambda: stream(PARTS, buffersize=0),
-        "buffersize=0 is too small.*Use 1 or more",
-        lambda: stream(PARTS, buffersize=1),
-        [2 * part for part in PARTS],
-    ),
-    "an empty message": (
-        lambda: stream(PARTS, chunksize=0),
-        'chunksize=0: .*Use 1 or more, or "auto"',
-        lambda: [stream(PARTS, chunksize=each) for each in (1, "auto")],
-        [[2 * part for part in PARTS]] * 2,
-    ),
-    "a buffer below a message": (
-        lambda: stream(PARTS, chunksize=2, buffersize=1),
-        "buffersize=1 has no room for chunksize=2 batches. Use at least as many",
-        lambda: stream(PARTS, chunksize=2, buffersize=2),
-        [2 * part for part in PARTS],
-    ),
-    "no function as prepare": (
-        lambda: stream([1, 2], prepare=0.5),
-        "prepare=0.5 is not callable. Give a function of one batch that returns the model's arguments",
-        lambda: stream(PARTS, prepare=torch.neg),
-        [-2 * part for part in PARTS],
-    ),
-    "a tensor as batches": (
-        lambda: stream(X),
-        r"p\.map\(x\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)",
-        lambda: (stream(X.split(32)), stream([X])),
-        ([2 * X], [2 * X]),
-    ),
-    "an array as batches": (
-        lambda: stream(X.numpy()),
-        r"p\.map\(torch\.as_tensor\(x\)\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)",
-        lambda: (stream(torch.as_tensor(X.numpy()).split(32)), stream([X.numpy()])),
-        ([2 * X], [2 * X.numpy()]),
-    ),
-    "a dict as batches": (
-        lambda: stream({"x": X}),
-        r"p\.map\(\[batch\]\), or p\.map\(d\.values\(\)\)",
-        lambda: (stream([{"x": X}]), stream({"a": X, "b": -X}.values())),
-        ([2 * X], [2 * X, -2 * X]),
-    ),
-    "a text as batches": (
-        lambda: stream("ab", block=parallel(str.upper, TWO)),
-        r"batches is a str.*p\.map\(\[batch\]\)",
-        lambda: stream(["ab"], block=parallel(str.upper, TWO)),
-        ["AB"],
-    ),
-}
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "cures"),
+    [
+        ([{"buffersize": 0}], "buffersize=0 is too small.*Use 1 or more", [{"buffersize": 1}]),
+        ([{"chunksize": 0}], 'chunksize=0: .*Use 1 or more, or "auto"', [{"chunksize": 1}, {"chunksize": "auto"}]),
+        (
+            [{"chunksize": 2, "buffersize": 1}],
+            "buffersize=1 has no room for chunksize=2 batches. Use at least as many",
+            [{"chunksize": 2, "buffersize": 2}],
+        ),
+        (
+            [{"prepare": 0.5}, {"prepare": "tuple"}],
+            "prepare=.* is not callable. Give a function of one batch that returns the model's arguments",
+            [{"prepare": torch.clone}],
+        ),
+        ([{"key": "id"}], "key='id' is not callable", []),
+        ([{"key": len}], "key= is given without resume=", [{}]),
+    ],
+    ids=lambda each: "-".join(each[0]) if isinstance(each, list) and each else "",
+)
+def test_cures_of_streams(wrong, message, cures):
+    """The error comes at the call of `map`."""
+    with parallel(Double(), TWO) as p:
+        try_values(lambda options: p.map(PARTS, **options), wrong, message, [], None)
+        try_values(lambda options: [*p.map(PARTS, **options)], [], message, cures, [2 * part for part in PARTS])
 
 
-@table(STREAMS)
-def test_cures_of_streams(row):
-    check(row)
+def test_cures_of_sources():
+    """Iterating a tensor gives single rows, and iterating a dict its keys."""
+    with parallel(Double(), TWO) as p:
+        with says(r"p\.map\(x\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)"):
+            p.map(X)
+        assert_same([*p.map(X.split(32)), *p.map([X])], [2 * X, 2 * X])
+        with says(r"p\.map\(torch\.as_tensor\(x\)\.split\(32\)\), or give a list of batches: p\.map\(\[x\]\)"):
+            p.map(X.numpy())
+        assert_same([*p.map(torch.as_tensor(X.numpy()).split(32)), *p.map([X.numpy()])], [2 * X, 2 * X.numpy()])
+        with says(r"p\.map\(\[batch\]\), or p\.map\(d\.values\(\)\)"):
+            p.map({"x": X})
+        assert_same([*p.map([{"x": X}]), *p.map({"a": X, "b": -X}.values())], [2 * X, 2 * X, -2 * X])
+    with parallel(str.upper, TWO) as p:
+        with says(r"batches is a str.*p\.map\(\[batch\]\)"):
+            p.map("ab")
+        assert [*p.map(["ab"])] == ["AB"]
 
 
 def test_a_bar_without_tqdm(monkeypatch):
-    """The extra of the message installs tqdm. With tqdm, the bar counts the batches."""
-    pytest.importorskip("tqdm")
-    with monkeypatch.context() as patch:
+    """The extra of the message installs tqdm."""
+    with parallel(Double(), TWO) as p, monkeypatch.context() as patch:
         patch.setitem(sys.modules, "tqdm", None)
         patch.setitem(sys.modules, "tqdm.auto", None)
         with pytest.raises(ImportError, match=r"Run pip install 'parawrap-torch\[cli\]'"):
-            stream(PARTS, progress=True)
+            list(p.map(PARTS, progress=True))
     extras = configparser.ConfigParser()
     extras.read(ROOT / "setup.cfg")
     assert "tqdm" in extras["options.extras_require"]["cli"]
-    assert_same(stream(PARTS, progress=True), [2 * part for part in PARTS])
 
 
 class Twice(nn.Module):
-    """Runs its layer two times, and writes the output of its last layer in place."""
+    """Runs its layer two times."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.last, self.relu = Double(), Double(), nn.ReLU(inplace=True)
+        self.layer, self.last = Double(), Double()
 
     def forward(self, x):
-        return self.relu(self.last(self.layer(self.layer(x))))
+        return self.last(self.layer(self.layer(x)))
 
 
-def ways(**options):
-    """Return the names of the measured ways."""
-    options = {"rounds": 2, "calls": 1, **options}
-    return [way.name for way in compare(nn.Linear(1, 2), X, TWO, show=False, **options).ways]
-
-
-def train_steps(function, **options):
-    """Return how far the gradients of each way are from those of the plain call."""
+def test_cures_of_tools():
+    short = {"rounds": 2, "calls": 1, "show": False}
+    for wrong in (X[:2], X[:3].tolist() * 2):
+        with says("the batch was not cut.*Give a batch of 3 rows or more, as tensors"):
+            check_rowwise(Double(), wrong)
+    check_rowwise(Double(), X[:3])
+    with says("Dropout mixes rows.*It draws random numbers, which differ between cuts. Use eval mode"):
+        check_rowwise(nn.Dropout(), X)
+    check_rowwise(nn.Dropout().eval(), X)
+    for wrong in ({"rounds": 1}, {"calls": 0}, {"methods": ("forward", "triple")}):
+        with says("compare needs rounds >= 2, calls >= 1, and one method"):
+            compare(Double(), X, TWO, **wrong)
+    assert compare(Double(), X, TWO, methods=("forward",), **short).ways[-1].outputs.absolute == 0
     x = torch.ones(20, 2, requires_grad=True)
-    found = compare(function, x, TWO, train=True, rounds=2, calls=1, show=False, **options)
-    return [way.gradients.absolute for way in found.ways]
+    with says("no floating-point tensor that requires gradients. Pass loss=, a function of the output"):
+        compare(torch.fft.fft, x, TWO, train=True, **short)
+    found = compare(torch.fft.fft, x, TWO, train=True, loss=lambda output: output.abs().sum(), **short)
+    assert found.ways[-1].gradients.absolute == 0
 
 
-TOOLS = {
-    "check_rowwise with two rows": (
-        lambda: check_rowwise(Double(), X[:2]),
-        "the batch was not cut.*Give a batch of 3 rows or more, as tensors",
-        lambda: check_rowwise(Double(), X[:3]),
-        None,
-    ),
-    "check_rowwise without tensors": (
-        lambda: check_rowwise(Double(), X[:3].tolist() * 2),
-        "the batch was not cut.*Give a batch of 3 rows or more, as tensors",
-        lambda: check_rowwise(Double(), X[:3]),
-        None,
-    ),
-    "check_rowwise with dropout": (
-        lambda: check_rowwise(nn.Dropout(), X),
-        "Dropout mixes rows.*It draws random numbers, which differ between cuts. Use eval mode",
-        lambda: check_rowwise(nn.Dropout().eval(), X),
-        None,
-    ),
-    "compare with one round": (
-        lambda: ways(rounds=1),
-        "compare needs rounds >= 2, calls >= 1, and one method",
-        lambda: ways(rounds=2, methods=("forward",)),
-        ["plain", "plain, 1 thread", "map", "lanes"],
-    ),
-    "compare without a loss": (
-        lambda: train_steps(torch.fft.fft),
-        "no floating-point tensor that requires gradients. Pass loss=, a function of the output",
-        lambda: train_steps(torch.fft.fft, loss=lambda output: output.abs().sum()),
-        [0.0, 0.0, 0.0],
-    ),
-    "collect with one name": (
-        lambda: collect(Twice(), "last"),
-        r"layers='last' is one name. Give a sequence of names: \['last'\]",
-        lambda: collect(Twice(), ["relu"])(X),
-        {"relu": 8 * X},
-    ),
-    "collect of an unknown layer": (
-        lambda: collect(Twice(), ["lst"]),
-        r"no submodule 'lst'. model\.named_modules\(\) lists the names",
-        lambda: [name for name, _ in Twice().named_modules()],
-        ["", "layer", "last", "relu"],
-    ),
-    "collect of a layer that runs twice": (
-        lambda: collect(Twice(), ["layer"])(X),
-        "the layer 'layer' ran 2 times in one call. Name layers that run once",
-        lambda: collect(Twice(), ["relu"])(X),
-        {"relu": 8 * X},
-    ),
-    "collect of an output that is overwritten": (
-        lambda: collect(Twice(), ["last"])(X),
-        "a later layer wrote the output of 'last' in place.*Name the later layer",
-        lambda: collect(Twice(), ["relu"])(X),
-        {"relu": 8 * X},
-    ),
-}
-
-
-@table(TOOLS)
-def test_cures_of_tools(row):
-    check(row)
+def test_cures_of_collect():
+    with says(r"layers='last' is one name. Give a sequence of names: \['last'\]"):
+        collect(Twice(), "last")
+    with says("the layer 'layer' ran 2 times in one call. Name layers that run once"):
+        collect(Twice(), ["layer"])(X)
+    assert_same(collect(Twice(), ["last"])(X), {"last": 8 * X})
+    with says(r"Twice has no submodule 'lst'. model\.named_modules\(\) lists the names"):
+        collect(Twice(), ["lst"])
+    assert [name for name, _ in Twice().named_modules()] == ["", "layer", "last"]
 
 
 # -- DataParallel and its steps
 
 
 class Moves:
-    """An object whose `to` moves it in place."""
+    """An object whose `to` moves it in place, and returns None."""
 
     def __init__(self, x):
         self.x = x
 
     def to(self, device):
         self.x = self.x.to(device)
+
+    cuda = to
 
 
 class MovesAndReturns(Moves):
@@ -411,66 +309,45 @@ class MovesAndReturns(Moves):
         return self
 
 
-def mean_loss(model):
-    """Return the loss of each shard."""
-    return DataParallel(Calls(lambda x: model(x).mean()), TWO)(X)
+def test_cures_of_data_parallel():
+    with says("device_ids is empty. Name at least one device, or leave it out to use every visible one"):
+        DataParallel(Double(), [])
+    assert_same([DataParallel(Double(), ["cpu"])(X), DataParallel(Double())(X).cpu()], [2 * X, 2 * X])
+    for wrong in (None, 1.5):
+        with says(f"holds {wrong}, which is not a device. Use indices, strings such as 'cuda:0', or torch devices"):
+            DataParallel(Double(), [wrong])
+    assert_same(DataParallel(Double(), [torch.device("cpu")] * 2)(X), 2 * X)
+    mean = Calls(lambda x: (2 * x).mean())
+    with says(r'joins them into a vector.*For their mean, use parallel\(module, reduce="mean"\)'):
+        DataParallel(mean, TWO)(X)
+    assert_same(run(parallel(mean, TWO, reduce="mean"), X), 2 * X.mean())
+
+    def add(x, y):
+        return x + y
+
+    with says(r"(?s)args\[1\] has 3.*parallel block.*in_dims"):
+        DataParallel(Calls(add), TWO)(X, torch.zeros(3))
+    assert_same(run(parallel(add, TWO, in_dims={"y": None}, out_dims=0), X, torch.zeros(3)), X + torch.zeros(3))
 
 
-STEPS = {
-    "no device_ids": (
-        lambda: DataParallel(Double(), []),
-        "device_ids is empty. Name at least one device, or leave it out to use every visible one",
-        lambda: [DataParallel(Double(), ["cpu"])(X), DataParallel(Double())(X).cpu()],
-        [2 * X, 2 * X],
-    ),
-    "a device that is none": (
-        lambda: DataParallel(Double(), [None]),
-        "device_ids holds None, which is not a device. Use indices, strings such as 'cuda:0', or torch devices",
-        lambda: [DataParallel(Double(), each)(X) for each in (["cpu", "cpu"], [torch.device("cpu")] * 2)],
-        [2 * X, 2 * X],
-    ),
-    "losses of shards": (
-        lambda: mean_loss(Double()),
-        r'joins them into a vector.*For their mean, use parallel\(module, reduce="mean"\)',
-        lambda: run(parallel(Calls(lambda x: Double()(x).mean()), TWO, reduce="mean"), X),
-        2 * X.mean(),
-    ),
-    "scatter to no device": (
-        lambda: scatter(X, []),
-        "the list of devices is empty. Name at least one device",
-        lambda: scatter(X, ["cpu"]),
-        (X,),
-    ),
-    "gather of a dict": (
-        lambda: parawrap.gather({"x": X}, "cpu"),
-        "gather got a dict, which is one output. Give a list with one output per device",
-        lambda: parawrap.gather([{"x": part} for part in PARTS], "cpu"),
-        {"x": X},
-    ),
-    "gather of nothing": (
-        lambda: parawrap.gather([], "cpu"),
-        "gather got no outputs. Give one output per device",
-        lambda: parawrap.gather([*PARTS], "cpu"),
-        X,
-    ),
-    "parallel_apply of unequal numbers": (
-        lambda: parallel_apply([torch.neg, torch.abs], [X], devices=["cpu"]),
-        "parallel_apply got 2 modules, 1 inputs, 2 dicts of keyword arguments, 1 devices. Give one of each per call",
-        lambda: parallel_apply([torch.neg, torch.abs], [X, X], [{}, {}], devices=TWO),
-        [-X, X],
-    ),
-    "an object that moves itself": (
-        lambda: recursive_to(Moves(X), "cpu"),
-        r"Moves\.to\(\) returned None\. End it with `return self`, or return the moved Moves",
-        lambda: recursive_to(MovesAndReturns(X), "cpu").x,
-        X,
-    ),
-}
-
-
-@table(STEPS)
-def test_cures_of_steps(row):
-    check(row)
+def test_cures_of_steps():
+    for use in (lambda: scatter(X, []), lambda: scatter_kwargs((X,), None, ())):
+        with says("the list of devices is empty. Name at least one device"):
+            use()
+    assert_same(scatter(X, ["cpu"]), (X,))
+    with says("gather got a dict, which is one output. Give a list with one output per device"):
+        gather({"x": X}, "cpu")
+    assert_same(gather([{"x": part} for part in PARTS], "cpu"), {"x": X})
+    with says("gather got no outputs. Give one output per device"):
+        gather([], "cpu")
+    assert_same(gather([*PARTS], "cpu"), X)
+    with says("got 2 modules, 1 inputs, 2 dicts of keyword arguments, 1 devices. Give one of each per call"):
+        parallel_apply([torch.neg, torch.abs], [X], devices=["cpu"])
+    assert_same(parallel_apply([torch.neg, torch.abs], [X, X], [{}, {}], devices=TWO), [-X, X])
+    for move, name in ((recursive_to, "to"), (recursive_cuda, "cuda")):
+        with says(rf"Moves\.{name}\(\) returned None\. End it with `return self`, or return the moved Moves"):
+            move(Moves(X), "cpu")
+    assert_same(recursive_to(MovesAndReturns(X), "cpu").x, X)
 
 
 # -- TupleParallel, tp_collate, cat
@@ -485,204 +362,137 @@ def one_or_two(samples):
     return torch.stack(samples) if len(samples) > 1 else pairs(samples)
 
 
-def tuple_parallel(*args, function=torch.neg, devices=TWO, **options):
+def tuple_parallel(*args, function=torch.neg, **options):
     """Call a TupleParallel of a function."""
-    with TupleParallel(Calls(function), devices, **options) as net:
+    with TupleParallel(Calls(function), TWO, **options) as net:
         return net(*args)
 
 
 NEGATIVE = tuple(-part for part in PARTS)
-BATCH = tp_collate(2)(pairs)(list(X))  # two arguments of two parts
-LEVELS = [[torch.ones(2, 1), torch.ones(2, 1)] for _ in TWO]  # two parts of two items with two rows
 
 
-def item_per_row(samples):
-    return [{"x": sample} for sample in samples]
+@pytest.mark.parametrize("make", [tp_collate, default_collate])
+@pytest.mark.parametrize("wrong", [0, "2", True], ids=repr)
+def test_numbers_of_devices(make, wrong):
+    with pytest.raises(ShardError, match=rf"ndevices={wrong!r} is not a number of devices\. Give {make.__name__} an int"):
+        make(wrong)
 
 
-TUPLES = {
-    "tp_collate without a number": (
-        lambda: tp_collate(pairs),
-        r"tp_collate got the callable pairs instead of a number of devices. Write tp_collate\(2\), with parentheses",
-        lambda: tp_collate(2)(pairs)(list(X)),
-        (PARTS, NEGATIVE),
-    ),
-    "default_collate without a number": (
-        lambda: torch.utils.data.DataLoader(X, 20, collate_fn=default_collate).__iter__().__next__(),
-        r"is not a number of devices. Give default_collate an int of at least 1, such as len\(device_ids\)",
-        lambda: next(iter(torch.utils.data.DataLoader(X, 20, collate_fn=default_collate(len(TWO))))),
-        PARTS,
-    ),
-    "tp_collate of no device": (
-        lambda: tp_collate(0),
-        "ndevices=0 is not a number of devices. Give tp_collate an int of at least 1",
-        lambda: tp_collate(1)(torch.stack)(list(X)),
-        (X,),
-    ),
-    "tp_collate of no function": (
-        lambda: tp_collate(2)(None),
-        "tp_collate cannot decorate None, which is not callable. Give it a collate function",
-        lambda: tp_collate(2)(torch.stack)(list(X)),
-        PARTS,
-    ),
-    "tp_collate of an iterator": (
-        lambda: tp_collate(2)(torch.stack)(iter(X)),
-        r"tp_collate cannot cut a .*Give it a list: list\(samples\)",
-        lambda: tp_collate(2)(torch.stack)(list(iter(X))),
-        PARTS,
-    ),
-    "tp_collate with unequal parts": (
-        lambda: tp_collate(2)(one_or_two)(list(X[:3])),
-        "the collate function's parts differ.*Return the same structure for any number of samples",
-        lambda: tp_collate(2)(pairs)(list(X[:3])),
-        (X[:3].split([2, 1]), tuple(-part for part in X[:3].split([2, 1]))),
-    ),
-    "a whole batch of tp_collate": (
-        lambda: tuple_parallel(BATCH, function=torch.sub),
-        r"args\[0\] is a whole batch of 2 arguments.*Pass each as an argument of its own: model\(\*batch\)",
-        lambda: tuple_parallel(*BATCH, function=torch.sub),
-        tuple(2 * part for part in PARTS),
-    ),
-    "a tensor that is not cut": (
-        lambda: tuple_parallel(X),
-        r"args\[0\] is a Tensor\. Give a tuple or list with one part per device",
-        lambda: [tuple_parallel(PARTS), tuple_parallel([*PARTS])],
-        [NEGATIVE, NEGATIVE],
-    ),
-    "a dict that is not cut": (
-        lambda: tuple_parallel({"x": X}, function=lambda batch: -batch["x"]),
-        r"args\[0\]\[\"x\"\] is a Tensor\. .*If the dict itself is one part, give a tuple with one dict per device",
-        lambda: [
-            tuple_parallel(each, function=lambda batch: -batch["x"]) for each in (({"x": PARTS}), [{"x": X}, {"x": -X}])
-        ],
-        [NEGATIVE, (-X, X)],
-    ),
-    "an empty dict": (
-        lambda: tuple_parallel({}, function=len),
-        r"args\[0\] is an empty dict, so the number of parts is unknown. Give a tuple with one dict per device",
-        lambda: tuple_parallel(({}, {}), function=len),
-        (0, 0),
-    ),
-    "unequal numbers of parts": (
-        lambda: tuple_parallel(PARTS, (1,), function=torch.add),
-        "the arguments have different numbers of parts.*Give each argument one part per device",
-        lambda: tuple_parallel(PARTS, (1, 2), function=torch.add),
-        (PARTS[0] + 1, PARTS[1] + 2),
-    ),
-    "more parts than devices": (
-        lambda: tuple_parallel(X.split(5)),
-        r"there are 4 parts for 2 devices. Cut into at most 2 parts, as tp_collate\(2\) does",
-        lambda: tuple_parallel(tp_collate(2)(torch.stack)(list(X))),
-        NEGATIVE,
-    ),
-    "a batch of more arguments than devices": (
-        lambda: tuple_parallel([PARTS, PARTS, PARTS], function=torch.addcmul),
-        r"there are 3 parts for 2 devices.*pass each item as an argument: model\(\*batch\)",
-        lambda: tuple_parallel(*[PARTS, PARTS, PARTS], function=torch.addcmul),
-        tuple(part + part * part for part in PARTS),
-    ),
-    "outputs of unequal length": (
-        lambda: tuple_parallel(PARTS, function=lambda x: x[: int(x[0]) // 10 + 1].split(1)),
-        "the parts' outputs differ: .*Return equally many items for every part; put other lists into a dict",
-        lambda: (
-            tuple_parallel(PARTS, function=lambda x: x[:2].split(1)),
-            tuple_parallel(PARTS, function=lambda x: {"rows": x[: int(x[0]) // 10 + 1].split(1)}),
-        ),
-        (((X[0:1], X[10:11]), (X[1:2], X[11:12])), ({"rows": (X[0:1],)}, {"rows": (X[10:11], X[11:12])})),
-    ),
-    "a device as transfer_output": (
-        lambda: TupleParallel(Double(), TWO, transfer_output="cpu"),
-        "To name the device of outputs, use transfer_output=True, output_device='cpu'",
-        lambda: tuple_parallel(PARTS, transfer_output=True, output_device="cpu"),
-        NEGATIVE,
-    ),
-    "a device as transfer_input": (
-        lambda: TupleParallel(Double(), TWO, transfer_input="cpu"),
-        "transfer_input='cpu' is not True or False. Parts move to device_ids",
-        lambda: tuple_parallel(PARTS, transfer_input=True),
-        NEGATIVE,
-    ),
-    "output_device alone": (
-        lambda: TupleParallel(Double(), TWO, output_device="cpu"),
-        "output_device='cpu' has no effect without transfer_output=True. Give both, or none",
-        lambda: [tuple_parallel(PARTS, transfer_output=True, output_device="cpu"), tuple_parallel(PARTS)],
-        [NEGATIVE, NEGATIVE],
-    ),
-    "no function as reduction": (
-        lambda: TupleParallel(Double(), TWO, reduction="cat"),
-        "Give a function of the tuple of outputs, such as parawrap.cat",
-        lambda: tuple_parallel(PARTS, reduction=parawrap.cat),
-        -X,
-    ),
-    "dim of a TupleParallel": (
-        lambda: TupleParallel(Double(), TWO, dim=1),
-        r"Leave it out\. To join .*use reduction=functools\.partial\(parawrap\.cat, dim=1\)",
-        lambda: tuple_parallel((X.T, X.T), reduction=functools.partial(parawrap.cat, dim=1)),
-        torch.cat([-X.T, -X.T], 1),
-    ),
-    "tuple_fn of no function": (
-        lambda: tuple_fn(None)(3),
-        "tuple_fn cannot decorate 3, which is not callable. Give it a function",
-        lambda: tuple_fn(torch.neg)(PARTS),
-        NEGATIVE,
-    ),
-    "transpose of a tensor": (
-        lambda: transpose([X, X]),
-        "row 0 is of type Tensor. Give every row as a tuple, a list, or a dict",
-        lambda: [transpose([(1, 2), (3, 4)]), transpose([[1, 2], [3, 4]]), transpose([{"x": 1}, {"x": 2}])],
-        [((1, 3), (2, 4)), ((1, 3), (2, 4)), {"x": (1, 2)}],
-    ),
-    "cat of one part": (
-        lambda: cat({"x": X}),
-        r"cannot join output\['x'\]: it is of type Tensor. Give the tuple of its parts",
-        lambda: cat({"x": PARTS}),
-        {"x": X},
-    ),
-    "cat of unequal numbers of parts": (
-        lambda: cat({"x": PARTS, "y": PARTS[:1]}),
-        "different numbers of parts.*Return one part per device for each output",
-        lambda: cat({"x": PARTS, "y": NEGATIVE}),
-        {"x": X, "y": -X},
-    ),
-    "cat of different structures": (
-        lambda: cat(({"x": X}, {"y": X})),
-        "Return the same structure on every device",
-        lambda: cat(({"x": PARTS[0]}, {"x": PARTS[1]})),
-        {"x": X},
-    ),
-    "cat of nothing": (
-        lambda: cat(()),
-        r"cannot join output: it has no parts\. Give one part per device",
-        lambda: cat(PARTS),
-        X,
-    ),
-    "cat of lists that may be both": (
-        lambda: cat(tuple({"levels": level} for level in LEVELS)),
-        "Return a tuple to join its items, or a tensor instead of one item per row",
-        lambda: (
-            cat(tuple({"levels": tuple(level)} for level in LEVELS)),
-            cat(tuple(torch.stack(each) for each in LEVELS)),
-        ),
-        ({"levels": (torch.ones(4, 1), torch.ones(4, 1))}, torch.ones(4, 2, 1)),
-    ),
-    "cat of unequal shapes": (
-        lambda: cat((torch.ones(2, 3), torch.ones(2, 2))),
-        "differ beyond dim 0. Pad them, or do not join them",
-        lambda: cat((torch.ones(2, 3), nn.functional.pad(torch.ones(2, 2), (0, 1), value=1.0))),
-        torch.ones(4, 3),
-    ),
-    "cat on a dim that is missing": (
-        lambda: cat((torch.ones(2), torch.ones(2)), dim=1),
-        r"shape \(2,\) has no dim 1\. Give a dim that it has",
-        lambda: cat((torch.ones(2), torch.ones(2)), dim=0),
-        torch.ones(4),
-    ),
-}
+def test_cures_of_collate_functions():
+    """A batch in place of the number is shortened."""
+    samples = list(X)
+    with says(r"tp_collate got the callable pairs instead of a number of devices. Write tp_collate\(2\), with parentheses"):
+        tp_collate(pairs)
+    assert_same(tp_collate(2)(pairs)(samples), (PARTS, NEGATIVE))
+    with says(r"is not a number of devices. Give default_collate an int .*, such as len\(device_ids\)") as caught:
+        next(iter(DataLoader(X, 20, collate_fn=default_collate)))
+    assert len(str(caught.value)) < 400
+    assert_same(next(iter(DataLoader(X, 20, collate_fn=default_collate(len(TWO))))), PARTS)
+    with says("tp_collate cannot decorate None, which is not callable. Give it a collate function"):
+        tp_collate(2)(None)
+    with says(r"tp_collate cannot cut a .*Give it a list: list\(samples\)"):
+        tp_collate(2)(torch.stack)(iter(X))
+    assert_same(tp_collate(2)(torch.stack)(list(iter(X))), PARTS)
+    with says("the collate function's parts differ.*Return the same structure for any number of samples"):
+        tp_collate(2)(one_or_two)(samples[:3])
+    assert_same(tp_collate(2)(pairs)(samples[:3])[0], X[:3].split([2, 1]))
 
 
-@table(TUPLES)
-def test_cures_of_tuples(row):
-    check(row)
+def test_cures_of_parts():
+    with says(r"args\[0\] is a Tensor\. Give a tuple or list with one part per device"):
+        tuple_parallel(X)
+    with says(r"args\[1\] is a PackedSequence\. Give a tuple or list with one part per device"):
+        tuple_parallel(PARTS, pack_sequence([X]))
+    assert_same([tuple_parallel(PARTS), tuple_parallel([*PARTS])], [NEGATIVE, NEGATIVE])
+    negate = functools.partial(tuple_parallel, function=lambda batch: -batch["x"])
+    with says(r"args\[0\]\[\"x\"\] is a Tensor\. .*If the dict itself is one part, give a tuple with one dict per device"):
+        negate({"x": X})
+    assert_same([negate({"x": PARTS}), negate([{"x": X}, {"x": -X}])], [NEGATIVE, (-X, X)])
+    with says(r"args\[0\] is an empty dict, so the number of parts is unknown. Give a tuple with one dict per device"):
+        tuple_parallel({}, function=len)
+    assert tuple_parallel(({}, {}), function=len) == (0, 0)
+
+
+def test_cures_of_numbers_of_parts():
+    with says("the arguments have different numbers of parts.*Give each argument one part per device"):
+        tuple_parallel(PARTS, (1,), function=torch.add)
+    assert_same(tuple_parallel(PARTS, (1, 2), function=torch.add), (PARTS[0] + 1, PARTS[1] + 2))
+    with says(r"different numbers of parts: .*'args\[0\]\[\"x\"\]': 2, 'args\[0\]\[\"y\"\]': 1"):
+        tuple_parallel({"x": (1, 2), "y": (1,)})
+    with says(r"there are 4 parts for 2 devices. Cut into at most 2 parts, as tp_collate\(2\) does"):
+        tuple_parallel(X.split(5))
+    assert_same(tuple_parallel(tp_collate(2)(torch.stack)(list(X))), NEGATIVE)
+    batch = [PARTS, PARTS, PARTS]
+    with says(r"there are 3 parts for 2 devices.*pass each item as an argument: model\(\*batch\)"):
+        tuple_parallel(batch, function=torch.addcmul)
+    assert_same(tuple_parallel(*batch, function=torch.addcmul), tuple(part + part * part for part in PARTS))
+    with says(
+        "output 1 has 2 items, output 0 has 1.*Return equally many items for every part; put other lists into a dict"
+    ):
+        tuple_parallel(PARTS, function=lambda x: x[: int(x[0]) // 10 + 1].split(1))
+    lists = tuple_parallel(PARTS, function=lambda x: {"rows": x[: int(x[0]) // 10 + 1].split(1)})
+    assert_same(lists, ({"rows": (X[0:1],)}, {"rows": (X[10:11], X[11:12])}))
+
+
+def test_cures_of_tuple_parallel():
+    with says("'cpu' is not True or False.*To name the device of outputs, use transfer_output=True, output_device='cpu'"):
+        TupleParallel(Double(), TWO, transfer_output="cpu")
+    with says("output_device='cpu' has no effect without transfer_output=True. Give both, or none"):
+        TupleParallel(Double(), TWO, output_device="cpu")
+    assert_same(tuple_parallel(PARTS, transfer_output=True, output_device="cpu"), NEGATIVE)
+    with says("transfer_input='cpu' is not True or False. Parts move to device_ids"):
+        TupleParallel(Double(), TWO, transfer_input="cpu")
+    assert_same(tuple_parallel(PARTS, transfer_input=True), NEGATIVE)
+    with says("reduction='cat' is not callable.*Give a function of the tuple of outputs, such as parawrap.cat"):
+        TupleParallel(Double(), TWO, reduction="cat")
+    assert_same(tuple_parallel(PARTS, reduction=parawrap.cat), -X)
+    with says(r"dim=1 has no effect: .*Leave it out\. To join .*use reduction=functools\.partial\(parawrap\.cat, dim=1\)"):
+        TupleParallel(Double(), TWO, dim=1)
+    joined = tuple_parallel((X.T, X.T), reduction=functools.partial(parawrap.cat, dim=1))
+    assert_same(joined, torch.cat([-X.T, -X.T], 1))
+    for wrong in (tuple_fn, tuple_fn(None)):
+        with says("tuple_fn cannot decorate 3, which is not callable. Give it a function"):
+            wrong(3)
+    assert_same(tuple_fn(torch.neg)(PARTS), NEGATIVE)
+
+
+def test_cures_of_transpose():
+    for rows, message in (
+        ([X, X], "row 0 is of type Tensor. Give every row as a tuple, a list, or a dict"),
+        ([(1, 2), (1, 2), (1, 2, 3)], "row 2 has 3 items, row 0 has 2"),
+        ([{"x": 1}, {"z": 1}], r"row 1 has the keys \['z'\], row 0 has \['x'\]"),
+    ):
+        with pytest.raises(ShardError, match=message):
+            transpose(rows)
+    assert transpose([(1, 2), (3, 4)]) == transpose([[1, 2], [3, 4]]) == ((1, 3), (2, 4))
+    assert transpose([{"x": 1}, {"x": 2}]) == {"x": (1, 2)}
+
+
+def test_cures_of_cat():
+    with says(r"cannot join output\['x'\]: it is of type Tensor. Give the tuple of its parts"):
+        cat({"x": X})
+    assert_same(cat({"x": PARTS}), {"x": X})
+    with says("different numbers of parts.*Return one part per device for each output"):
+        cat({"x": PARTS, "y": PARTS[:1]})
+    assert_same(cat({"x": PARTS, "y": NEGATIVE}), {"x": X, "y": -X})
+    for wrong, difference in (
+        (({"x": X}, {"y": X}), r"output: part 1 has the keys \['y'\], part 0 has \['x'\]"),
+        (({"h": (1,)}, {"h": (1, 2)}), r"output\['h'\]: part 1 has 2 items, part 0 has 1"),
+        ((X, None), "output: part 1 is None, part 0 is of type Tensor"),
+    ):
+        with says(f"{difference}.*Return the same structure on every device"):
+            cat(wrong)
+    assert_same(cat(({"x": PARTS[0]}, {"x": PARTS[1]})), {"x": X})
+    with says(r"cannot join output: it has no parts\. Give one part per device"):
+        cat(())
+    assert_same(cat(PARTS), X)
+    wide, narrow = torch.ones(2, 3), torch.ones(2, 2)
+    with says(r"output: shapes \(2, 3\), \(2, 2\) differ beyond dim 0. Pad them, or do not join them"):
+        cat((wide, narrow))
+    assert_same(cat((wide, nn.functional.pad(narrow, (0, 1), value=1.0))), torch.ones(4, 3))
+    with says(r"shape \(2,\) has no dim 1\. Give a dim that it has"):
+        cat((torch.ones(2), torch.ones(2)), dim=1)
+    assert_same(cat((torch.ones(2), torch.ones(2)), dim=0), torch.ones(4))
 
 
 # -- wrapper
@@ -701,86 +511,8 @@ def numbers():
     yield 1
 
 
-LAUNCHES = {
-    "wrapper without parentheses": (
-        lambda: wrapper(size),
-        r"wrapper got the callable size instead of a platform. Write @wrapper\(Platform\(\.\.\.\)\) above size",
-        lambda: [*wrapper(CPU)(size)()],
-        [1],
-    ),
-    "wrapper of a name": (
-        lambda: wrapper("cpu"),
-        r"wrapper got 'cpu' instead of a platform. Write wrapper\(Platform\(device=\.\.\.\)\)",
-        lambda: [*wrapper(Platform(device="cpu"))(size).inline()],
-        [1],
-    ),
-    "Wrapper of a function": (
-        lambda: Wrapper(place),
-        r"Wrapper got the callable place instead of a platform. Write Wrapper\(Platform\(\.\.\.\)\)\.start\(place\)",
-        lambda: [*Wrapper(CPU).start(place)],
-        [(0, None)],
-    ),
-    "Wrapper of a name": (
-        lambda: Wrapper("cpu"),
-        r"Wrapper got 'cpu' instead of a platform. Write Wrapper\(Platform\(device=\.\.\.\)\)",
-        lambda: [*Wrapper(Platform(device="cpu", verbose=False)).start(place)],
-        [(0, None)],
-    ),
-    "no task": (
-        lambda: Wrapper(CPU).start(None),
-        "Wrapper.start cannot run None, which is not callable. Give it a function",
-        lambda: [*Wrapper(CPU).start(place)],
-        [(0, None)],
-    ),
-    "args that are no tuple": (
-        lambda: Wrapper(CPU).start(place, 3),
-        r"args=3 is not a tuple. Give Wrapper.start the task's arguments as a tuple: \(3,\)",
-        lambda: [*Wrapper(CPU).start(place, (3,))],
-        [(0, (3,))],
-    ),
-    "wrapper of no function": (
-        lambda: wrapper(CPU)("size"),
-        "wrapper cannot decorate 'size', which is not callable. Give it a function",
-        lambda: [*wrapper(CPU)(size).inline()],
-        [1],
-    ),
-    "wrapper of a generator": (
-        lambda: wrapper(CPU)(numbers),
-        "numbers returns a coroutine or a generator, which a rank cannot send. Return values instead",
-        lambda: [*wrapper(CPU)(lambda: [*numbers()])()],
-        [[1]],
-    ),
-    "a misspelled method": (
-        lambda: wrapper(CPU)(size).sumbit(),
-        "has no attribute 'sumbit': did you mean 'submit'",
-        lambda: [*wrapper(CPU)(size).submit().results()],
-        [1],
-    ),
-    "no launch at a time": (
-        lambda: wrapper(CPU)(abs).map([-1], max_parallel=0),
-        "max_parallel=0 is too small. Use 1 or more, or None for the default",
-        lambda: [[*result] for each in (1, None) for result in wrapper(CPU)(abs).map([-1], max_parallel=each)],
-        [[1], [1]],
-    ),
-    "a launch in a rank": (
-        lambda: wrapper(CPU)(lambda: [*launched()]).inline(),
-        r"launched was launched within rank 0 of 1: .*Call launched\.__wrapped__\(\.\.\.\) to run it in this rank only",
-        lambda: [*wrapper(CPU)(lambda: launched.__wrapped__()).inline()],
-        [1],
-    ),
-    "a task in a rank": (
-        lambda: wrapper(CPU)(lambda: Wrapper(CPU).start(place)).inline(),
-        r"place was launched within rank 0 of 1: .*Call place\(\.\.\.\) to run it in this rank only",
-        lambda: [*wrapper(CPU)(lambda: place(0, 0, None, None)).inline()],
-        [(0, None)],
-    ),
-    "ranks in a rank": (
-        lambda: wrapper(CPU)(lambda: CPU.open()).inline(),
-        "a rank cannot launch ranks. Open them in the launching process",
-        lambda: open_and_call(size),
-        [1],
-    ),
-}
+async def waits():
+    pass
 
 
 @wrapper(CPU)
@@ -788,14 +520,68 @@ def launched():
     return size()
 
 
-def open_and_call(function):
+class Trainer:
+    @wrapper(CPU)
+    def train(self):
+        return size()
+
+
+def test_cures_of_platforms():
+    for function in (size, launched, Trainer, Platform):
+        name = function.__qualname__
+        with pytest.raises(PlatformError, match=rf"the callable {name} instead .* Write @wrapper\(Platform\(\.\.\.\)\)"):
+            wrapper(function)
+    assert wrapper(CPU)(size)() == (1,)
+    with says(r"wrapper got 'cpu' instead of a platform. Write wrapper\(Platform\(device=\.\.\.\)\)"):
+        wrapper("cpu")
+    assert wrapper(Platform(device="cpu"))(size).inline() == (1,)
+    with says(r"Wrapper got the callable place instead of a platform. Write Wrapper\(Platform\(\.\.\.\)\)\.start\(place\)"):
+        Wrapper(place)
+    with says(r"Wrapper got 'cpu' instead of a platform. Write Wrapper\(Platform\(device=\.\.\.\)\)"):
+        Wrapper("cpu")
+    assert Wrapper(Platform(device="cpu", verbose=False)).start(place) == ((0, None),)
+
+
+def test_cures_of_functions():
+    with says("Wrapper.start cannot run None, which is not callable. Give it a function"):
+        Wrapper(CPU).start(None)
+    with says(r"args=3 is not a tuple. Give Wrapper.start the task's arguments as a tuple: \(3,\)"):
+        Wrapper(CPU).start(place, 3)
+    assert Wrapper(CPU).start(place, (3,)) == ((0, (3,)),)
+    with says("wrapper cannot decorate 'size', which is not callable. Give it a function"):
+        wrapper(CPU)("size")
+    for function in (numbers, waits):
+        with says(
+            f"{function.__name__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
+        ):
+            wrapper(CPU)(function)
+    assert wrapper(CPU)(lambda: [*numbers()])() == ([1],)
+    for function in (launched, wrapper(CPU)(lambda: 0), Trainer().train):
+        with says(rf"{function.__qualname__}.* has no attribute 'sumbit': did you mean 'submit'"):
+            function.sumbit()
+    assert launched.submit().results() == (1,)
+    for wrong in (0, -1):
+        with says(f"max_parallel={wrong} is too small. Use 1 or more, or None for the default"):
+            wrapper(CPU)(abs).map([-1], max_parallel=wrong)
+    assert [[*wrapper(CPU)(abs).map([-1], max_parallel=each)] for each in (1, None)] == [[(1,)], [(1,)]]
+
+
+def test_cures_of_launches_in_ranks():
+    def inline(function):
+        return wrapper(CPU)(function).inline()
+
+    with says(
+        r"launched was launched within rank 0 of 1: .*Call launched\.__wrapped__\(\.\.\.\) to run it in this rank only"
+    ):
+        inline(lambda: launched())
+    assert inline(lambda: launched.__wrapped__()) == (1,)
+    with says(r"place was launched within rank 0 of 1: .*Call place\(\.\.\.\) to run it in this rank only"):
+        inline(lambda: Wrapper(CPU).start(place))
+    assert inline(lambda: place(0, 0, None, None)) == ((0, None),)
+    with says("a rank cannot launch ranks. Open them in the launching process"):
+        inline(lambda: CPU.open())
     with CPU.open() as ranks:
-        return [*ranks(function)]
-
-
-@table(LAUNCHES)
-def test_cures_of_launches(row):
-    check(row)
+        assert ranks(size) == (1,)
 
 
 # -- NeuronCores
@@ -812,47 +598,26 @@ def block_on_cores(**options):
     return run(parallel(neuron.trace(torch.neg, torch.zeros(2, 3)), ["nc:0", "nc:1"], **options), torch.ones(4, 3))
 
 
-CORES = {
-    "a fixed size": (
-        lambda: on_cores(function=lambda x: (-x, x.T)),
-        "Each core must get exactly the compiled size. To silence this warning, set set_dynamic_batching=False",
-        lambda: on_cores(function=lambda x: (-x, x.T), set_dynamic_batching=False)[0],
-        -torch.ones(4, 3),
-    ),
-    "split_size of no rows": (
-        lambda: on_cores(split_size=0),
-        "split_size=0 is not a valid number. Use an integer of at least 1",
-        lambda: on_cores(split_size=1),
-        -torch.ones(4, 3),
-    ),
-    "too few rows": (
-        lambda: on_cores(2),
-        "2 rows keep 1 of 2 NeuronCores busy. To use all cores evenly, give a multiple of 4 rows",
-        lambda: on_cores(4),
-        -torch.ones(4, 3),
-    ),
-    "a split_size above the rows": (
-        lambda: on_cores(4, split_size=4),
-        "4 rows keep 1 of 2 NeuronCores busy. .*give a multiple of 8 rows, or set a smaller split_size",
-        lambda: (on_cores(8, split_size=4), on_cores(4, split_size=2)),
-        (-torch.ones(8, 3), -torch.ones(4, 3)),
-    ),
-    "workers on cores": (
-        lambda: block_on_cores(workers="process"),
-        'workers="process" is not supported on NeuronCores. Leave workers out',
-        block_on_cores,
-        -torch.ones(4, 3),
-    ),
-    "a unit on cores": (
-        lambda: block_on_cores(unit=2),
-        "unit is not supported on NeuronCores: .*Leave unit out",
-        block_on_cores,
-        -torch.ones(4, 3),
-    ),
-}
+def test_cures_on_neuroncores():
+    def turned(x):
+        return -x, x.T
 
-
-@table(CORES)
-def test_cures_on_neuroncores(row):
     with neuron_host(cores=2):
-        check(row)
+        with says("Each core must get exactly .*To silence this warning, set set_dynamic_batching=False"):
+            on_cores(function=turned)
+        assert_same(on_cores(function=turned, set_dynamic_batching=False)[0], -torch.ones(4, 3))
+        with says("split_size=0 is not a valid number. Use an integer of at least 1"):
+            on_cores(split_size=0)
+        assert_same(on_cores(split_size=1), -torch.ones(4, 3))
+        with says("2 rows keep 1 of 2 NeuronCores busy. To use all cores evenly, give a multiple of 4 rows"):
+            on_cores(2)
+        assert_same(on_cores(4), -torch.ones(4, 3))
+        with says("4 rows keep 1 of 2 .*give a multiple of 8 rows, or set a smaller split_size"):
+            on_cores(4, split_size=4)
+        assert_same(on_cores(8, split_size=4), -torch.ones(8, 3))
+        assert_same(on_cores(4, split_size=2), -torch.ones(4, 3))
+        with says('workers="process" is not supported on NeuronCores. Leave workers out'):
+            block_on_cores(workers="process")
+        with says("unit is not supported on NeuronCores: .*Leave unit out"):
+            block_on_cores(unit=2)
+        assert_same(block_on_cores(), -torch.ones(4, 3))

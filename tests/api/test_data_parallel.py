@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,14 +13,9 @@ from torch.testing import assert_close
 
 from parawrap import (
     DataParallel,
-    DeviceListError,
-    DeviceUnavailableError,
-    ShardError,
     data_parallel,
-    parallel,
 )
 from tests.helpers.calling import Calls, lane_threads
-from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -121,14 +115,6 @@ def test_calls_make_no_reference_cycles():
     assert gc.collect() == 0
 
 
-@pytest.mark.parametrize(
-    ("device_ids", "words"), [([], "empty"), (["cpu", "cpu:1"], "cpu:1"), ([1.5], "1.5, which is not a device")], ids=str
-)
-def test_invalid_device_ids_are_refused(device_ids, words):
-    with pytest.raises((DeviceListError, DeviceUnavailableError), match=words):
-        DataParallel(nn.Linear(4, 2), device_ids)
-
-
 def test_errors_name_lane_and_rows():
     """A list goes whole to every lane, as in torch; the note of the model's error says so."""
     net = DataParallel(Calls(lambda x, lengths, scale: x[lengths[len(x)]]), TWO)
@@ -136,13 +122,6 @@ def test_errors_name_lane_and_rows():
         net(torch.zeros(4, 2), [9, 9, 9, 9, 9], scale=2)
     note = 'in lane 0 on cpu, shard 0 of 2: 2 of 4 rows. Every lane got args[1], kwargs["scale"] whole'
     assert caught.value.__notes__[0] == note
-
-
-def test_cure_of_an_argument_works():
-    with pytest.raises(ShardError, match=r"(?s)args\[1\] has 3.*parallel block.*in_dims"):
-        DataParallel(Calls(lambda x, y: x), TWO)(torch.zeros(5), torch.zeros(3))
-    with parallel(lambda x, y: x, TWO, in_dims={"y": None}, out_dims=0) as p:
-        assert p(torch.zeros(5), torch.zeros(3)).shape == (5,)
 
 
 def test_calls_without_rows():
@@ -161,18 +140,6 @@ def test_nested_data_parallel():
     x = torch.randn(7, 4)
     for _ in range(2):
         assert_close(outer(x), torch.tanh(inner(x)))
-
-
-def test_threads_share_the_first_call():
-    net, barrier = DataParallel(nn.Linear(4, 2), THREE), threading.Barrier(8)
-
-    def work(x):
-        barrier.wait(PATIENCE_S)
-        assert_close(net(x), net.module(x))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(work, torch.randn(8, 7, 4))) == [None] * 8
-    net.close()
 
 
 def test_close_ends_the_lanes():

@@ -71,12 +71,6 @@ def test_recursive_cuda(monkeypatch):
     assert recursive_cuda(movable("to")).mock_calls == [call.to("cuda")]
 
 
-@pytest.mark.parametrize(("move", "name"), [(recursive_to, "to"), (recursive_cuda, "cuda")], ids=["to", "cuda"])
-def test_move_that_returns_none_raises(move, name):
-    with pytest.raises(TypeError, match=rf"Forgetful\.{name}\(\) returned None\. End it with `return self`"):
-        move([Forgetful()], "cpu")
-
-
 def test_cuda_attrs_moves_in_place():
     """If one attribute cannot be moved, no attribute changes."""
     obj = SimpleNamespace(a=movable("cuda"), b=[movable("cuda")], c="text")

@@ -14,7 +14,7 @@ import typing
 import cloudpickle
 import pytest
 
-from parawrap import Platform, PlatformError, UnsendableError, Wrapper, current_rank, wrapper
+from parawrap import Platform, UnsendableError, Wrapper, current_rank, wrapper
 
 TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
@@ -65,14 +65,12 @@ def test_function_keeps_its_metadata():
     ids=["function", "lambda", "method"],
 )
 def test_help_shows_the_methods(function, signature):
-    """It has the docstring too. A misspelled method is suggested."""
+    """It has the docstring too."""
     text = pydoc.plain(pydoc.render_doc(function))
     assert signature in text
     assert inspect.cleandoc(function.__wrapped__.__doc__ or "") in text
     assert all(f"- {name}(" in text for name in ("submit", "map", "dry_run", "inline"))
     assert {"submit", "platform", "__wrapped__"} <= set(dir(function))
-    with pytest.raises(AttributeError, match=rf"{function.__qualname__}.*no attribute 'sumbit': did you mean 'submit'"):
-        function.sumbit  # noqa: B018
 
 
 def test_attributes():
@@ -107,39 +105,11 @@ def test_any_callable_launches(function, args, expected):
     assert launched(function)(*args) == expected
 
 
-@pytest.mark.parametrize("face", [wrapper, Wrapper])
-def test_other_platforms_are_refused(face):
-    """The error names the value and the correct call."""
-    with pytest.raises(PlatformError, match=rf"'cpu'.*{face.__name__}\(Platform\(device=...\)\)"):
-        face("cpu")
-
-
-def test_wrong_functions_are_refused():
-    """Coroutines and generators cannot leave their process."""
-
-    async def waits():
-        pass
-
-    def yields():
-        yield 1
-
-    for function in (waits, yields):
-        with pytest.raises(TypeError, match=rf"{function.__name__} returns a coroutine or a generator"):
-            launched(function)
-    with pytest.raises(TypeError, match=r"wrapper cannot decorate 3, .*\. Give it a function"):
-        launched(3)
+def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match=r"shift\(\) missing a required argument: 'a'"):
         shift()
-    with pytest.raises(TypeError, match=r"Wrapper\.start cannot run 3"):
-        Wrapper(TWO).start(3)
     with pytest.raises(TypeError, match="too many positional arguments"):
         Wrapper(TWO).start(lambda args: None)
-
-
-@pytest.mark.parametrize("function", [bare, Trainer, shift, Platform], ids=lambda function: function.__name__)
-def test_missing_parentheses(function):
-    with pytest.raises(PlatformError, match=rf"got the callable {function.__qualname__} .*@wrapper\(Platform\("):
-        wrapper(function)
 
 
 def test_unsendable_has_its_address():

@@ -1,4 +1,4 @@
-"""Try the cure of an error: a row has the code that fails, the message, the code with the cure, and its result."""
+"""Try the cure of an error: the code that fails is in a block of `says`, and the code with the cure follows it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import pytest
 from tests.helpers.same import assert_same
 
 
-def table(rows):
-    """Parametrize a test by the rows of a table, whose keys say what is wrong."""
-    return pytest.mark.parametrize("row", [pytest.param(row, id=name.replace(" ", "-")) for name, row in rows.items()])
+def says(message):
+    """Expect an error, or a warning, which is an error in tests, with this message."""
+    return pytest.raises((Exception, Warning), match=message)
 
 
-def check(row):
-    """Run the code that fails, then the code with the cure, and compare. Warnings are errors in tests."""
-    fails, says, cured, result = row
-    with pytest.raises((Exception, Warning), match=says):
-        fails()
-    assert_same(cured(), result)
+def try_values(use, wrong, message, cures, result):
+    """Use each wrong value, which is refused, and each value of the cure, which gives the result."""
+    for value in wrong:
+        with says(message):
+            use(value)
+    for value in cures:
+        assert_same(use(value), result)
 
 
 def run(block, *args, **kwargs):
