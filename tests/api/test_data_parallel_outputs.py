@@ -65,18 +65,6 @@ def test_items_of_rows_may_differ(kind):
     assert_close(DataParallel(heads, TWO)(x), heads(x))
 
 
-def test_ambiguous_detections():
-    """Two lanes with two images and two boxes each may mean either. Both cures of the error work."""
-    model = Calls(lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)])
-    x = torch.eye(3)[[0, 1, 0, 1]]
-    with pytest.raises(GatherError, match=r'out_dims="items".*Return a tuple'):
-        DataParallel(model, TWO)(x)
-    with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
-        assert_close(p(x), model(x))
-    levels = Calls(lambda x: tuple({"f": x * level} for level in range(2)))
-    assert_close(DataParallel(levels, TWO)(x), levels(x))
-
-
 ALIKE = {
     "layers": (lambda x: [x, x * 2, x * 3], True),
     "two layers": (lambda x: [x, x * 2], True),

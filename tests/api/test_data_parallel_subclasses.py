@@ -183,13 +183,6 @@ def test_other_methods_in_the_lanes(devices):
         assert_close(net(x), net.module(x))
 
 
-@pytest.mark.parametrize("devices", [["cpu"], TWO], ids=len)
-def test_scatter_may_return_nothing(devices):
-    """For a call without arguments, the module runs once."""
-    kind = type("Empty", (DataParallel,), {"scatter": lambda *_: ((), ())})
-    assert kind(Calls(lambda: torch.ones(2)), devices)().tolist() == [1, 1]
-
-
 @no_accelerator
 def test_verbs_without_devices():
     """On a machine without accelerators, the methods may be called with devices that the caller names."""

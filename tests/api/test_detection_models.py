@@ -125,19 +125,3 @@ def test_losses_of_lists_of_targets(rows):
         DataParallel(model, TWO)(images, targets)
     with ignore_speed_warnings(), parallel(model, TWO, in_dims={"targets": "items"}, reduce="mean") as p:
         assert_close(p(images, targets), (plain, losses))
-
-
-@pytest.mark.parametrize("boxes", [2, 3, 4])
-def test_lists_of_images(boxes):
-    """With images in lists, boxes of different images are never put together."""
-
-    def forward(images):
-        return [{"boxes": image.sum().expand(boxes, 4), "scores": image.sum().expand(boxes)} for image in images]
-
-    model, images = Outputs(forward), [torch.full((3, 2, 2), float(number)) for number in range(4)]
-    net = TupleParallel(model, TWO, reduction=cat)
-    if boxes == 4:
-        assert_close(net((images[:2], images[2:])), model(images))
-    else:  # as many boxes as images in a lane, or as channels
-        with pytest.raises(GatherError, match="one item per row, or all rows in each item"):
-            net((images[:2], images[2:]))

@@ -260,21 +260,6 @@ def test_a_dict_of_parameters_needs_one_try():
                 assert len(p.stats().shards) == 2
 
 
-def test_a_weight_as_long_as_the_batch():
-    """Then the error names two cures, and the first is right for parameters."""
-    model = nn.Linear(3, 4)
-    params = dict(model.named_parameters()) | {"scale": torch.ones(2)}
-
-    def target(params, x):
-        return functional_call(model, {name: params[name] for name in ("weight", "bias")}, (x,)) * params["scale"].sum()
-
-    x = torch.randn(4, 3)
-    message = refused(ShardError, target, params, x, options={"out_dims": 0})
-    assert cures_of(message)[0] == {"params": None}
-    with parallel(target, TWO, in_dims={"params": None}, out_dims=0) as p:
-        assert_close(p(params, x), target(params, x))
-
-
 def test_all_keys_are_named_at_once():
     def target(batch, labels):
         return batch["x"] * labels[:, None] + batch["table"].sum() + batch["other"].sum()
@@ -335,23 +320,6 @@ def test_offsets_into_another_argument():
         assert_close(TupleParallel(bag, TWO)((indices, indices), (offsets, offsets))[1], plain)
 
 
-class Agent:
-    def __init__(self):
-        self.net = nn.Linear(3, 2)
-
-    def run(self, x):
-        return self.net(x)
-
-
-def test_methods_of_an_object():
-    """An object without a call has methods that can be targets."""
-    agent, x = Agent(), torch.randn(7, 3)
-    with pytest.raises(ShardError, match=r"parallel\(agent\.run, \.\.\.\)"):
-        parallel(agent, TWO, methods=("run",))
-    with parallel(agent.run, TWO) as p:
-        assert_close(p(x), agent.run(x))
-
-
 # Joining
 
 
@@ -389,74 +357,3 @@ def test_texts_that_are_equal_by_chance(kind):
     }
     with parallel(BUILT[kind], TWO, out_dims=declared.get(kind)) as p:
         assert p(x) is not None
-
-
-NAMES = ("a cat", "a dog")
-
-
-def test_constants_are_returned_once():
-    with parallel(lambda x: {"y": x, "mode": "a constant", "names": NAMES, "dtype": x.dtype, "letter": "a"}, TWO) as p:
-        found = p(torch.zeros(5))
-    assert (found["mode"], found["names"], found["letter"]) == ("a constant", NAMES, "a")
-    assert found["names"] is NAMES
-
-
-def test_lists_with_one_text_per_row():
-    """Also two lists in a tuple, in a dict, and lists of dicts."""
-    x = torch.arange(7.0)
-    for target in (
-        lambda x: ([f"a{each}" for each in x.tolist()], [f"b{each}" for each in x.tolist()]),
-        lambda x: {"k": ([f"a{each}" for each in x.tolist()], [{"name": f"b{each}"} for each in x.tolist()])},
-    ):
-        with parallel(target, TWO) as p:
-            assert p(x) == target(x)
-            assert len(p.stats().shards) == 2
-
-
-def ragged(x):
-    return {
-        "logits": x[:, : len(x)],
-        "mask": x[:, : len(x)] > 0,
-        "labels": x[:, : len(x)].long(),
-        "pooled": x.sum(1),
-    }
-
-
-def test_pad_values_are_a_tree():
-    x = torch.ones(5, 4)
-    values = {"logits": -1.0, "mask": False, "labels": -100}
-    with parallel(ragged, TWO, join="pad", pad_value=values) as p:
-        found = p(x)
-    assert found["logits"].tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
-    assert found["mask"].tolist() == [[True] * 3] * 3 + [[True, True, False]] * 2
-    assert found["labels"].tolist() == [[1, 1, 1]] * 3 + [[1, 1, -100]] * 2
-    assert found["mask"].dtype is torch.bool
-    for options in ({}, {"pad_value": {"labels": -100}}):
-        message = refused(GatherError, ragged, x, options={"join": "pad", **options})
-        assert "pad_value" in message
-    assert "holds torch.int64" in refused(GatherError, lambda x: x[:, : len(x)].long(), x, options={"join": "pad"})
-    message = refused(GatherError, lambda x: x[:, : len(x)].long(), x, options={"join": "pad", "pad_value": 0.5})
-    assert "pad_value=0.5 is not a value of torch.int64" in message
-    with parallel(lambda x: (x[:, : len(x)], x), TWO, join="pad") as p:  # one output of floats: 0
-        assert p(x)[0].tolist() == [[1, 1, 1]] * 3 + [[1, 1, 0]] * 2
-    with parallel(ragged, TWO, join="pad", pad_value=7) as p:
-        assert p(x)["labels"][4].tolist() == [1, 1, 7]
-    with pytest.raises(GatherError, match="pad_value='x' is not supported"):
-        parallel(ragged, TWO, join="pad", pad_value="x")
-
-
-@pytest.mark.parametrize("options", [{}, {"reduce": "mean"}], ids=str)
-def test_an_equal_int_names_out_dims_none(options):
-    message = refused(GatherError, lambda x: (x, 3), torch.zeros(5), options=options)
-    assert "out_dims=None" in message
-    with parallel(lambda x: (x, 3), TWO, out_dims=(0, None)) as p:
-        assert p(torch.zeros(5))[1] == 3
-
-
-def test_structures_of_rows():
-    """The short way for structures of tensors keeps types, dims, and keys."""
-    with parallel(lambda x: {"a": x, "b": [x + 1, (x.T,)]}, TWO, out_dims={"b": (0, (1,))}) as p:
-        for _ in range(2):
-            found = p(torch.arange(10.0).view(5, 2))
-            assert found["a"].shape == (5, 2)
-            assert found["b"][1][0].shape == (2, 5)

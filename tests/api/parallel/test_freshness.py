@@ -117,7 +117,9 @@ class Writes(nn.Linear):
     def __init__(self, write):
         super().__init__(3, 3)
         self.write, self.table, self.slotted = write, {"a": 1}, SlottedBox("first")
-        self.steps, self.recent, self.kinds = ["first", "word"], deque([1, 2]), {"a"}
+        self.steps, self.recent, self.kinds, self.space = ["first", "word"], deque([1, 2]), {"a"}, SimpleNamespace(count=0)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(2))
         self.layer = layer = nn.ReLU()
 
         def put(value):
@@ -132,11 +134,12 @@ class Writes(nn.Linear):
         return x + 1
 
     def state(self):
-        held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None)
-        return *held, self.in_features, self.steps, [*self.recent], self.kinds, self.read() is self.layer
+        held = hasattr(self, "new"), self.out_features, self.table, getattr(self.slotted, "items", None), self.space.count
+        more = self.in_features, self.steps, [*self.recent], self.kinds, self.read() is self.layer
+        return *held, *more, self.mean.item(), self.scale.tolist()
 
 
-FIRST_STATE = (False, 3, {"a": 1}, "first", 3, ["first", "word"], [1, 2], {"a"}, True)
+FIRST_STATE = (False, 3, {"a": 1}, "first", 0, 3, ["first", "word"], [1, 2], {"a"}, True, 0, [1, 1])
 WRITES = {
     "new": lambda self: setattr(self, "new", 1),
     "out_features": lambda self: delattr(self, "out_features"),
@@ -146,16 +149,20 @@ WRITES = {
     "steps": lambda self: self.steps.__setitem__(1, "other"),
     "recent": lambda self: self.recent.append(3),
     "kinds": lambda self: self.kinds.add("b"),
+    "space": lambda self: setattr(self.space, "count", 1),
+    "mean": lambda self: self.mean.add_(1),
+    "scale": lambda self: setattr(self, "scale", torch.zeros(2)),
     "captures 'layer'": lambda self: self.put(None),
     "in_features": lambda self: object.__setattr__(self, "__dict__", vars(self) | {"in_features": 7}),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", WRITES)
-def test_writes_are_put_back(place, way):
-    """Each task starts from the model's state, and the model keeps it. One warning per block names the place."""
-    model, x = Writes(WRITES[place]), torch.zeros(9, 3)
+@pytest.mark.parametrize("places", [*([name] for name in WRITES), ["new", "steps", "mean", "scale"]], ids="-".join)
+def test_writes_are_put_back(places, way):
+    """In evaluation, each call starts from the model's state, and the model keeps it. One warning names all places."""
+    model, x = Writes(lambda self: [WRITES[place](self) for place in places]).eval(), torch.zeros(9, 3)
+    before = {name: id(value) for name, value in vars(model).items()}
 
     def use():
         with torch.no_grad(), parallel(model, TWO) as p:
@@ -163,6 +170,7 @@ def test_writes_are_put_back(place, way):
 
     (message,) = warnings_of(use)
     assert model.state() == FIRST_STATE
+    assert {name: id(value) for name, value in vars(model).items()} == before
     assert message.startswith("the model wrote ")
-    assert place in message
+    assert [place for place in places if place not in message] == []
     assert "these writes do not come back to the model" in message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -52,19 +51,6 @@ def test_every_lane_has_the_callers_context():
                 future.result(PATIENCE_S)
             assert len({thread for thread, _ in seen[:3]}) == 3
             assert [found for _, found in seen] == [(device, "set")] * 9
-
-
-def test_callers_with_different_modes():
-    """Of two threads that call at the same time, one under no_grad, each gets its own mode."""
-    model, x, barrier = nn.Linear(4, 2), torch.randn(7, 4), threading.Barrier(2)
-
-    def work(enabled):
-        barrier.wait(PATIENCE_S)
-        with torch.set_grad_enabled(enabled):
-            return [model(x).requires_grad for _ in range(50)]
-
-    with parallel(model, THREE), ThreadPoolExecutor(2) as executor:
-        assert list(executor.map(work, (True, False), timeout=PATIENCE_S)) == [[True] * 50, [False] * 50]
 
 
 def test_training_under_autocast():

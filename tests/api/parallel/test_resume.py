@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -262,14 +261,6 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert run(tmp_path, batches(4)) == [0, 2, 4, 6]
     assert computed[0.0] == computed[1.0] == 1
-
-
-def test_outputs_that_cannot_be_loaded(tmp_path, monkeypatch):
-    """A class may no longer exist."""
-    run(tmp_path, batches(1))
-    monkeypatch.setattr(torch, "load", Mock(side_effect=AttributeError("Box is gone")))
-    with pytest.raises(ResumeError, match=r"000000000\.output cannot be loaded: Box is gone"):
-        run(tmp_path, batches(1))
 
 
 KILLED = """
