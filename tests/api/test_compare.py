@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parawrap import compare
-from parawrap.api._comparison_table import Comparison, Difference, Way, difference
+from parawrap.api._comparison_table import Comparison, Difference, Way
 
 LANES = ["cpu", "cpu"]
 SHORT = {"rounds": 2, "calls": 1, "show": False}
@@ -108,25 +108,8 @@ def test_differences_show_mixed_rows():
     assert max(lanes.outputs.absolute, lanes.gradients.absolute) < 1e-5
     *_, lanes = compare(lambda x: x.abs().sum(), x, LANES, reduce="sum", **SHORT).ways
     assert lanes.outputs.absolute < 1e-4
-
-
-NAN = torch.tensor([math.nan, 1.0, math.inf])
-
-
-@pytest.mark.parametrize(
-    ("ours", "plain", "expected"),
-    [
-        ([NAN], [NAN.clone()], (0, 0)),
-        ([NAN], [], (math.inf, math.inf)),
-        ([torch.tensor([0.0, 1.0, math.inf])], [NAN], (math.inf, math.inf)),
-        ([torch.zeros(2)], [torch.zeros(3)], (math.inf, math.inf)),
-        ([torch.tensor([0.0, 3.0])], [torch.tensor([1.0, 4.0])], (1.0, 0.25)),
-        ([torch.tensor([True])], [torch.tensor([False])], (1.0, math.inf)),
-    ],
-)
-def test_differences_of_tensors(ours, plain, expected):
-    """NaNs in the same places are equal; a NaN in one way only, or another shape, is an infinite difference."""
-    assert difference(ours, plain) == expected
+    *_, lanes = compare(lambda x: (x - x) / 0, x, LANES, **SHORT).ways  # NaNs in the same places
+    assert lanes.outputs == SAME
 
 
 # -- the state afterwards

@@ -160,34 +160,23 @@ def test_other_part_counts_are_refused():
         Wrong(nn.Linear(4, 2), TWO)(torch.zeros(4, 4))
 
 
-class Encoders(DataParallel):
-    """Runs another method of the replicas."""
-
-    def encode(self, *inputs, **kwargs):
-        inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
-        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-        outputs = self.parallel_apply([replica.encode for replica in replicas], inputs, kwargs)
-        return self.gather(outputs, self.output_device)
-
-
-@pytest.mark.parametrize("devices", [["cpu"], THREE], ids=len)
-def test_other_methods_in_the_lanes(devices):
-    class Encoder(nn.Linear):
-        def encode(self, x, scale=1.0):
-            return self(x).tanh() * scale
-
-    net = Encoders(Encoder(4, 2), devices)
-    x = torch.randn(7, 4)
-    for _ in range(2):
-        assert_close(net.encode(x, scale=2.0), net.module.encode(x, scale=2.0))
-        assert_close(net(x), net.module(x))
+@pytest.mark.parametrize("devices", [["cpu"], TWO], ids=len)
+def test_scatter_may_return_nothing(devices):
+    """For a call without arguments, the module runs once."""
+    kind = type("Empty", (DataParallel,), {"scatter": lambda *_: ((), ())})
+    assert kind(Calls(lambda: torch.ones(2)), devices)().tolist() == [1, 1]
 
 
 @no_accelerator
 def test_verbs_without_devices():
-    """On a machine without accelerators, the methods may be called with devices that the caller names."""
-    net = DataParallel(nn.Linear(4, 2), [0])
-    x = torch.randn(4, 4)
+    """On a machine without accelerators, they may get devices that the caller names, and methods of the replicas."""
+
+    class Encoder(nn.Linear):
+        def encode(self, x):
+            return self(x).tanh()
+
+    net, x = DataParallel(Encoder(4, 2), [0]), torch.randn(4, 4)
     inputs, kwargs = net.scatter((x,), None, [-1, "cpu"])
-    outputs = net.parallel_apply(net.replicate(net.module, TWO), inputs, kwargs)
-    assert_close(net.gather(outputs, -1), net.module(x))
+    for name in ("forward", "encode"):
+        methods = [getattr(replica, name) for replica in net.replicate(net.module, TWO)]
+        assert_close(net.gather(net.parallel_apply(methods, inputs, kwargs), -1), getattr(net.module, name)(x))

@@ -191,6 +191,8 @@ def test_tuple_fn_calls_once_per_part(parallel):
     assert tuple_fn(lambda x: (x, -x), parallel=parallel)((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
     whole = tuple_fn(subtract, parallel=parallel)(tp_collate(2)(as_dict)(SAMPLES), scale=(2, 2))
     assert_close(cat(whole), EXPECTED * 2)
+    with pytest.raises(ShardError, match="3 parts for 2 devices"):
+        tuple_fn(abs, parallel=True, devices=TWO)((1, 2, 3))
 
 
 def test_tuple_fn_draws_in_order():

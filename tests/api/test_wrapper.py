@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import inspect
 import pickle
 import pydoc
@@ -133,24 +132,3 @@ def test_pickles_by_name_or_by_value():
             assert (back.platform, back.inline(2)) == (TWO, function.inline(2))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(local())
-
-
-MODULE = """
-import threading
-from parawrap import Platform, wrapper
-
-LOCK = threading.Lock()
-
-def plain(x):
-    with LOCK:
-        return x
-
-renamed = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(plain)
-"""
-
-
-def test_modules_are_imported_in_ranks(tmp_path, monkeypatch):
-    """A module's functions are pickled by name, so its globals need not be picklable."""
-    (tmp_path / "a_locked_module.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert importlib.import_module("a_locked_module").renamed(2) == (2, 2)

@@ -192,6 +192,17 @@ def test_training_equals_plain_training():
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), atol=1e-5, rtol=1e-4)
 
 
+def test_evaluation_between_training_steps():
+    """As in torch.nn.DataParallel, the first shard updates the statistics of batch norm. Then every lane has them."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(9, 4)
+    first = copy.deepcopy(model)
+    with parallel(model, THREE, out_dims=0):
+        for _ in range(2):
+            model.train()(x)
+            first.train()(x[:3])
+            assert_close(model.eval()(x), first.eval()(x))
+
+
 def test_functional_calls_train():
     """torch.func.functional_call swaps the parameters for one call."""
     model, x = nn.Linear(4, 2), torch.randn(7, 4)

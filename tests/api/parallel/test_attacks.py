@@ -160,20 +160,6 @@ def test_embeddings_with_max_norm(cls, grad):
 
 
 @torch.no_grad()
-def test_an_equal_new_buffer():
-    """A buffer of one element is replaced by an equal one, which is then filled."""
-    model, x = writing(lambda self: None), torch.ones(8, 4)
-    model.scale = torch.ones(1)
-    with parallel(model, TWO, out_dims=0) as p:
-        model(x)
-        model.scale = torch.ones(1)
-        model(x)
-        model.scale.fill_(3)
-        expected = (x * model.weight * 3).tanh()
-        assert_close([model(x), *p.map([x] * 3)], [expected] * 4)
-
-
-@torch.no_grad()
 def test_variables_bound_anew():
     """A number and a module of a function's closure."""
     layer, factor = nn.Linear(4, 4), 1.0
@@ -203,17 +189,6 @@ def test_forward_of_the_class(monkeypatch):
         assert torch.equal(model(x), x * 2)
         assert torch.equal(model(x[:1]), x[:1] * 2), "a plain call"
         assert all(torch.equal(output, x * 2) for output in p.map([x] * 3))
-
-
-@torch.no_grad()
-def test_hooks_append_to_one_list():
-    """A hook of a submodule runs in each lane, and its list gets all rows."""
-    model, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), []
-    model[0].register_forward_hook(lambda module, args, out: seen.append(args[0]))
-    x = torch.randn(8, 4)
-    with parallel(model, TWO, out_dims=0):
-        model(x)
-    assert_close(torch.cat(seen).sort(0)[0], x.sort(0)[0])
 
 
 VIEW_CHANGES = {
@@ -295,19 +270,6 @@ def test_calls_from_a_helper_thread(tmp_path, rows):
             print(torch.allclose(model(torch.full((1, 4), 7.0)), plain))
     """
     assert run_script(tmp_path, script, patience_s=40) == "True\n"
-
-
-@torch.no_grad()
-def test_values_end_with_the_block():
-    """A value that the model has dropped ends with the block, though the block's object lives on."""
-    model = Stateful(lambda self, x: x if self.big is None else x + self.big[0], big=torch.ones(4))
-    alive = weakref.ref(model.big)
-    with parallel(model, TWO, out_dims=0) as p:
-        model(torch.ones(8, 4))
-        model.big = None
-    gc.collect()
-    assert alive() is None
-    p.close()
 
 
 def test_blocks_dropped_open():

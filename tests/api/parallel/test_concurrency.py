@@ -171,7 +171,7 @@ def test_close_from_inside_the_model(lane):
 
 
 def test_nothing_is_left_after_close():
-    """Outputs and graphs work, and the model can be freed."""
+    """Outputs and graphs work. The model can be freed, and before it a value that it has dropped."""
     seen, before = [], set(threading.enumerate())
 
     class Model(nn.Linear):
@@ -180,15 +180,19 @@ def test_nothing_is_left_after_close():
             return super().forward(x)
 
     model = Model(4, 4)
+    model.held = torch.ones(4)
+    held = weakref.ref(model.held)
     with parallel(model, THREE) as p:
         cut, whole = model(torch.randn(7, 4)), p.submit(torch.randn(7, 4)).result(PATIENCE_S)
         assert len({id(ref()) for ref in seen}) == 3
         assert lane_threads()
+        model.held = None
     assert set(threading.enumerate()) == before
     (cut.sum() + whole.sum()).backward()
     del cut, whole
     gc.collect()
     assert [ref() for ref in seen if ref() not in (None, model)] == []
+    assert held() is None
     alive = weakref.ref(model)
     del model, p
     gc.collect()

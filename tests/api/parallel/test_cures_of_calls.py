@@ -336,8 +336,12 @@ def test_cures_of_writes():
     with says("Return the value from the call instead"):
         call(Stateful(counts), X)
     assert_same(call(lambda x: (x, len(x)), X, reduce="sum"), (X, 20))
-    with says("'layer.weight'.*another thread.*Compute with a new tensor, make it a buffer, or write it between calls"):
-        call(Stateful(reset_weight, layer=nn.Linear(1, 1, bias=False)), X)
+    with parallel(Stateful(reset_weight, layer=nn.Linear(1, 1, bias=False)), TWO) as p:
+        for use in (lambda: p(X), lambda: next(p.map([X]))):
+            with says(
+                "'layer.weight'.*another thread.*Compute with a new tensor, make it a buffer, or write it between calls"
+            ):
+                use()
     new_tensor = Stateful(lambda model, x: nn.functional.linear(x, torch.full((1, 1), 2.0)), layer=SCALE)
     assert_same(call(new_tensor, X), 2 * X)
 

@@ -43,6 +43,11 @@ CHANGES = {
     "edited weight": lambda model: torch.no_grad()(model.linear.weight.mul_)(3),
     "load": lambda model: model.load_state_dict(Net().state_dict(), assign=True),
     "edited buffer": lambda model: model.shift.add_(1),
+    "equal buffer, then edited": lambda model: (
+        setattr(model, "shift", model.shift.clone()),
+        model(torch.ones(7, 4)),
+        model.shift.add_(1),
+    ),
     "resized buffer": lambda model: setattr(model, "shift", torch.ones(1)),
     "item of a dict": lambda model: model.options.update(factor=3.0),
     "attribute of an object": lambda model: setattr(model.space, "offset", 3.0),

@@ -158,8 +158,9 @@ def test_one_cpu_lane_is_the_plain_call():
 
 
 def test_root_hooks_see_the_whole_batch():
-    """They run in the caller's thread, and their return values are used."""
-    model, seen = Net(), []
+    """They run in the caller's thread, and their return values are used. Hooks of submodules run in the lanes."""
+    model, seen, rows = Net(), [], []
+    model.linear.register_forward_hook(lambda m, args, out: rows.append(len(out)))
     model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     model.register_forward_hook(lambda m, args, out: seen.append((len(out), threading.get_ident(), m is model)))
     model.register_forward_hook(lambda m, args, out: (out, out))
@@ -167,9 +168,11 @@ def test_root_hooks_see_the_whole_batch():
     x = torch.randn(7, 4, requires_grad=True)
     plain = model(x)
     seen.clear()
+    rows.clear()
     with parallel(model, THREE):
         output = model(x)
         assert_close(output, plain)
+        assert sorted(rows) == [2, 2, 3]
         output[0].sum().backward()
     assert seen == [(7, threading.get_ident(), True), 7]
 
