@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_default_collate
 
 from parawrap.api.collate import default_collate, tp_collate
@@ -121,12 +120,6 @@ def test_function_of_main_can_be_sent(monkeypatch):
     sent = cloudpickle.dumps(collate)
     monkeypatch.delattr("__main__.collate")
     assert_same(cloudpickle.loads(sent)([1, 2, 3]), (torch.tensor([1, 2]), torch.tensor([3])))
-
-
-def test_spawned_workers_can_collate():
-    collate = tp_collate(2)(torch_default_collate)
-    loader = DataLoader(range(100), 50, num_workers=1, collate_fn=collate, multiprocessing_context="spawn")
-    assert torch.cat([x for xs in loader for x in xs]).tolist() == list(range(100))
 
 
 # --- default_collate ---

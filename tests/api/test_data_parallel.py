@@ -134,14 +134,6 @@ def test_calls_without_rows():
     assert sized(3).shape == sized(n=3).shape == sized("abc").shape == (6, 2)
 
 
-def test_nested_data_parallel():
-    inner = DataParallel(nn.Linear(4, 4), TWO)
-    outer = DataParallel(nn.Sequential(inner, nn.Tanh()), THREE)
-    x = torch.randn(7, 4)
-    for _ in range(2):
-        assert_close(outer(x), torch.tanh(inner(x)))
-
-
 def test_close_ends_the_lanes():
     """The next call starts them again."""
     net = DataParallel(nn.Linear(4, 2), THREE)

@@ -201,17 +201,3 @@ def test_evaluation_between_training_steps():
             model.train()(x)
             first.train()(x[:3])
             assert_close(model.eval()(x), first.eval()(x))
-
-
-def test_functional_calls_train():
-    """torch.func.functional_call swaps the parameters for one call."""
-    model, x = nn.Linear(4, 2), torch.randn(7, 4)
-    with parallel(model, THREE) as p:
-        replaced = {"weight": torch.randn(2, 4, requires_grad=True), "bias": torch.zeros(2)}
-        y = torch.func.functional_call(model, replaced, (x,))
-        assert_close(y, x @ replaced["weight"].T)
-        y.sum().backward()
-        assert p.stats().shards == (3, 2, 2)
-        assert_close(replaced["weight"].grad, x.sum(0).expand(2, 4))
-        assert model.weight.grad is None
-        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -19,7 +18,7 @@ from torch.testing import assert_close
 from parawrap import parallel
 from tests.helpers.calling import lane_threads
 from tests.helpers.processes import run_script
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -90,51 +89,6 @@ def test_blocks_close_in_any_order(order):
     assert vars(model)["_compiled_call_impl"] is compiled
 
 
-_waits, _goes_on = threading.Event(), threading.Event()
-
-
-class Counting(nn.Module):
-    """Counts its calls in a tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.count = torch.zeros(())
-
-    def forward(self, x):
-        if (x == 7).any():
-            _waits.set()
-            assert _goes_on.wait(PATIENCE_S)
-        self.count.add_(1 if len(x) <= 3 else 2)
-        return self.linear(x)
-
-
-@contextlib.contextmanager
-def slow_call(call, x):
-    """Run a call in another thread. Its sevens wait until the end of the block."""
-    _waits.clear()
-    _goes_on.clear()
-    with ThreadPoolExecutor(1) as other:
-        try:
-            future = other.submit(torch.no_grad()(call), x)
-            assert _waits.wait(PATIENCE_S)
-            yield
-        finally:
-            _goes_on.set()
-        future.result(PATIENCE_S)
-
-
-def test_blocks_on_model_and_submodule():
-    """Whichever is opened first."""
-    model, x = mlp(), torch.randn(7, 4)
-    plain = model(x), model[0](x)
-    for first, second in ((model, model[0]), (model[0], model)):
-        with parallel(first, TWO):
-            with parallel(second, THREE):
-                assert_close((model(x), model[0](x)), plain)
-            assert_close((model(x), model[0](x)), plain)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["submit", "map", "call"])
 @pytest.mark.parametrize("rows", [1, 7], ids=["plain", "in a lane"])
@@ -153,21 +107,6 @@ def test_a_call_may_use_its_block(how, rows):
     with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
         future = other.submit(torch.no_grad()(model), torch.ones(rows, 3))
         assert future.result(PATIENCE_S).shape == (rows, 2)
-
-
-@pytest.mark.parametrize("lane", [0, 2])
-def test_close_from_inside_the_model(lane):
-    closed = threading.Event()
-
-    def target(x):
-        if x[0].item() == lane and not closed.is_set():
-            closed.set()
-            p.close()
-        return x + 1
-
-    with parallel(target, THREE, out_dims=0) as p:
-        assert p(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
-        assert closed.is_set()
 
 
 def test_nothing_is_left_after_close():
@@ -200,35 +139,45 @@ def test_nothing_is_left_after_close():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:the model wrote 'count':UserWarning")
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
 def test_a_child_waits_for_no_thread(use):
     """Also if the parent's lanes are at work, and a thread of the parent waits to copy the model."""
-    begun = threading.Event()
+    waits, goes_on, begun = threading.Event(), threading.Event(), threading.Event()
+
+    class Waiting(nn.Linear):
+        """Sevens wait until the child has ended."""
+
+        def forward(self, x):
+            if (x == 7).any():
+                waits.set()
+                assert goes_on.wait(PATIENCE_S)
+            return super().forward(x)
 
     @torch.no_grad()
-    def call(x):
-        begun.set()
+    def call(x, event):
+        event.set()
         return model(x)
 
     def new_block():
         with parallel(torch.relu, TWO) as own:
             assert own.submit(torch.ones(4)).result(PATIENCE_S).sum().item() == 4
 
-    model, x = Counting().eval(), torch.ones(6, 3)
-    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+    model, x = Waiting(3, 2), torch.ones(6, 3)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(2) as others:
         plain = model(x)
-        with slow_call(model, torch.full((6, 3), 7.0)):
-            model.linear.tag = [use]
-            waiting = other.submit(call, x)
-            assert begun.wait(PATIENCE_S)
-            uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
-            child = multiprocessing.get_context("fork").Process(target=uses.get(use, new_block), daemon=True)
-            child.start()
-            child.join(PATIENCE_S)
-            assert child.exitcode == 0
-        assert waiting.result(PATIENCE_S).shape == (6, 2)
+        slow = others.submit(call, torch.full((6, 3), 7.0), threading.Event())
+        assert waits.wait(PATIENCE_S)
+        model.tag = [use]
+        waiting = others.submit(call, x, begun)
+        assert begun.wait(PATIENCE_S)
+        uses = {"call": lambda: assert_close(model(x), plain), "submit": lambda: p.submit(x).result(), "close": p.close}
+        child = multiprocessing.get_context("fork").Process(target=uses.get(use, new_block), daemon=True)
+        child.start()
+        child.join(PATIENCE_S)
+        goes_on.set()
+        assert child.exitcode == 0
+        assert slow.result(PATIENCE_S).shape == waiting.result(PATIENCE_S).shape == (6, 2)
 
 
 def test_programs_with_open_blocks_exit(tmp_path):
@@ -243,3 +192,38 @@ def test_programs_with_open_blocks_exit(tmp_path):
         print("end")
     """
     assert run_script(tmp_path, script, fresh=True) == "end\n"
+
+
+@pytest.mark.parametrize("rows", [1, 8], ids=["plain", "cut"])
+def test_calls_from_a_helper_thread(tmp_path, rows):
+    """A plain call of the model waits for a thread that calls the model."""
+    script = f"""
+        import threading, torch
+        from parawrap import parallel
+        class Helped(torch.nn.Linear):
+            def forward(self, x):
+                if (x == 7).all():
+                    x, found = torch.ones({rows}, 4), []
+                    helper = threading.Thread(target=lambda: found.append(self(x)), daemon=True)
+                    helper.start()
+                    helper.join()
+                    return found[0][:1]
+                return super().forward(x)
+        model = Helped(4, 2)
+        plain = model(torch.full((1, 4), 7.0))
+        with parallel(model, ["cpu"] * 2, out_dims=0):
+            print(torch.allclose(model(torch.full((1, 4), 7.0)), plain))
+    """
+    assert run_script(tmp_path, script, patience_s=40) == "True\n"
+
+
+def test_blocks_dropped_open():
+    """The model can be freed, and the lanes end."""
+    before, model = {*threading.enumerate()}, nn.Linear(4, 4)
+    alive, p = weakref.ref(model), parallel(model, TWO, out_dims=0).__enter__()
+    with torch.no_grad():
+        model(torch.ones(8, 4))
+        p.submit(torch.ones(8, 4)).result(PATIENCE_S)
+    del model, p
+    eventually(lambda: gc.collect() is None or alive() is None, "the end of the model")
+    eventually(lambda: {*threading.enumerate()} <= before, "the end of the lanes")

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from parawrap import parallel
 from tests.fuzz.models import SlottedBox
 from tests.helpers.caller_warnings import warnings_of
+from tests.helpers.calling import Stateful
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:a model in eval mode is called with gradients:UserWarning")
@@ -179,3 +180,68 @@ def test_writes_are_put_back(places, way):
     assert message.startswith("the model wrote ")
     assert [place for place in places if place not in message] == []
     assert "these writes do not come back to the model" in message
+
+
+@torch.no_grad()
+def test_variables_bound_anew():
+    """A number and a module of a function's closure."""
+    layer, factor = nn.Linear(4, 4), 1.0
+
+    def run(x):
+        return layer(x) * factor
+
+    x = torch.randn(8, 4)
+    with parallel(run, TWO, out_dims=0) as p:
+        assert_close(p(x), run(x))
+        factor = 5.0
+        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
+        layer = nn.Linear(4, 2)
+        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
+
+
+@torch.no_grad()
+def test_forward_of_the_class(monkeypatch):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return x
+
+    model, x = Model(4, 4), torch.ones(8, 4)
+    with parallel(model, TWO, out_dims=0) as p:
+        model(x)
+        monkeypatch.setattr(Model, "forward", lambda self, x: x * 2)
+        assert torch.equal(model(x), x * 2)
+        assert torch.equal(model(x[:1]), x[:1] * 2), "a plain call"
+        assert all(torch.equal(output, x * 2) for output in p.map([x] * 3))
+
+
+VIEW_CHANGES = {
+    "step": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+    "data": lambda model: model.weight.data.mul_(10),
+    "in place": lambda model: (model.weight.mul_(3), model.table.mul_(3)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", VIEW_CHANGES)
+def test_views_of_own_tensors(change):
+    """An attribute that is a view of a parameter, or of a buffer, stays one in each lane."""
+    weight, table, x = nn.Parameter(torch.randn(2, 4)), torch.randn(2, 4), torch.randn(8, 4)
+    model = Stateful(lambda self, x: x * self.row + self.part, {"table": table}, weight=weight)
+    weight.grad = torch.ones(2, 4)
+    model.row, model.part = model.weight.detach()[0], model.table[1]
+    with parallel(model, TWO, out_dims=0) as p:
+        model(x)
+        VIEW_CHANGES[change](model)
+        expected = x * model.weight[0] + model.table[1]
+        assert_close([model(x), *p.map([x] * 3)], [expected] * 4)
+
+
+def test_changes_under_a_stream():
+    """It shows no attribute that is set before it ends."""
+    model, outputs = Stateful(lambda self, x: x + self.add, add=10.0), []
+    with torch.no_grad(), parallel(model, TWO) as p:
+        for output in p.map([torch.ones(2, 1)] * 40):
+            outputs.append(output[0].item())
+            model.add = 20.0
+        assert outputs == [11.0] * 40
+        assert p.submit(torch.ones(2, 1)).result(PATIENCE_S)[0].item() == 21

@@ -133,13 +133,11 @@ def test_out_dims_none_is_one_value(constant):
         p(torch.randn(6, 3))
 
 
-def test_join_list_and_pad():
-    """Lists are in lane order, for batches of any size. Padding fills other dims to the longest lane."""
+def test_join_list():
+    """Lists are in lane order, for batches of any size."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
         for rows, sizes in ((7, [3, 2, 2]), (1, [1]), (0, [0])):
             assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
-    with parallel(lambda x: x[:, : len(x)], TWO, join="pad", pad_value=-1.0) as p:
-        assert p(torch.ones(5, 4)).tolist() == [[1, 1, 1]] * 3 + [[1, 1, -1]] * 2
 
 
 class Losses(nn.Linear):

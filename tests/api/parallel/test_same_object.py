@@ -130,31 +130,12 @@ def test_methods_are_parallel_by_name():
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
 
 
-@pytest.mark.parametrize("target", [partial(torch.abs), torch.nn.ReLU().forward, torch.Tensor.abs])
-def test_any_callable_is_parallel(target):
-    """Also without a `with` block, until close()."""
-    x = torch.rand(7, 2)
-    p = parallel(target, THREE)
-    assert torch.equal(p(x), x)
-    assert p.stats().shards == (3, 2, 2)
-    p.close()
-
-
 @pytest.mark.parametrize("operator", [torch.ops.aten.mul, torch.ops.aten.mul.Scalar], ids=["packet", "overload"])
 def test_torch_operators_in_closures(operator):
     x = torch.rand(7, 2)
     with parallel(lambda x: operator(x, 2), TWO, out_dims=0) as p:
         assert_close(p(x), 2 * x)
         assert_close(p.submit(x).result(PATIENCE_S), 2 * x)
-
-
-def test_one_cpu_lane_is_the_plain_call():
-    model, before = Net(), set(threading.enumerate())
-    with parallel(model, ["cpu"]) as p:
-        model(torch.ones(7, 4))
-        assert set(threading.enumerate()) == before
-        assert p.stats().plain == 1
-    assert model.seen == [7]
 
 
 def test_root_hooks_see_the_whole_batch():

@@ -1,4 +1,4 @@
-"""What forward writes: put back with one warning, given back from lane 0 in training mode, or refused."""
+"""What forward writes: put back with one warning, given back from lane 0 in training mode, in turns, or refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
 from torch.testing import assert_close
 
 from parawrap import ReplicaError, parallel, tuple_fn
@@ -273,3 +276,169 @@ def test_a_deepcopy_may_make_bare_modules():
         model(rows).sum().backward()
         assert torch.allclose(model(rows), plain)
     assert torch.allclose(model.between.layer.bias.grad, torch.full((2,), 6.0))
+
+
+def writing(write):
+    """Return a model that saves one buffer for backward, and calls `write`."""
+    buffers = {"scale": torch.randn(4), "steps": torch.zeros(())}
+    run = lambda self, x: (write(self), (x * self.weight * self.scale).tanh())[1]  # noqa: E731
+    return Stateful(run, buffers, weight=nn.Parameter(torch.randn(4)))
+
+
+DISCRIMINATORS = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "instance norm": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
+    "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4))),
+    "in place": lambda: writing(lambda self: self.steps.add_(1)),
+    "assigned": lambda: writing(lambda self: setattr(self, "scale", self.scale.clone())),
+}
+
+
+@put_back
+@pytest.mark.parametrize("name", DISCRIMINATORS)
+def test_two_forwards_one_backward(name):
+    """As in a GAN. Each lane computes as a copy of the model does, and the model keeps what lane 0 writes in place."""
+    model = DISCRIMINATORS[name]().double()
+    copies, xs = [copy.deepcopy(model) for _ in TWO], torch.randn(2, 8, 4, dtype=torch.float64, requires_grad=True)
+    expected = [torch.cat([each(part) for each, part in zip(copies, x.split(4), strict=True)]) for x in xs]
+    (gradient,) = torch.autograd.grad(expected[0].square().sum() * expected[1].sin().sum(), xs)
+    with parallel(model, TWO, out_dims=0):
+        first, second = model(xs[0]), model(xs[1])
+        with torch.no_grad():
+            model(xs[0])
+            copies[0](xs[0][:4])
+        assert_close([first, second], expected)
+        assert_close(torch.autograd.grad(first.square().sum() * second.sin().sum(), xs), (gradient,))
+    assert_close(dict(model.state_dict()), dict(copies[0].state_dict()))
+
+
+@put_back
+@torch.no_grad()
+def test_hooks_of_all_modules():
+    """A hook of all modules writes to a model that by itself writes nothing."""
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model[0].register_buffer("calls", torch.zeros(()))
+
+    def write(module, args, output):
+        for buffer in module.buffers(recurse=False):
+            buffer.add_(1)
+
+    hook = register_module_forward_hook(write)
+    try:
+        with parallel(model, TWO, out_dims=0) as p:
+            assert_close([model(torch.ones(8, 4)) for _ in range(2)], [model[0](torch.ones(8, 4)) for _ in range(2)])
+            assert p.stats().shards == (4, 4)
+    finally:
+        hook.remove()
+    assert model[0].calls == 2, "of the two plain calls of the layer"
+
+
+WHOLE = {
+    "map": lambda p, xs: list(p.map(xs)),
+    "submit": lambda p, xs: [future.result(PATIENCE_S) for future in [p.submit(x) for x in xs]],
+}
+
+
+@put_back
+@pytest.mark.parametrize("way", WHOLE)
+@pytest.mark.parametrize("grad", [True, False])
+def test_streams_give_nothing_back(way, grad):
+    """Not even in training mode, in whichever lane a batch runs. Each batch starts from the buffers of the model."""
+
+    class Counting(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) + self.num_batches_tracked
+
+    model = Counting(4)
+    before, xs = copy.deepcopy(model.state_dict()), [*torch.randn(12, 5, 4)]
+    with torch.set_grad_enabled(grad), parallel(model, TWO) as p:
+        outputs = WHOLE[way](p, xs)
+    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert_close(outputs, [Counting(4)(x) for x in xs])
+
+
+class Swapping(nn.Linear):
+    """Computes with the signs of its weight, which it swaps in for the time of the call."""
+
+    def forward(self, x):
+        whole = self.weight.data
+        self.weight.data = whole.sign()
+        y = super().forward(x)
+        self.weight.data = whole
+        return y
+
+
+class Overwriting(nn.Linear):
+    def forward(self, x):
+        whole = self.weight.data.clone()
+        self.weight.data.sign_()
+        y = super().forward(x)
+        self.weight.data.copy_(whole)
+        return y
+
+
+@pytest.mark.parametrize("cls", [Swapping, Overwriting])
+def test_data_swapped_in_forward(cls):
+    """Lanes share weights, so they take turns, and so do the batches of a stream."""
+    model, x = cls(200, 200, bias=False), torch.randn(64, 200)
+    weight, expected = model.weight.detach().clone(), x @ model.weight.detach().sign().T
+    with torch.no_grad(), parallel(model, TWO, out_dims=0) as p:
+        outputs = [model(x) for _ in range(20)]
+        whole = list(p.map([x] * 40))
+        assert p.stats().shards == (32, 32)
+    assert_close([*outputs, *whole], [expected] * 60)
+    assert torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_with_max_norm(cls, grad):
+    """Their forward shrinks rows of the shared weight, as a plain call does."""
+    model, ids = cls(50, 64, max_norm=1.0), torch.randint(0, 50, (64, 3))
+    plain = copy.deepcopy(model)
+    with torch.set_grad_enabled(grad), parallel(model, TWO, out_dims=0) as p:
+        expected = plain(ids)
+        for _ in range(10):
+            assert_close(model(ids), expected)
+            assert_close(list(p.map([ids] * 4)), [expected] * 4)
+            with torch.no_grad():
+                model.weight.copy_(plain.weight * 3)
+        assert p.stats().shards == (32, 32)
+        assert_close(model(ids), expected)
+    assert_close(model.weight[ids], plain.weight[ids])
+
+
+@put_back
+@torch.no_grad()
+def test_writes_without_a_version():
+    """The function batch_norm writes its buffers without a new version."""
+    run = lambda self, x: functional.batch_norm(x, self.mean, self.var, training=self.learns)  # noqa: E731
+    model, x = Stateful(run, {"mean": torch.zeros(4), "var": torch.ones(4)}), torch.randn(8, 4)
+    with parallel(model, TWO, out_dims=0):
+        for _ in range(3):
+            model.learns = True
+            model(x * 3 + 1)
+            model.learns = False
+            assert_close(model(x), functional.batch_norm(x, model.mean, model.var))
+
+
+def note_a_loss(self, x):
+    self.aux = (x * self.weight).mean()
+    return x * self.weight
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_losses_kept_by_forward(is_buffer):
+    """A tensor with a gradient is put back as any other, with a warning, and is never one lane's."""
+    weight, old = nn.Parameter(torch.randn(4)), torch.zeros(())
+    model = Stateful(note_a_loss, {"aux": old} if is_buffer else None, weight=weight)
+    model.aux = old
+
+    def use():
+        with parallel(model, TWO, out_dims=0):
+            model(torch.ones(8, 4)).sum().backward()
+
+    (message,) = warnings_of(use)
+    assert "aux" in message
+    assert model.aux is old
+    assert_close(model.weight.grad, torch.full((4,), 8.0))
