@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from collections import namedtuple
 
 import pytest
@@ -57,19 +56,10 @@ class Structured(nn.Linear):
         return {"y": y, "nested": {"x": [x, (y, None)]}, "pair": Pair(y, (x, "text"))}
 
 
-def old_norm():
-    """A layer whose forward pre-hook computes the weight. Random vectors may give a norm near 0, hence 15 iterations."""
-    with warnings.catch_warnings(action="ignore"):
-        model = nn.utils.spectral_norm(nn.Linear(4, 4), n_power_iterations=15)
-    model(torch.zeros(1, 4))
-    return model.eval()
-
-
 MODELS = {
     "mlp": mlp,
     "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU(inplace=True)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
-    "old norm": old_norm,
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(),
     "held": Held,
     "structured": lambda: Structured(4, 3),

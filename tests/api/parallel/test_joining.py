@@ -138,21 +138,3 @@ def test_join_list():
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
         for rows, sizes in ((7, [3, 2, 2]), (1, [1]), (0, [0])):
             assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
-
-
-class Losses(nn.Linear):
-    """Returns a mean loss, a count, and logits."""
-
-    def forward(self, x):
-        logits = super().forward(x)
-        loss, count = logits.square().mean(), (logits > 0).sum().item()
-        return {"metrics": {"loss": loss, "count": count}, "out": (logits, None)}
-
-
-def test_a_tree_reduces_each_number():
-    """A mean is weighted by rows, so it is exact for every size; its gradients are the plain ones."""
-    model, x, reduce = Losses(3, 2), torch.randn(11, 3), {"metrics": {"loss": "mean", "count": "sum"}}
-    assert_joined(model, lambda rows: torch.randn(rows, 3), rows=(1, 3, 11), reduce=reduce)
-    plain = torch.autograd.grad(model(x)["metrics"]["loss"], model.weight)
-    with parallel(model, THREE, reduce=reduce):
-        assert_close(torch.autograd.grad(model(x)["metrics"]["loss"], model.weight), plain)

@@ -16,7 +16,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import Parallel, SessionError, parallel
-from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler reads after a break
 TWO = ["cpu"] * 2
@@ -128,14 +127,6 @@ def test_methods_are_parallel_by_name():
     with parallel(model, THREE, methods=("forward", "generate")) as p:
         assert_close((model(x), model.generate(x, steps=3)), plain)
         assert (p.stats().calls, p.stats().shards) == (2, (3, 2, 2))
-
-
-@pytest.mark.parametrize("operator", [torch.ops.aten.mul, torch.ops.aten.mul.Scalar], ids=["packet", "overload"])
-def test_torch_operators_in_closures(operator):
-    x = torch.rand(7, 2)
-    with parallel(lambda x: operator(x, 2), TWO, out_dims=0) as p:
-        assert_close(p(x), 2 * x)
-        assert_close(p.submit(x).result(PATIENCE_S), 2 * x)
 
 
 def test_root_hooks_see_the_whole_batch():

@@ -124,14 +124,6 @@ def test_closing_drops_batches():
         list(late)
 
 
-def test_errors_come_with_their_batches():
-    """Of the model, and of a dict that is no call of it."""
-    with parallel(lambda x: 1 / x, TWO) as p:
-        pairs = list(p.map([1, 0, {"y": 1}, 2], return_exceptions=True, with_inputs=True))
-    kinds = [(batch, type(output)) for batch, output in pairs]
-    assert kinds == [(1, float), (0, ZeroDivisionError), ({"y": 1}, TypeError), (2, float)]
-
-
 def test_batches_are_freed():
     """A stream of large batches keeps no batch that is done."""
     alive = []
