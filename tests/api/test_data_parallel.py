@@ -61,16 +61,6 @@ def test_outputs_and_gradients(rows, dim):
         assert_close([p.grad for p in net.parameters()], plain)
 
 
-def test_nested_and_keyword_inputs():
-    def forward(pair, *, more, k, none=None):
-        assert none is None
-        return {"sum": pair[0] + pair[1] + more["a"][0] * k, "rows": [pair[0]]}
-
-    a, b, c = torch.randn(3, 7, 2)
-    out = DataParallel(Calls(forward), THREE)((a, b), more={"a": [c]}, k=2.0)
-    assert_close(out, {"sum": a + b + c * 2, "rows": [a]})
-
-
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_scalars_become_a_vector(rows):
     """As in torch, there is one value per device. The warning points to the caller's line, once."""
@@ -109,7 +99,8 @@ def test_hooks_run_as_in_torch():
 def test_calls_make_no_reference_cycles():
     """As in torch: the first calls, plain and cut, leave no work for the garbage collector."""
     net = DataParallel(nn.Sequential(nn.Linear(1, 1)), TWO)
-    gc.collect()
+    while gc.collect():
+        pass  # garbage of the compiler, of other tests, needs several rounds
     for rows in (1, 4):
         net(torch.randn(rows, 1))
     assert gc.collect() == 0
