@@ -395,6 +395,8 @@ def test_cures_of_collate_functions():
     assert_same(tp_collate(2)(torch.stack)(list(iter(X))), PARTS)
     with says("the collate function's parts differ.*Return the same structure for any number of samples"):
         tp_collate(2)(one_or_two)(samples[:3])
+    with says("part 1 has 1 item, part 0 has 2"):  # no value is dropped as by zip
+        tp_collate(2)(tuple)([1, 2, 3])
     assert_same(tp_collate(2)(pairs)(samples[:3])[0], X[:3].split([2, 1]))
 
 
@@ -404,6 +406,8 @@ def test_cures_of_parts():
     with says(r"args\[1\] is a PackedSequence\. Give a tuple or list with one part per device"):
         tuple_parallel(PARTS, pack_sequence([X]))
     assert_same([tuple_parallel(PARTS), tuple_parallel([*PARTS])], [NEGATIVE, NEGATIVE])
+    with says(r"kwargs\[\"batch\"\]\[\"y\"\] is a int"):
+        TupleParallel(Double(), TWO)(batch={"x": PARTS, "y": 3})
     negate = functools.partial(tuple_parallel, function=lambda batch: -batch["x"])
     with says(r"args\[0\]\[\"x\"\] is a Tensor\. .*If the dict itself is one part, give a tuple with one dict per device"):
         negate({"x": X})

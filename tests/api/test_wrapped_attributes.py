@@ -77,6 +77,18 @@ def test_missing_names(wrap):
         _ = type(net).__new__(type(net)).nothing  # before __init__
 
 
+def test_failing_property_of_a_subclass():
+    """It raises its own error, even if the module has an attribute of that name."""
+
+    class Mine(DataParallel):
+        @property
+        def threshold(self):
+            return self.module.no_such_layer
+
+    with pytest.raises(AttributeError, match="no attribute 'no_such_layer'"):
+        _ = Mine(Model(), TWO).threshold
+
+
 def test_own_names_come_first():
     """As in torch, setting stays on the DataParallel. Special methods are not looked up."""
     model = Model()

@@ -144,22 +144,6 @@ def test_double_backward():
         assert_close(gradients(), plain)
 
 
-def test_frozen_parameters():
-    """Also if they are frozen or unfrozen inside the block. A frozen model has outputs without a graph."""
-    model, x = mlp(), torch.randn(7, 4)
-    model[0].requires_grad_(requires_grad=False)
-    with parallel(model, THREE):
-        model(x).sum().backward()
-        assert [model[0].weight.grad is None, model[2].weight.grad is None] == [True, False]
-        model[0].requires_grad_()
-        model[2].requires_grad_(requires_grad=False)
-        model.zero_grad()
-        model(x).sum().backward()
-        assert [model[0].weight.grad is None, model[2].weight.grad is None] == [False, True]
-        model.requires_grad_(requires_grad=False)
-        assert not model(x).requires_grad
-
-
 def test_training_equals_plain_training():
     """A hook on a parameter runs once per step and gets the sum of the lanes' gradients."""
     plain, seen = mlp(), []

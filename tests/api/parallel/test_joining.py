@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from parawrap import GatherError, parallel
 from tests.helpers.same import assert_same
@@ -82,22 +81,6 @@ def test_outputs_with_rows(target):
 def test_outputs_without_rows(target):
     """Also if a shard has as many rows as the output is long."""
     assert_refused(target)
-
-
-@pytest.mark.parametrize(
-    "mix",
-    [lambda y: y.softmax(0), lambda y: y - y.mean(0), lambda y: y.cumsum(0), lambda y: y * len(y)],
-    ids=["softmax", "centred", "cumsum", "by length"],
-)
-def test_models_that_mix_rows(mix):
-    """Each lane mixes its own rows, and gradients are those of the shards."""
-    layer, x = nn.Linear(3, 2), torch.randn(9, 3)
-    with parallel(lambda x: mix(layer(x)), THREE) as p:
-        output = p(x)
-    expected = torch.cat([mix(layer(part)) for part in x.split(p.stats().shards)])
-    assert_close(output, expected)
-    gradients = [torch.autograd.grad(each.square().sum(), layer.weight) for each in (output, expected)]
-    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -373,22 +373,16 @@ def test_equal_batches_are_recognized(kind):
     assert digest_value(one) == digest_value(same)
 
 
-SAMPLES = """
-import torch
-from pathlib import Path
+SETS = """
 from parawrap.engine.digest import digest_value
-
-tensor = torch.arange(12.0).view(3, 4)
-sets = {*"abcdefgh"}, {"k": frozenset("ijklmnop")}
-samples = [*sets, Path("x"), tensor[1], tensor.t(), tensor.to_sparse(), tensor.numpy()[:, 1]]
-print([digest_value(sample).hex() for sample in samples])
+print(digest_value([{*"abcdefgh"}, {"k": frozenset("ijklmnop")}]).hex())
 """
 
 
 def test_digests_in_another_process(tmp_path, monkeypatch):
     """Sets and hashes of strings have another order in each process."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert run_script(tmp_path, SAMPLES) == run_script(tmp_path, SAMPLES, fresh=True)
+    assert run_script(tmp_path, SETS) == run_script(tmp_path, SETS, fresh=True)
 
 
 CYCLE = Sample()
