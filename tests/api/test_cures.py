@@ -40,7 +40,7 @@ from parawrap import (
 )
 from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
-from tests.helpers.cures import run, says, try_values
+from tests.helpers.cures import run, says
 from tests.helpers.same import assert_same
 from tests.helpers.worlds import ROOT
 
@@ -81,10 +81,10 @@ OPTIONS = {
     # what is wrong: the name, wrong values, the message, and values of the cure
     "methods": ("methods", ["forward", ()], r"not a sequence of names\. .*methods=\(\"forward\",\)", [("forward",)]),
     "a missing method": ("methods", [("nothing",)], "'nothing', but Double has no such method", [("forward",)]),
-    "workers": ("workers", ["threads"], 'give "thread" or "process"', ["thread", "process"]),
-    "retries": ("retries", [-1, "1"], "give a number of further attempts, at least 0", [0]),
-    "dim": ("dim", ["0", True], "give the dim that the rows lie on, such as 0", [0]),
-    "unit": ("unit", [0, 2.0], "give the number of rows that stay together, at least 1", [1]),
+    "workers": ("workers", ["threads"], 'workers=.+: give "thread" or "process"', ["thread", "process"]),
+    "retries": ("retries", [-1, "1"], "retries=.+: give a number of further attempts, at least 0", [0]),
+    "dim": ("dim", ["0", True], "dim=.+: give the dim that the rows lie on, such as 0", [0]),
+    "unit": ("unit", [0, 2.0], "unit=.+: give the number of rows that stay together, at least 1", [1]),
     "in_dims": ("in_dims", [0, (0, None)], r"is not a mapping\. Use in_dims=\{\"parameter name\"", [{"x": 0}]),
     "a missing parameter": ("in_dims", [{"y": 0}], "names 'y', but Double has no such .* It has: x", [{"x": 0}]),
     "an entry of in_dims": (
@@ -104,10 +104,11 @@ OPTIONS = {
 def test_cures_of_options(what):
     """The error comes at the call of `parallel`, and is a ShardError, or a GatherError if outputs are concerned."""
     name, wrong, message, cures = OPTIONS[what]
-    try_values(lambda value: run(parallel(Double(), TWO, **{name: value}), X), [], message, cures, 2 * X)
     for value in wrong:
         with pytest.raises(GatherError if name in ("out_dims", "reduce", "join") else ShardError, match=message):
             parallel(Double(), TWO, **{name: value})
+    for value in cures:
+        assert_same(run(parallel(Double(), TWO, **{name: value}), X), 2 * X)
 
 
 def test_cures_of_targets():
@@ -189,31 +190,34 @@ def test_a_generator_is_not_decorated():
 # -- map, check_rowwise, compare, collect
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message", "cures"),
-    [
-        ([{"buffersize": 0}], "buffersize=0 is too small.*Use 1 or more", [{"buffersize": 1}]),
-        ([{"chunksize": 0}], 'chunksize=0: .*Use 1 or more, or "auto"', [{"chunksize": 1}, {"chunksize": "auto"}]),
-        (
-            [{"chunksize": 2, "buffersize": 1}],
-            "buffersize=1 has no room for chunksize=2 batches. Use at least as many",
-            [{"chunksize": 2, "buffersize": 2}],
-        ),
-        (
-            [{"prepare": 0.5}, {"prepare": "tuple"}],
-            "prepare=.* is not callable. Give a function of one batch that returns the model's arguments",
-            [{"prepare": torch.clone}],
-        ),
-        ([{"key": "id"}], "key='id' is not callable", []),
-        ([{"key": len}], "key= is given without resume=", [{}]),
-    ],
-    ids=lambda each: "-".join(each[0]) if isinstance(each, list) and each else "",
-)
-def test_cures_of_streams(wrong, message, cures):
+STREAMS = {
+    # what is wrong: wrong options, the message, and options of the cure
+    "buffersize": ({"buffersize": 0}, "buffersize=0 is too small.*Use 1 or more", [{"buffersize": 1}]),
+    "chunksize": ({"chunksize": 0}, 'chunksize=0: .*Use 1 or more, or "auto"', [{"chunksize": 1}, {"chunksize": "auto"}]),
+    "a small buffer": (
+        {"chunksize": 2, "buffersize": 1},
+        "buffersize=1 has no room for chunksize=2 batches. Use at least as many",
+        [{"chunksize": 2, "buffersize": 2}],
+    ),
+    "prepare": (
+        {"prepare": "tuple"},
+        "prepare='tuple' is not callable. Give a function of one batch that returns the model's arguments",
+        [{"prepare": torch.clone}],
+    ),
+    "key": ({"key": "id"}, "key='id' is not callable", []),
+    "key alone": ({"key": len}, "key= is given without resume=", [{}]),
+}
+
+
+@pytest.mark.parametrize("what", STREAMS)
+def test_cures_of_streams(what):
     """The error comes at the call of `map`."""
+    wrong, message, cures = STREAMS[what]
     with parallel(Double(), TWO) as p:
-        try_values(lambda options: p.map(PARTS, **options), wrong, message, [], None)
-        try_values(lambda options: [*p.map(PARTS, **options)], [], message, cures, [2 * part for part in PARTS])
+        with pytest.raises(ShardError, match=message):
+            p.map(PARTS, **wrong)
+        for options in cures:
+            assert_same([*p.map(PARTS, **options)], [2 * part for part in PARTS])
 
 
 def test_cures_of_sources():

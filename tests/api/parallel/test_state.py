@@ -74,24 +74,27 @@ def test_training_keeps_lane_0(grad):
 
 
 def test_training_puts_back_others():
-    """Buffers that forward assigns, and attributes, though all lanes wrote the same."""
+    """Buffers that forward assigns, and attributes, though all lanes wrote the same. A loss is as any other tensor."""
 
     def run(self, x):
         self.count += len(x)
         self.table = torch.full((2,), float(self.count))
-        return self.norm(x) + self.table
+        self.loss = (x * self.weight).mean()
+        return self.norm(x) + self.table + 0 * self.loss
 
     model = stateful(run)
-    table = model.table
+    model.weight = nn.Parameter(torch.ones(2))
+    table, loss = model.table, torch.zeros(())
+    model.loss = loss
 
     def use():
         with parallel(model, TWO, out_dims=0):
             for _ in range(2):
-                model(torch.randn(8, 2))
+                model(torch.randn(8, 2)).sum().backward()
 
     (message,) = warnings_of(use)
-    assert [name for name in ("count", "table") if name not in message] == []
-    assert model.table is table
+    assert [name for name in ("count", "table", "loss") if name not in message] == []
+    assert (model.table is table, model.loss is loss) == (True, True)
     assert (model.count, table.tolist()) == (0, [1, 1])
     assert model.norm.num_batches_tracked == 2, "another module's writes in place come back"
 
@@ -420,25 +423,3 @@ def test_writes_without_a_version():
             model(x * 3 + 1)
             model.learns = False
             assert_close(model(x), functional.batch_norm(x, model.mean, model.var))
-
-
-def note_a_loss(self, x):
-    self.aux = (x * self.weight).mean()
-    return x * self.weight
-
-
-@pytest.mark.parametrize("is_buffer", [True, False])
-def test_losses_kept_by_forward(is_buffer):
-    """A tensor with a gradient is put back as any other, with a warning, and is never one lane's."""
-    weight, old = nn.Parameter(torch.randn(4)), torch.zeros(())
-    model = Stateful(note_a_loss, {"aux": old} if is_buffer else None, weight=weight)
-    model.aux = old
-
-    def use():
-        with parallel(model, TWO, out_dims=0):
-            model(torch.ones(8, 4)).sum().backward()
-
-    (message,) = warnings_of(use)
-    assert "aux" in message
-    assert model.aux is old
-    assert_close(model.weight.grad, torch.full((4,), 8.0))
