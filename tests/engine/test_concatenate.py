@@ -5,36 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.properties import given, st
-from tests.helpers.shards import OPTIONS, joined, refusal
-
-numpy = pytest.importorskip("numpy")
+from tests.helpers.shards import joined, refusal
 
 META = torch.device("meta")
-DIMS = st.sampled_from([0, 1, -1, -2])
-
-
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=4), DIMS, st.sampled_from(["cat", "pad"]))
-def test_rows_are_concatenated_in_order(sizes, dim, how):
-    whole = torch.arange(float(sum(sizes) * 3)).view((-1, 3) if dim in (0, -2) else (3, -1))
-    parts = whole.split(sizes, dim)
-    for rules in ({"dim": dim}, {"out_dims": dim}, {"dim": dim, "out_dims": "ragged"}):
-        if len(set(sizes)) > 1 or "out_dims" in rules:
-            assert torch.equal(joined(*parts, sizes=tuple(sizes), join=how, **rules), whole)
-    found = joined(*(part.numpy() for part in parts), sizes=tuple(sizes), out_dims=dim)
-    assert numpy.array_equal(found, whole.numpy())
-
-
-def test_ragged_shapes_are_refused():
-    message = refusal({"h": [torch.zeros(3, 5)]}, {"h": [torch.zeros(1, 7)]})
-    for part in ('output["h"][0]', "(3, 5), (1, 7)", "differ beyond dim 0", 'join="pad"', *OPTIONS):
-        assert part in message
-    assert "(3, 2), (1, 4)" in refusal(numpy.zeros((3, 2)), numpy.zeros((1, 4)))
-    for make in (torch.zeros, numpy.zeros):
-        assert "(3,), (1,)" in refusal(make(3), make(1), dim=1, out_dims="ragged")
-    # With torch.cat, the joined dtype would differ from that of the plain call.
-    message = refusal(torch.zeros(3, dtype=torch.int64), torch.zeros(1))
-    assert "tensors of torch.float32 and torch.int64" in message
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quantize_per_channel")

@@ -11,9 +11,8 @@ import torch
 
 from parawrap.engine.cut import Cutter
 from parawrap.errors import ShardError
-from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
-from tests.helpers.shards import cut, cutter, planned, uncut
+from tests.helpers.shards import cut, cutter, planned
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
@@ -27,35 +26,6 @@ def test_one_row_is_broadcast(rows):
     for shard in cut(Cutter(dim=1), columns, scale, one[0]):  # tensors without the dim
         assert shard.args[1] is scale
         assert shard.args[2].shape == (3,)
-
-
-@given(st.integers(0, 20), st.sampled_from([0, 1, -1]), st.integers(1, 5), st.booleans())
-def test_all_ways_to_pass_tensors_agree(rows, dim, lanes, has_scalar):
-    tensors = [torch.zeros(rows, rows), torch.ones(rows, rows), *([torch.tensor(1.0)] if has_scalar else [])]
-    short, _ = planned(Cutter(dim), *tensors, lanes=lanes)
-    long, _ = planned(Cutter(dim), lanes=lanes, **dict(zip("abc", tensors, strict=False)))
-    assert (short.sizes, short.dims, short.rows) == (long.sizes, long.dims, rows)
-    assert Cutter(dim).rows(tuple(tensors)) == rows
-
-
-def test_rows_are_views_or_copies():
-    """A lane may write into views without gradients, and into copies with them."""
-    x = torch.arange(6.0)
-    with torch.no_grad():
-        first, second = cut(Cutter(), x)
-        second.args[0][0] = 9
-    assert first.args[0].data_ptr() == x.data_ptr()
-    assert x[3] == 9
-    plan, flat = planned(Cutter(), x)
-    ((one, other),) = plan.columns(flat, copy=True)
-    one.add_(torch.nn.Parameter(torch.ones(())))
-    assert x[0] == 0
-    plan.write_back(flat, [(one, other)])
-    assert x.tolist() == [1, 2, 3, 9, 4, 5]
-    assert x.requires_grad
-    message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
-    assert "args[1] of shape (4, 4) and layout torch.sparse_coo cannot be split" in message
-    assert "in_dims has None" in message
 
 
 @dataclasses.dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict, namedtuple
+from collections import UserDict
 
 import pytest
 import torch
@@ -11,22 +11,9 @@ from tests.helpers.shards import Output, joined, refusal, rows
 
 numpy = pytest.importorskip("numpy")
 
-Pair = namedtuple("Pair", "first second")
-
 
 class Fields(UserDict):
     """A Mapping that is not a dict."""
-
-
-def test_one_dim_or_one_per_item():
-    """Also with equal shards. For an LSTM, the output has its rows on dim 0 and the states have them on dim 1."""
-    found = joined(*({"a": part, "b": [part, (part,)]} for part in rows(2, 2)), sizes=(2, 2), out_dims=0)
-    assert found["a"].shape == found["b"][0].shape == found["b"][1][0].shape == (4, 2)
-    assert joined(torch.zeros(5, 2), torch.zeros(5, 2), sizes=(2, 2), out_dims=-1).shape == (5, 4)
-    outputs = [(torch.zeros(n, 7, 3), Pair(torch.zeros(2, n, 3), torch.ones(2, n, 3))) for n in (2, 2)]
-    found = joined(*outputs, sizes=(2, 2), out_dims=(0, (1, 1)))
-    assert [tuple(part.shape) for part in (found[0], *found[1])] == [(4, 7, 3), (2, 4, 3), (2, 4, 3)]
-    assert (type(found), type(found[1])) == (tuple, Pair)
 
 
 @pytest.mark.parametrize(("make", "declare"), [(dict, Output), (Fields, dict), (Output, dict)])
@@ -70,24 +57,6 @@ def test_none_declares_one_value():
         assert "out_dims" in refusal(one, other, sizes=(2, 2), out_dims=None)
     for make in (float, lambda value: torch.tensor([1.0, value]), lambda value: numpy.array([value])):
         assert "nan" in str(joined(make(float("nan")), make(float("nan")), out_dims=None))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "out_dims", "reduce"),
-    [
-        ((torch.tensor(2), torch.tensor(2)), None, "sum"),
-        ((2, 2), None, "sum"),
-        ([(torch.tensor(2), torch.zeros(2)) for _ in range(2)], (None, 0), "sum"),
-        ([{"m": torch.zeros(3, 3)}] * 2, {"m": None}, {"m": "sum"}),
-        ([{"m": numpy.zeros(3)}] * 2, {"m": None}, {"m": "sum"}),
-    ],
-)
-def test_none_contradicts_reduce(outputs, out_dims, reduce):
-    """Two lanes that both count 2 are 4, and not the same value. The cures work."""
-    message = refusal(*outputs, sizes=(2, 2), out_dims=out_dims, reduce=reduce)
-    assert f"out_dims=None says that every lane returned the same value, and reduce={'sum'!r} puts" in message
-    assert joined((3, torch.zeros(2)), (3, torch.zeros(2)), sizes=(2, 2), out_dims=(0, 0), reduce="sum")[0] == 6
-    assert joined((3, 1), (3, 4), out_dims=(None, 0), reduce=(None, "sum")) == (3, 5)
 
 
 def test_items_and_ragged():

@@ -9,7 +9,6 @@ from torch.nn.utils import rnn
 from parawrap.engine.cut import Cutter
 from parawrap.engine.rules.registry import register_split
 from parawrap.errors import ShardError
-from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU, cut, cutter, joined, refusal, uncut
 
 META = torch.device("meta")
@@ -94,26 +93,6 @@ def test_registered_rows_must_agree():
     assert joined(value, value, sizes=(2, 2)) is value
     assert joined([value], sizes=(2,), device=CPU)[0] is value
     assert joined([value], sizes=(2,), device=CPU, reduce="stack")[0] is value
-
-
-lengths = st.lists(st.integers(1, 4), min_size=1, max_size=6)
-
-
-@given(lengths, st.integers(1, 4), st.booleans())
-def test_packed_sequences_keep_order(lengths, lanes, is_sorted):
-    """Parts are whole sequences in the caller's order; the joined data, order, and indices are those of the original."""
-    lengths = sorted(lengths, reverse=True) if is_sorted else lengths
-    sequences = [torch.randn(length, 2, requires_grad=True) for length in lengths]
-    packed = rnn.pack_sequence(sequences, enforce_sorted=is_sorted)
-    shards = cut(Cutter(), packed, lanes=lanes)
-    parts = [shard.args[0] for shard in shards]
-    assert all(map(torch.equal, [each for part in parts for each in rnn.unpack_sequence(part)], sequences))
-    assert not is_sorted or {part.sorted_indices for part in parts} == {None}
-    found = joined(*parts, sizes=tuple(shard.rows for shard in shards), out_dims=0)
-    found.data.sum().backward()
-    assert all(torch.equal(each.grad, torch.ones_like(each)) for each in sequences)
-    for one, other in zip(found, packed, strict=True):
-        assert one is other is None or torch.equal(one, other)
 
 
 def test_options_of_packed_sequences():
