@@ -20,6 +20,7 @@ class Net(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.0), nn.Linear(7, 3))
+        self.register_parameter("unused", nn.Parameter(torch.ones(2)))
         self.double()
         type(self).seen = set()  # on the class, because a replica has its own attributes
 
@@ -115,9 +116,9 @@ def test_flags_and_data_of_copies(first, home):
 
 
 def penalty(model, x):
-    """Double backward."""
-    (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
-    (gradient.norm(dim=1) - 1).square().sum().backward()
+    """Double backward, through the gradients of the input and of a weight."""
+    gradient, of_weight = torch.autograd.grad(model(x).sin().sum(), (x, model[3].weight), create_graph=True)
+    ((gradient.norm(dim=1) - 1).square().sum() + of_weight.square().sum()).backward()
 
 
 def two_and_two(model, x):
@@ -158,3 +159,14 @@ def test_ways_to_run_backward(way, home):
             model.zero_grad()
             torch.testing.assert_close(outcome(model), expected)
             assert_same_gradients(model, plain)
+
+
+@HOMES
+def test_inputs_of_frozen_models(home):
+    """They get their gradient through the lanes' copies."""
+    model, leaf = Net().to(home).requires_grad_(requires_grad=False), rows(8)
+    x, plain_x = leaf.clone().requires_grad_(), leaf.to(home).requires_grad_()
+    with parallel(model, SIMS, out_dims=0):
+        model(x).square().sum().backward()
+    model(plain_x).square().sum().backward()
+    torch.testing.assert_close(x.grad, plain_x.grad.cpu())

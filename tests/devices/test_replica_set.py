@@ -119,31 +119,6 @@ def test_writes_without_a_version(steps):
                 optimizer.step()
 
 
-@HOMES
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_grad_modes_in_any_order(first, home):
-    """A block opened and first called in any mode serves calls in all modes, with parameter changes between."""
-    model = mlp().to(home)
-    x = rows()
-    with first():
-        p = parallel(model, SIMS).__enter__()
-    for mode in [first, torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad]:
-        plain = copy.deepcopy(model)
-        with mode():
-            output, expected = model(x), plain(x.to(home))
-            torch.testing.assert_close(output.detach(), expected.detach())
-            assert output.requires_grad == expected.requires_grad
-            if output.requires_grad:
-                output.square().sum().backward()
-                expected.square().sum().backward()
-                assert_same_gradients(model, plain)
-                model.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-    p.close()
-
-
 def test_cpu_tensors_of_a_device_model():
     """If a model on a device holds a CPU tensor, the tensor is on the CPU in every lane."""
 

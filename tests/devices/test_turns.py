@@ -7,10 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from parawrap import parallel
-from tests.helpers.device_models import SIMS, assert_same_gradients, dropout, rows
+from tests.helpers.device_models import SIMS, dropout, rows
 
 TWICE = ["sim:0", "sim:0"]
 DRAWS = r"lanes that share a random generator drew from it.*torch\.use_deterministic_algorithms\(True\)"
@@ -53,32 +52,6 @@ def test_lanes_draw_in_order(devices):
             torch.manual_seed(seed)
             torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split(p.stats().shards)]))
             assert torch.equal(after, torch.rand(4))
-
-
-def test_checkpoints_repeat_the_masks():
-    """With and without checkpointing, a seed gives the same gradients.
-
-    The lanes share one device because backward runs one thread per device, and all simulated devices share the CPU's
-    random generator.
-    """
-
-    class Checkpointed(nn.Module):
-        def __init__(self, body):
-            super().__init__()
-            self.body = body
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=False)
-
-    plain = dropout("sim:0")
-    model = Checkpointed(copy.deepcopy(plain))
-    x = rows(11)
-    for each in (model, plain):
-        with parallel(each, ["sim:1"] * 3):
-            for seed in range(3):
-                torch.manual_seed(seed)
-                each(x).square().sum().backward()
-    assert_same_gradients(model.body, plain)
 
 
 @pytest.fixture

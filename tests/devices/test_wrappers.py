@@ -113,17 +113,6 @@ def test_functions_on_four_devices():
     assert_same_gradients(model, plain)
 
 
-def test_close_frees_memory(closing):
-    model = mlp().to("sim:0").requires_grad_(False)
-    wrapped = closing(DataParallel(model))
-    before = simdevice.stats().live_bytes
-    for _ in range(2):
-        wrapped(rows())
-        assert simdevice.stats().live_bytes > before
-        wrapped.close()
-        assert simdevice.stats().live_bytes == before
-
-
 def lanes_of(net):
     """Return the devices that calls of a ParallelWrapper use."""
     return net.model.device_ids if isinstance(net.model, DataParallel) else [next(net.parameters()).device]
@@ -152,19 +141,14 @@ def test_auto_uses_every_device():
 
 
 def test_auto_starts_at_the_current():
+    """With `use_data_parallel=False`, it is the first device, also in `to("auto")`."""
     with torch.sim.device(2):
         net = ParallelWrapper(mlp(), "auto")
+        alone = ParallelWrapper(mlp(), "auto", use_data_parallel=False)
     assert (net.device, lanes_of(net)) == ("sim:2", [2, 0, 1, 3])
     assert str(net(rows()).device) == "sim:2"
-
-
-@pytest.mark.parametrize("device", ["auto", "sim:1"])
-def test_without_data_parallel(device):
-    """With `use_data_parallel=False`, every `device` gives one device, also in `to("auto")`."""
-    net = ParallelWrapper(mlp(), device, use_data_parallel=False)
-    assert not isinstance(net.model, DataParallel)
-    assert not isinstance(net.to("auto").model, DataParallel)
-    assert net.device == "sim:0"
+    for each in (alone, alone.to("auto"), ParallelWrapper(mlp(), "sim:1", use_data_parallel=False).to("auto")):
+        assert (each.device, lanes_of(each)) == ("sim:0", [torch.device("sim:0")])
 
 
 def test_moves_between_auto_and_one():
@@ -224,16 +208,6 @@ def test_options_of_transfer(closing):
     for transfer in (False, True):
         joined = closing(TupleParallel(model, reduction=cat, transfer_output=transfer))
         torch.testing.assert_close(joined(x.chunk(4)), model(x.to("sim:0")))
-
-
-def test_without_transfer_of_inputs(closing):
-    """With `transfer_input=False`, no part is moved. A part on the wrong device raises torch's error."""
-    model = mlp().to("sim:0")
-    wrapped = closing(TupleParallel(model, transfer_input=False))
-    parts = [part.to(device) for part, device in zip(rows(8).chunk(4), SIMS, strict=True)]
-    assert devices_of(wrapped(parts)) == SIMS
-    with pytest.raises(RuntimeError, match="same device"):
-        wrapped(parts[::-1])
 
 
 @pytest.mark.parametrize("devices", [SIMS, 4], ids=str)

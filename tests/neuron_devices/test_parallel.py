@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from parawrap import DataParallel, DeviceUnavailableError, neuron, parallel, testing
-from parawrap.backends import names_cores
 from parawrap.cli import _doctor
 from parawrap.neuroncores import runtime
 from tests.helpers.device_models import assert_same_training_step, mlp, rows
@@ -69,14 +68,8 @@ def test_packages_with_trace(torch_neuronx, monkeypatch):
     assert named(parallel(mlp(), [torch.device("neuron", 1)])) == ["neuron:1"]
 
 
-def test_module_that_cannot_count(monkeypatch):
-    """Then "neuron:0" is a core for compiled models."""
-    monkeypatch.delattr(torch.neuron, "device_count")
-    assert names_cores("neuron:0")
-
-
-def test_emulated_cores_come_first():
-    """Inside `neuron_host`, "neuron" names the emulated cores, whatever package is installed."""
+def test_emulated_cores_come_first(monkeypatch):
+    """Inside `neuron_host`, and with PARAWRAP_NEURON_RUNTIME=host, "neuron" names the emulated cores."""
     with testing.neuron_host(cores=2):
         model = neuron.trace(mlp(), rows(1))
         with parallel(model, "neuron") as p:
@@ -84,10 +77,6 @@ def test_emulated_cores_come_first():
             assert model(rows(3)).device.type == "cpu"
         assert neuron.core_count() == 2
     assert named(parallel(mlp(), "neuron")) == ALL
-
-
-def test_emulated_cores_by_environment(monkeypatch):
-    """PARAWRAP_NEURON_RUNTIME=host has the same effect."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
     assert [str(core) for core in parallel(mlp(), "neuron").devices] == ["nc:0", "nc:1", "nc:2"]
