@@ -68,8 +68,7 @@ class Double:
         assert self._cores is None, "two threads entered the context, which is documented as not thread-safe"
         self.calls.append((f"{self._place}.neuron_cores_context", start_nc, nc_count))
         if not 0 < nc_count <= self._host.core_count() - start_nc:
-            msg = f"invalid number of NeuronCores: {nc_count}"
-            raise ValueError(msg)
+            raise ValueError(f"invalid number of NeuronCores: {nc_count}")
         self._cores = start_nc, nc_count
         try:
             yield

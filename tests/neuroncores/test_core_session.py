@@ -98,20 +98,6 @@ def test_untraced_model_is_refused(host):
         tuple_fn(torch.tanh, parallel=True, devices=["nc:0"])((torch.zeros(1),))
 
 
-def test_wrong_keywords_are_refused(host):
-    """By TorchScript. No inference runs."""
-    model = neuron.trace(lambda x, mask, z: x * mask + z, tuple(torch.ones(1, 3) for _ in range(3)))
-    x = torch.ones(4, 3)
-    with parallel(model, TWO) as p:
-        assert torch.equal(p(x, z=x, mask=x), 2 * x)
-        ran = host.stats()
-        with pytest.raises(RuntimeError, match=r"expected at most 4 argument\(s\) but received 5.* Tensor mask, Tensor z"):
-            p(x, mask=x, z=x, q=x)
-        with pytest.raises(RuntimeError, match="missing value for argument 'z'"):
-            p(x, mask=x)
-        assert host.stats() == ran
-
-
 def test_options_of_the_block(host):
     """Outputs without rows are refused unless `reduce` or `out_dims` declares them. A table is named by `in_dims`."""
     model = neuron.trace(lambda x, table: (x @ table, x.sum()), (torch.zeros(2, 3), torch.zeros(3, 5)))
@@ -125,19 +111,6 @@ def test_options_of_the_block(host):
             p.submit(x, table).result()
     with parallel(compiled_linear()[1], TWO, join="list") as p:
         assert [len(output) for output in p(torch.randn(8, 3))] == [2] * 4
-
-
-def test_normalization_in_train_mode(host):
-    """As in torch.nn.DataParallel, the statistics of the first lane's rows come back to the model."""
-    plain, compiled = compiled_linear()
-    norm, expected, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.randn(8, 3)
-    model = nn.Sequential(norm, compiled)
-    with torch.no_grad(), parallel(model, TWO) as p:
-        p(x)
-        expected(x[:4])
-        torch.testing.assert_close(norm.state_dict(), expected.state_dict())
-        model.eval()
-        torch.testing.assert_close(p(x), plain(expected.eval()(x)))
 
 
 def test_calls_that_run_plainly(host):
