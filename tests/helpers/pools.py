@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from parawrap import Platform, parallel
 
 CPUS = ["cpu", "cpu"]
@@ -25,3 +27,16 @@ def processes(target, **options):
 def outputs_of(p, model, x):
     """Return the output of a cut call, and of two whole calls."""
     return [model(x), *p.map([x, x])]
+
+
+class OnlyHere:
+    """A value that cannot be unpickled in another process."""
+
+    def __reduce__(self):
+        return _only_in, (os.getpid(),)
+
+
+def _only_in(home):
+    if os.getpid() != home:
+        raise LookupError("not at home")
+    return OnlyHere()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 
 from tests.helpers.pools import processes
 
+MIB = 1 << 20
 TENSORS = {
     "step": lambda: torch.arange(100.0).view(10, 10)[::2, 3:5],
     "expanded": lambda: torch.randn(1, 3).expand(5, 3),
@@ -73,6 +75,12 @@ def test_output_on_freed_memory(block):
     x = torch.ones(5000, 8)
     for output in (block.submit(rows, x).result(), *block.map([(rows, x)] * 4, chunksize=1)):
         assert_close(output.tensor, x)
+    x = torch.rand(MIB)
+    view, expected = block.submit(lambda x: x[10:].view(2, -1), x).result(), x[10:].view(2, -1).clone()
+    del x
+    for _ in range(4):  # other messages do not use the memory of the view
+        block.submit(torch.clone, torch.zeros(MIB)).result()
+    assert_close(view, expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -113,3 +121,14 @@ def test_shard_travels_without_batch(block):
         return x.stride(), x.untyped_storage().nbytes()
 
     assert block.submit(measure, torch.randn(300, 400)[5:7]).result() == ((400, 1), 2 * 400 * 4)
+
+
+@pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
+def test_messages_that_grow(block):
+    """Memory that tensors have outgrown is freed, and its descriptor closed. A large text never blocks."""
+    held = []
+    for size in range(16, 24):
+        assert block.submit(torch.sum, torch.ones(1 << size)).result() == 1 << size
+        held.append(psutil.Process().num_fds())
+    assert max(held) - min(held) <= 2  # one per lane, with its first tensor
+    assert block.submit(len, "x" * (4 * MIB)).result() == 4 * MIB

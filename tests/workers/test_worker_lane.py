@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
-import signal
-import sys
 import threading
-import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import psutil
@@ -19,7 +15,7 @@ from torch import nn
 from parawrap import SessionError, UnsendableError, parallel
 from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.waiting import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -93,64 +89,6 @@ def test_queued_calls_run_or_cancel(gate):
         assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
 
 
-def test_call_to_a_dead_worker_runs(gate):
-    """The thread that would notice the death is in a callback. The call did not run, so it needs no retry."""
-
-    def kill_worker(done):
-        pid = done.result()[1]
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not psutil.pid_exists(pid), "the end of all threads of the worker")
-        is_dead.set()
-        assert is_sent.wait(PATIENCE_S)
-
-    is_dead, is_sent = threading.Event(), threading.Event()
-    with gate, parallel(Gated(gate.paths), ["cpu"], workers="process", retries=0) as p:
-        p.submit(*numbers(1)).add_done_callback(kill_worker)
-        gate.open(1)
-        assert is_dead.wait(PATIENCE_S)
-        second = p.submit(*numbers(2))
-        is_sent.set()
-        assert firsts([second.result()]) == [2]
-
-
-@pytest.mark.parametrize("what", ["refresh", "close"])
-def test_callback_waits_for_no_thread(gate, what):
-    """It may refresh or close while another thread waits for its lane, to send a change of the model."""
-    model, called, failed = Gated(gate.paths), threading.Event(), []
-
-    def change():
-        try:
-            with torch.no_grad():
-                model.weight.mul_(2)
-                p.submit(*numbers(2)).result()
-        except BaseException as error:
-            failed.append(error)
-
-    def is_waiting():
-        frame = sys._current_frames().get(other.ident)
-        return not other.is_alive() or (frame is not None and frame.f_code.co_name == "wait")
-
-    def callback(_):
-        if not first.acquire(blocking=False):
-            return
-        other.start()
-        eventually(is_waiting, "a thread that waits for the lane")
-        getattr(p, what)()
-        called.set()
-
-    other, first = threading.Thread(target=change), threading.Lock()
-    with processes(model) as p, gate:
-        for batch in numbers(1, 3, 5, 7):
-            p.submit(batch).add_done_callback(callback)
-        gate.wait_for(2)
-        gate.open(1)
-        assert called.wait(PATIENCE_S)
-        gate.open(100)
-        other.join(PATIENCE_S)
-        assert not other.is_alive()
-    assert [type(error) for error in failed] in ([], [SessionError])  # the block may be closed
-
-
 def test_parts_of_a_call_have_one_model():
     """Another thread changes the model, and calls it, at the same time."""
     model, x = nn.Linear(1, 1, bias=False), torch.ones(9, 1)
@@ -204,21 +142,3 @@ def test_stream_does_not_grow_memory(elements, batches):
             del output
         used.append(measure())
     assert used[1] - used[0] < 8 * MIB + 4 * batch.nbytes, "as many batches as are in flight, never all"
-
-
-def test_stream_leaves_no_garbage():
-    """Futures and outputs are freed with their last reference, also if a batch cannot be sent."""
-    batches = [torch.zeros(2), (each for each in ()), torch.zeros(2)]
-    options = {"buffersize": 6, "chunksize": 3, "return_exceptions": True}
-    with processes(nn.Identity()) as p:
-        list(p.map([torch.zeros(2)] * 6, **options))
-        gc.collect()
-        gc.disable()
-        try:
-            made = []
-            for output in p.map(batches * 2, **options):
-                made.append(weakref.ref(output))
-                del output
-            assert [each() for each in made] == [None] * 6
-        finally:
-            gc.enable()

@@ -9,14 +9,13 @@ import os
 import warnings
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from parawrap import SessionError, UnsendableError
-from tests.helpers.pools import over
+from tests.helpers.pools import OnlyHere, over
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -27,19 +26,6 @@ class CustomError(Exception):
     def __init__(self, code):
         super().__init__(f"code {code}")
         self.code = code
-
-
-class OnlyIn:
-    """A value that cannot be unpickled in another process."""
-
-    def __reduce__(self):
-        return _only_in, (os.getpid(),)
-
-
-def _only_in(home):
-    if os.getpid() != home:
-        raise LookupError("not at home")
-    return OnlyIn()
 
 
 def structured(x):
@@ -242,32 +228,6 @@ def test_warning_appears_once(block):
     assert [note for note in raised.value.__notes__ if note.startswith("in lane 0 on cpu")]
 
 
-def test_warning_of_a_class_of_the_script(block):
-    class ScriptWarning(UserWarning):
-        pass
-
-    def warn(x):
-        warnings.warn("of the script", ScriptWarning, stacklevel=1)
-        return x
-
-    for run in (block, lambda *call: block.submit(*call).result()):
-        with pytest.warns(ScriptWarning, match="of the script"):
-            run(warn, torch.ones(9))
-
-
-def test_prepare_that_cannot_be_unpickled(block, kind):
-    """Each batch has an error of its own, with a note of its own."""
-    if kind == "thread":
-        return
-    for _ in range(2):
-        outputs = list(block.map(numbers(6), prepare=partial(len, OnlyIn()), chunksize=3, return_exceptions=True))
-        assert [type(output) for output in outputs] == [LookupError] * 6
-        for number, output in enumerate(outputs):
-            assert [note for note in output.__notes__ if "of the stream" in note] == [
-                f"in batch {number} of the stream, counted from 0"
-            ]
-
-
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_unsendable_fails_one_batch(block, kind, chunksize):
     """The error names the place of the value. Threads take any value."""
@@ -291,9 +251,9 @@ def test_value_that_cannot_be_unpickled(block, kind):
     """It fails its own batch, and the workers go on."""
 
     def run(x, extra=None):
-        return OnlyIn() if int(x[0]) == 6 else (x, os.getpid())
+        return OnlyHere() if int(x[0]) == 6 else (x, os.getpid())
 
-    batches = [(run, x, OnlyIn()) if index == 1 else (run, x) for index, x in enumerate(numbers(8))]
+    batches = [(run, x, OnlyHere()) if index == 1 else (run, x) for index, x in enumerate(numbers(8))]
     outputs = list(block.map(batches * 3, chunksize=4, return_exceptions=True))
     failed = [number for number, output in enumerate(outputs) if isinstance(output, LookupError)]
     assert failed == ([] if kind == "thread" else [1, 6, 9, 14, 17, 22])
