@@ -37,8 +37,7 @@ def test_a_runtime_that_does_not_start(monkeypatch):
 
     def device_count():
         started.append(1)
-        msg = "libtpu not found"
-        raise OSError(msg)
+        raise OSError("libtpu not found")
 
     monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(device_count=device_count))
     monkeypatch.setenv("PJRT_DEVICE", "TPU")

@@ -193,34 +193,29 @@ def compare(actual: Any, expected: Any, place: str) -> None:
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         _compare_tensors(actual, expected, place)  # a lane's view of a parameter is a plain tensor
     elif type(actual) is not type(expected):
-        msg = f"{place} is {_shown(actual)} and must be {_shown(expected)}"
-        raise Wrong(msg)
+        raise Wrong(f"{place} is {_shown(actual)} and must be {_shown(expected)}")
     elif isinstance(expected, dict):
         compare(list(actual), list(expected), f"keys of {place}")
         for key, value in expected.items():
             compare(actual[key], value, f"{place}[{key!r}]")
     elif isinstance(expected, (list, tuple)):
         if len(actual) != len(expected):
-            msg = f"{place} has {len(actual)} items and must have {len(expected)}"
-            raise Wrong(msg)
+            raise Wrong(f"{place} has {len(actual)} items and must have {len(expected)}")
         for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
             compare(mine, theirs, f"{place}[{index}]")
     elif actual != expected:
-        msg = f"{place} is {actual!r} and must be {expected!r}"
-        raise Wrong(msg)
+        raise Wrong(f"{place} is {actual!r} and must be {expected!r}")
 
 
 def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, place: str) -> None:
     for name in ("shape", "dtype", "requires_grad"):
         if getattr(actual, name) != getattr(expected, name):
-            msg = f"{name} of {place} is {getattr(actual, name)} and must be {getattr(expected, name)}"
-            raise Wrong(msg)
+            raise Wrong(f"{name} of {place} is {getattr(actual, name)} and must be {getattr(expected, name)}")
     mine, theirs = actual.detach().cpu(), expected.detach().cpu()
     close = torch.isclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
     if not bool(close.all()):
         at = tuple(int(index) for index in (~close).nonzero()[0])
-        msg = f"value of {place} at {at} is {float(mine[at])} and must be {float(theirs[at])}"
-        raise Wrong(msg)
+        raise Wrong(f"value of {place} at {at} is {float(mine[at])} and must be {float(theirs[at])}")
 
 
 def _shown(value: Any) -> str:
@@ -239,18 +234,15 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, B
 def agree(actual: BaseException | None, expected: BaseException | None, place: str) -> bool:
     """Return True if neither raised. Raise Refused for an error of parawrap, and Wrong for errors of other classes."""
     if isinstance(actual, ParawrapError):
-        msg = f"{type(actual).__name__}: {actual}"
-        raise Refused(msg) from actual
+        raise Refused(f"{type(actual).__name__}: {actual}") from actual
     if type(actual) is not type(expected):
-        msg = f"{place} raised {actual!r} and must raise {expected!r}"
-        raise Wrong(msg) from actual
+        raise Wrong(f"{place} raised {actual!r} and must raise {expected!r}") from actual
     return actual is None
 
 
 def require_one_end(ends: Sequence[str], place: str) -> None:
     if len(set(ends)) > 1:
-        msg = f"equal calls in {place} ended in several ways: {ends}"
-        raise Wrong(msg)
+        raise Wrong(f"equal calls in {place} ended in several ways: {ends}")
 
 
 def _has_texts_alone(outputs: Spec) -> bool:
@@ -285,8 +277,7 @@ class Run:
             except Refused as error:
                 if self._may_be_refused():
                     raise
-                msg = f"{self.place} was refused, and every output follows the rows: {error}"
-                raise Wrong(msg) from error
+                raise Wrong(f"{self.place} was refused, and every output follows the rows: {error}") from error
         self.place = "after the block"
         self._check_restored()
         self.call("no_grad", 5, 1)
@@ -421,8 +412,7 @@ class Run:
     def _check_restored(self) -> None:
         model = self.mine.model
         if type(model) is not RowWise or type(vars(model)) is not dict:
-            msg = f"the model is a {type(model)} with a {type(vars(model))} after the block"
-            raise Wrong(msg)
+            raise Wrong(f"the model is a {type(model)} with a {type(vars(model))} after the block")
         compare(list(vars(model)), list(vars(self.oracle.model)), "the names in vars(model)")
 
     def _step(self) -> None:

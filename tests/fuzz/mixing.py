@@ -140,8 +140,7 @@ def _compare(model: Mixing, oracle: Mixing, x: torch.Tensor, sizes: Sequence[int
         expected = _joined_shards(oracle, x, sizes)
     except Refused as error:
         shapes = [tuple(getattr(leaf, "shape", [leaf])) for leaf in leaves_of(output)]
-        msg = f"{model.mixes} gave {shapes} for {len(x)} rows in shards {sizes}: it must be refused"
-        raise Wrong(msg) from error
+        raise Wrong(f"{model.mixes} gave {shapes} for {len(x)} rows in shards {sizes}: it must be refused") from error
     compare(output, expected, f"output for {len(x)} rows in shards {sizes}")
     if torch.is_grad_enabled():
         backward(expected)
@@ -158,8 +157,7 @@ def _require_refusal(oracle: Mixing, x: torch.Tensor, sizes: Sequence[int], erro
     except Refused:
         agree(None if isinstance(error, GatherError) else error, None, "a call that must be refused")
     else:
-        msg = f"{oracle.mixes} refused {len(x)} rows in shards {sizes}, which follow the rows: {error}"
-        raise Wrong(msg)
+        raise Wrong(f"{oracle.mixes} refused {len(x)} rows in shards {sizes}, which follow the rows: {error}")
 
 
 def _joined_shards(oracle: Mixing, x: torch.Tensor, sizes: Sequence[int]) -> Any:

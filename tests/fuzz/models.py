@@ -510,8 +510,7 @@ class RowWise(nn.Module):
     def forward(self, x, scale=None, flags=None):
         hidden = self.body(summed(x))
         if flags == "fail":
-            msg = "the model fails"
-            raise KeyError(msg)
+            raise KeyError("the model fails")
         if isinstance(scale, float | torch.Tensor):
             hidden = hidden * scale
         return self._output(self.outputs, hidden + self.shift)
