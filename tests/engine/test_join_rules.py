@@ -72,7 +72,9 @@ def test_items_and_ragged():
     found = joined(first, {"t": torch.ones(1, 2), "l": [], "a": numpy.ones(0)}, sizes=(2, 2), out_dims="ragged")
     assert (found["t"].shape, found["l"], found["a"].shape) == ((7, 2), ["a"], (3,))
     assert joined(torch.zeros(2, 6), torch.ones(2, 1), sizes=(2, 2), dim=1, out_dims="ragged").shape == (2, 7)
-    assert "differ beyond dim 0" in refusal(torch.zeros(3, 2), torch.zeros(1, 4), out_dims="ragged")
+    for make in (torch.zeros, numpy.zeros):
+        assert "differ beyond dim 0" in refusal(make((3, 2)), make((1, 4)), out_dims="ragged")
+        assert "(3,), (1,)" in refusal(make(3), make(1), dim=1, out_dims="ragged")
 
 
 def test_a_tree_of_reductions():

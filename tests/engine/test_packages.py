@@ -180,14 +180,6 @@ def test_unknown_caches_are_refused():
             rule_for(type(cache)).rows(cache)
 
 
-@pytest.mark.parametrize("kind", ["config", "static"])
-def test_parts_that_differ_are_refused(kind):
-    parts = cut(filled(tiny(4), new_cache(kind, tiny(4))), [2, 3])
-    filled(tiny(4), parts[0], 2, 1)
-    with pytest.raises(GatherError, match="cannot be joined"):
-        join(parts)
-
-
 def test_moved_values():
     """A static layer stores the device of the tensors that it creates. A TensorDict may have no device."""
     import tensordict as td
@@ -262,21 +254,6 @@ def hetero(nodes):
     return data
 
 
-def bipartite(nodes):
-    """Return a graph of the user's class, with edges between two kinds of nodes and a dict of tensors."""
-    from torch_geometric.data import Data
-
-    class Bipartite(Data):
-        def __inc__(self, key, value, *args, **kwargs):
-            if key == "edge_index":
-                return torch.tensor([[self.x_s.size(0)], [self.x_t.size(0)]])
-            return super().__inc__(key, value, *args, **kwargs)
-
-    parts, edges = {"z": torch.zeros(nodes)}, torch.tensor([[0, nodes - 1], [nodes + 1, 1]])
-    ends = {"x_s": torch.zeros(nodes, 1), "x_t": torch.zeros(nodes + 2, 1)}
-    return Bipartite(**ends, edge_index=edges, num_nodes=2 * nodes + 2, parts=parts)
-
-
 def assert_same_batch(one, other):
     assert type(one) is type(other)
     assert one.num_graphs == other.num_graphs
@@ -284,7 +261,7 @@ def assert_same_batch(one, other):
         assert_same(dict(sorted(left.items())), dict(sorted(right.items())))
 
 
-@pytest.mark.parametrize("make", [graph, hetero, bipartite])
+@pytest.mark.parametrize("make", [graph, hetero])
 def test_graphs_are_cut_and_joined(make):
     """Graphs may have different sizes, no edges, graph attributes, and follow_batch; a class of batches is kept."""
     from torch_geometric.data import Batch

@@ -37,6 +37,10 @@ def test_reduced_tensors_and_arrays():
     assert joined(torch.ones(2), torch.ones(2), reduce="stack").shape == (2, 2)
     assert joined(torch.ones(3), torch.ones(1), reduce="sum").shape == (4,)
     assert "which reduce cannot put together" in refusal(torch.ones(2), torch.ones(3), reduce="sum")
+    assert "have no dim in common" in refusal(torch.tensor(1.0), torch.ones(1))
+    for one in (torch.ones(2), numpy.ones(2), 2):
+        message = refusal({"m": one}, {"m": one}, out_dims={"m": None}, reduce={"m": "sum"})
+        assert "says that every lane returned the same value" in message
     tables = [{"t": numpy.ones(2)}, {"t": numpy.ones(2)}, {"t": numpy.ones(3)}]
     assert 'an array can only be reduced by "sum"' in refusal(*tables[:2], reduce={"t": "mean"})
     assert "which reduce cannot put together" in refusal(*tables[1:], reduce={"t": "sum"})

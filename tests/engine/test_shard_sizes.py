@@ -60,24 +60,14 @@ def test_uneven_sizes_show_the_rows():
     assert {each: uneven_sizes(*each) for each in examples} == examples
 
 
-def plan_of(used, rows, lanes=2):
-    return planned(used, torch.empty(rows, 2), lanes=lanes)[0]
-
-
 def test_a_large_shard_has_a_hint():
     """Beyond an eighth of the largest balanced shard. Other rules have no hint."""
-    why = (
-        "because the sizes of shards must differ to show which outputs follow the rows. With out_dims=0, the largest shard"
-    )
-    for rows, unit, does, largest in (
-        (8, 1, "has a shard of 5 rows", 4),
-        (4, 1, "runs whole", 2),
-        (32, 4, "has a shard of 20 rows", 16),
-    ):
-        hint = plan_of(Cutter(sizes=uneven_sizes, unit=unit), rows).hint
-        assert hint == f"a call of {rows} rows on 2 lanes {does}, {why} has {largest} of them"
-    for rows, parts in EVERY:
-        sizes, largest = uneven_sizes(rows, parts), balanced_sizes(rows, parts)[0]
-        assert (plan_of(Cutter(sizes=uneven_sizes), rows, parts).hint is not None) == (8 * sizes[0] > 9 * largest)
-    for rule in (balanced_sizes, equal_sizes):
-        assert plan_of(Cutter(sizes=rule), 8).hint is None
+
+    def hint_of(rule, rows, lanes=2):
+        return planned(Cutter(sizes=rule), torch.empty(rows, 2), lanes=lanes)[0].hint
+
+    for rows, lanes in EVERY:
+        sizes, largest = uneven_sizes(rows, lanes), balanced_sizes(rows, lanes)[0]
+        assert (hint_of(uneven_sizes, rows, lanes) is not None) == (8 * sizes[0] > 9 * largest)
+    assert "a call of 4 rows on 2 lanes runs whole" in hint_of(uneven_sizes, 4)
+    assert hint_of(balanced_sizes, 8) is hint_of(equal_sizes, 8) is None
