@@ -35,27 +35,6 @@ def test_batch_norm_statistics(home, devices):
                 torch.testing.assert_close(model.eval()(x).cpu(), plain.eval()(x))
 
 
-def test_later_calls_keep_graphs_usable():
-    """Between forward and backward there may be other calls, in any mode, and steps of other models' optimizers."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to("sim:0")
-    plain, other = copy.deepcopy(model), nn.Linear(2, 2)
-    x = rows(9)
-    with parallel(model, SIMS) as p:
-        loss = model(x).square().sum() + model(x).square().sum()
-        with torch.no_grad():
-            model.eval()(x)
-        other(torch.ones(1, 2)).sum().backward()
-        torch.optim.SGD(other.parameters(), lr=0.1, fused=True).step()
-        model.train()(x)
-        loss.backward()
-        shards = p.stats().shards
-    expected = [copy.deepcopy(plain) for _ in shards]
-    for each, part in zip(expected, x.split(shards), strict=True):
-        (2 * each(part.to("sim:0")).square().sum()).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in expected), msg=name)
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:the model wrote '1.mean':UserWarning")
 @pytest.mark.parametrize("devices", [["sim:2", "sim:2"], ["sim:2", "sim:1"]], ids=str)

@@ -7,7 +7,6 @@ allows. A fixture in conftest.py fails a test if a device reports a race; some t
 from __future__ import annotations
 
 import copy
-import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,7 @@ import torch
 from torch import nn
 
 from parawrap import DataParallel, parallel
-from parawrap.backends import backend_of
-from parawrap.engine import device_streams as lane_streams
-from parawrap.engine.call import Lanes
-from tests.helpers.device_models import SIMS, Average, Holder, assert_same_gradients, mlp, rows, settle, side_stream
+from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
 from tests.helpers.waiting import PATIENCE_S
 
 TWICE = ["sim:0", "sim:0"]
@@ -226,47 +222,3 @@ def test_changes_between_submissions():
         after = [p.submit(x) for _ in range(4)]
         assert all(future.result().unique().tolist() in ([5.0], [10.0]) for future in before)
         assert all(future.result().unique().tolist() == [10.0] for future in after)
-
-
-@torch.no_grad()
-def test_collected_while_another_runs(monkeypatch):
-    """A pool can be collected, and return its streams, while another pool's lane takes a stream."""
-    backend = type(backend_of("sim"))
-    make = backend.new_stream
-
-    def collecting(self, device):
-        gc.collect()
-        return make(self, device)
-
-    monkeypatch.setattr(lane_streams, "_shelf", lane_streams._Shelf())  # a shelf without streams of earlier pools
-    monkeypatch.setattr(backend, "new_stream", collecting)
-    left, other = (Lanes([torch.device(device)]) for device in ("sim:0", "sim:1"))
-    left.itself = left  # so that only the garbage collector can free it
-    assert ones_in_a_lane(left).item() == 1
-    gc.disable()
-    try:
-        del left
-        assert ones_in_a_lane(other).item() == 1
-    finally:
-        gc.enable()
-        other.close()
-
-
-def ones_in_a_lane(pool):
-    (lane,) = pool.all
-    return pool.apply([lambda: torch.ones(1, device=lane.device)])[0]
-
-
-@pytest.mark.filterwarnings("ignore:the model wrote 'mean':UserWarning")
-@pytest.mark.parametrize("device", ["sim:0", "sim:1"])
-def test_order_of_tasks_in_a_lane(device):
-    """A task with gradients uses the caller's stream, and the next one without the lane's own: each has its buffers."""
-    model = Average(in_place=True).to("sim:0")
-    x = rows(7).to("sim:0")
-    expected = [copy.deepcopy(model)(x)] * 2
-    settle()
-    with parallel(model, [device]) as p:
-        futures = [p.submit(x)]
-        with torch.no_grad():
-            futures.append(p.submit(x))
-        torch.testing.assert_close([future.result() for future in futures], expected)

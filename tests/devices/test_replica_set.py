@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parawrap import ReplicaError, parallel
 from tests import simdevice
@@ -223,8 +223,8 @@ def test_memory_does_not_grow(home):
 
 
 @HOMES
-@pytest.mark.parametrize("fails", [False, True])
-def test_memory_is_freed_after_a_block(fails, home):
+def test_memory_is_freed_after_a_block(home):
+    """Also if a call fails."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
     model(torch.randn(9, 5, device=home)).sum().backward()  # allocates the gradients
     gc.collect()
@@ -235,30 +235,12 @@ def test_memory_is_freed_after_a_block(fails, home):
             for _ in range(3):
                 model(torch.randn(9, 5)).sum().backward()
             assert simdevice.stats().live_bytes > before.live_bytes
-            if fails:
-                model(torch.randn(9, 6))
+            model(torch.randn(9, 6))
 
-    if fails:
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            calls()
-    else:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         calls()
     gc.collect()
     assert simdevice.stats().live_bytes_by_device == before.live_bytes_by_device
-
-
-def test_errors_of_making_a_replica():
-    class Stubborn(Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            if func is Tensor.clone:
-                raise TypeError("never")
-            return super().__torch_function__(func, types, args, kwargs)
-
-    model = nn.Sequential(nn.Linear(5, 3)).to("sim:0")
-    model[0].register_buffer("scale", torch.ones(3, device="sim:0").as_subclass(Stubborn))
-    with parallel(model, SIMS), pytest.raises(ReplicaError, match=r"no replica of Sequential .* on sim:0: .*never"):
-        model(torch.randn(9, 5))
 
 
 def test_tensors_in_functions():

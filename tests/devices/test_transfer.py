@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from parawrap.backends import transfer
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, mlp, rows, settle, side_stream
 from tests.helpers.packing import sent
-from tests.helpers.waiting import PATIENCE_S
 
 MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a device without staging
 
@@ -116,31 +113,6 @@ def test_batches_that_nobody_holds(devices, place):
         for output, answer in zip(p.map(source()), expected, strict=True):
             torch.testing.assert_close(output.cpu(), answer)
             output.add_(1)
-
-
-def test_memory_is_not_reused_early():
-    """Memory of an input, and then of an output, is reused only after the lane and the reader are done with it."""
-    started, allowed = threading.Semaphore(0), threading.Semaphore(0)
-
-    class Gated(nn.Linear):
-        def forward(self, x):
-            started.release()
-            assert allowed.acquire(timeout=PATIENCE_S)
-            return super().forward(x)
-
-    model = Gated(5, 3, dtype=torch.float64).to("sim:0")
-    with torch.no_grad(), torch.sim.stream(side_stream()), parallel(model, ["sim:0"]) as p:
-        torch.sim.current_stream().wait_stream(torch.sim.default_stream("sim:0"))
-        first, second = (p.submit(rows(MANY).to("sim:0")) for _ in range(2))
-        allowed.release()
-        for _ in range(2):
-            assert started.acquire(timeout=PATIENCE_S)
-        torch.zeros(1, device="sim:0")  # the lane has started the second call and released the input of the first
-        first.result().add_(1)
-        del first
-        allowed.release()  # the second call now allocates memory
-        second.result()
-    settle()  # the model is freed after this
 
 
 @pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
