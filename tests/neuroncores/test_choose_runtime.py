@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 
 import pytest
 
 from parawrap import DeviceUnavailableError, neuron
-from parawrap.neuroncores import _choose_runtime, runtime, using
+from parawrap.neuroncores import _choose_runtime, runtime
 from parawrap.testing import NeuronHost
 
 INDEX = "https://pip.repos.neuron.amazonaws.com"
@@ -109,18 +108,3 @@ def test_broken_package_is_an_error(install, named, content, said):
         named(name)
         with pytest.raises(DeviceUnavailableError, match=rf"(?s)torch_neuronx .*{said}"):
             runtime()
-
-
-def test_using_selects_a_runtime(named):
-    """Blocks nest. After a block the previous runtime is in use again, also after an exception."""
-    outer, inner = NeuronHost(1), NeuronHost(1)
-    with warnings.catch_warnings(), using(outer):  # before the first choice: no package is imported, and nothing warns
-        warnings.simplefilter("error")
-    named("host")
-    before = runtime()
-    with using(outer) as given:
-        assert runtime() is given is outer
-        with pytest.raises(LookupError, match="True"), using(inner):
-            raise LookupError(runtime() is inner)
-        assert runtime() is outer
-    assert runtime() is before

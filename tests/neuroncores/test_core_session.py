@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -61,7 +60,7 @@ def test_stats_name_the_cores(host):
 
 
 def test_nothing_is_left_on_the_cores(host):
-    """After a block that raised, and after the last reference."""
+    """After a block that raised. `neuron.DataParallel` also has a test of the last reference."""
     _, model = compiled_linear()
     threads, x = set(threading.enumerate()), torch.randn(8, 3)
     with pytest.raises(KeyError), parallel(model, "neuron") as block:  # noqa: PT012
@@ -71,14 +70,6 @@ def test_nothing_is_left_on_the_cores(host):
     with pytest.raises(SessionError, match="is closed"):
         block(x)
     assert counts(host, "models") == FREE
-    block = parallel(model, "neuron")
-    block(x)
-    gc.disable()
-    try:
-        del block
-        assert counts(host, "models") == FREE
-    finally:
-        gc.enable()
     assert set(threading.enumerate()) <= threads
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -43,23 +42,11 @@ def test_inputs_by_name(host, through):
         given = inputs(rows)
         assert_close(net(**given), weighed(**given))
         assert_close(net(given["x"], given["mask"], given["bias"]), weighed(**given))
+    few = {"bias": torch.ones(2, 5), "x": torch.ones(2, 3)}  # mask keeps its default
+    assert_close(neuron.trace(weighed, example_kwarg_inputs=few)(**few), weighed(**few))
     with pytest.raises(ShapeError, match=r'kwargs\["mask"\] is \[2, 2\], but the model is compiled for \[2, 1\]'):
         net(**{**inputs(8), "mask": torch.zeros(8, 2)})
     net.close()
-
-
-@pytest.mark.parametrize(
-    ("function", "example"),
-    [
-        (Weighed(), {"bias": torch.ones(2, 5), "x": torch.ones(2, 3)}),
-        (functools.partial(Weighed(), bias=torch.ones(1)), {"x": torch.ones(2, 3)}),
-        (lambda **named: named["x"] + named["past"]["k"][0], {"x": torch.ones(2, 1), "past": {"k": [torch.ones(2, 1)]}}),
-    ],
-    ids=["subset", "partial", "nested"],
-)
-def test_callables_with_names(host, function, example):
-    """Other parameters keep their defaults."""
-    assert_close(neuron.trace(function, example_kwarg_inputs=example)(**example), function(**example))
 
 
 def test_examples_by_position(host):

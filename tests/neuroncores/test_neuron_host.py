@@ -8,6 +8,7 @@ from torch import nn
 
 from parawrap import DeviceUnavailableError
 from parawrap.neuroncores import CoreStats
+from parawrap.testing import NeuronHost
 from tests.helpers.neuron_doubles import counts
 
 A = torch.arange(6.0).view(2, 3)
@@ -50,6 +51,12 @@ def test_inferences_start_from_the_traced_buffers(host):
     for _ in range(2):
         assert torch.equal(compiled(A), A + 1)
     assert counter.calls == 0
+
+
+def test_values_out_of_range():
+    for name, value in (("cores", 0), ("latency_s", -0.1)):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            NeuronHost(**{name: value})
 
 
 def test_placed_model_takes_turns(host):

@@ -17,7 +17,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import RankDiedError, SessionError
-from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
 from tests.helpers.processes import assert_gone, descendant_pids, pids_in, run_script, running_script
 from tests.helpers.waiting import eventually
@@ -37,20 +36,6 @@ class Dying(nn.Module):
 class Where(nn.Module):
     def forward(self, x):
         return x, os.getpid()
-
-
-class Gated(nn.Linear):
-    """Waits at a gate for rows of sevens, after it has written its process id next to the gate."""
-
-    def __init__(self, paths):
-        super().__init__(3, 2)
-        self.paths = paths
-
-    def forward(self, x):
-        if bool((x == 7).any()):
-            (self.paths[0].parent / f"{os.getpid()}.pid").touch()
-            wait_at(self.paths)
-        return super().forward(x)
 
 
 def batches_of(*values):
@@ -127,24 +112,6 @@ def test_death_of_an_idle_worker():
         model[0].weight.mul_(3)
         assert_close(p.submit(x).result()[0], model[0](x))
         assert not {*pids} & {*workers_of(p, x)}
-
-
-def test_repeated_call_has_its_model(gate, tmp_path):
-    """A call that runs again has the model of its submission, whatever was written meanwhile."""
-    model, x, ones = Gated(gate.paths).eval(), torch.full((6, 3), 7.0), torch.ones(9, 3)
-    with processes(model) as p, gate:
-        p(ones)
-        model.weight.mul_(2)
-        p(ones)
-        expected = nn.functional.linear(x, model.weight, model.bias)
-        futures = [p.submit(x) for _ in range(2)]
-        gate.wait_for(2)
-        model.weight.mul_(100)
-        os.kill(int(next(tmp_path.glob("*.pid")).stem), signal.SIGKILL)
-        gate.open(10)
-        for future in futures:
-            assert_close(future.result(), expected)
-        assert_close(p(ones), nn.functional.linear(ones, model.weight, model.bias))
 
 
 def test_too_little_memory_is_an_error(monkeypatch):

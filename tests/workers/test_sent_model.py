@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import SessionError, UnsendableError
+from tests.helpers.calling import Stateful
 from tests.helpers.pools import OnlyHere, outputs_of, processes
 from tests.helpers.same import assert_same
 
@@ -32,17 +33,6 @@ class Configured(nn.Module):
         first, deep = self.config["scales"]
         y = self.dropout(self.tied(self.linear(x))) * first * deep["last"]
         return y + self.config["table"] + self.rows[1], self.tied.weight is self.linear.weight, self.linear.weight
-
-
-class Noting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.state = {"calls": 0}
-
-    def forward(self, x):
-        self.state["calls"] += 1
-        return self.linear(x), self.state["calls"]
 
 
 class Where(nn.Module):
@@ -155,23 +145,15 @@ def test_the_model_travels_if_changed():
         assert_same(outputs_of(p, model, x), [model[0].bias.expand(7, 3).clone()] * 3)
 
 
-def test_model_of_inference_mode():
-    """Its tensors have no version, so their values are compared."""
-    with torch.inference_mode():
-        model, x = nn.Linear(2, 2), torch.randn(5, 2)
-        with processes(model) as p:
-            for _ in range(3):
-                assert_close(p(x), x @ model.weight.T + model.bias)
-            assert p.stats().refreshes == 0
-            model.weight.mul_(2)
-            assert_close(p(x), x @ model.weight.T + model.bias)
-            assert p.stats().refreshes == 1
-
-
 @pytest.mark.filterwarnings('ignore:the model wrote "state:UserWarning')
 def test_attributes_do_not_leak():
     """Each call starts from the attributes of the model, with one warning."""
-    model, x = Noting(), torch.randn(8, 4)
+
+    def run(model, x):
+        model.state["calls"] += 1
+        return model.linear(x), model.state["calls"]
+
+    model, x = Stateful(run, linear=nn.Linear(4, 4), state={"calls": 0}), torch.randn(8, 4)
     expected = model.linear(x), 1
     with processes(model, out_dims=(0, None)) as p:
         with pytest.warns(UserWarning, match="the model wrote .*calls"):

@@ -83,7 +83,7 @@ def test_slow_caller(sizes):
 
     def source():
         nonlocal taken
-        for batch in numbers(3000):
+        for batch in numbers(1500):
             taken += 1
             yield batch
 

@@ -15,7 +15,6 @@ from torch import nn
 from parawrap import SessionError, UnsendableError, parallel
 from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
-from tests.helpers.waiting import PATIENCE_S
 
 MIB = 1 << 20
 
@@ -59,22 +58,6 @@ def test_exception_ends_running_calls(gate):
     for future in futures:
         with pytest.raises((CancelledError, SessionError)):
             future.result()
-
-
-def test_exception_ends_streams_of_other_threads(gate):
-    """Also those whose batches wait for a worker."""
-
-    def read(ordered):
-        with torch.no_grad():
-            list(p.map(numbers(1, 3, 5), chunksize=1, ordered=ordered))
-
-    with gate, ThreadPoolExecutor(4) as threads, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
-        reading = [threads.submit(read, number % 2) for number in range(4)]
-        gate.wait_for(2)
-        raise KeyError
-    for each in reading:
-        with pytest.raises(SessionError, match="closed"):
-            each.result(PATIENCE_S)
 
 
 def test_queued_calls_run_or_cancel(gate):
