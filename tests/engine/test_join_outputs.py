@@ -38,6 +38,12 @@ def test_equal_values_are_not_one_value():
         assert_same(joined(copy.copy(empty), empty), empty)
 
 
+def test_the_same_object_is_one_value():
+    """A parameter, or an argument that goes whole to every lane."""
+    for shared in (torch.zeros(7), torch.tensor(1.0), numpy.zeros(2)):
+        assert joined({"w": shared}, {"w": shared})["w"] is shared
+
+
 def test_copies_become_the_original():
     """If every lane returns its own copy of a parameter, the output is the parameter, even if the values differ."""
     original, one, other = torch.zeros(7), torch.zeros(7), torch.ones(7)
