@@ -24,6 +24,13 @@ class Setting:
     rows: list
 
 
+class Trimmed(Setting):
+    """Leaves its rows out when it is pickled, so that a worker has other objects."""
+
+    def __getstate__(self):
+        return {"name": self.name, "rows": [torch.zeros(1)]}
+
+
 CHANGES = {
     "list": ([0], lambda log: log.append(1)),
     "dict": ({"old": 1}, lambda table: table.pop("old")),
@@ -87,6 +94,14 @@ def test_change_of_a_shape(block, kind):
     if kind == "process":
         with pytest.raises(SessionError, match=r"shape of an argument in place, from \(3,\) to \(1, 3\)"):
             block.submit(change, view).result()
+
+
+def test_write_into_a_trimmed_argument(block, kind):
+    """A worker has other parts than the caller, so a write could not come back."""
+    trimmed = Trimmed("first", [torch.zeros(1), torch.zeros(1)])
+    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match="other parts in a worker"):
+        block.submit(lambda setting: setting.rows[0].add_(1).sum(), trimmed).result()
+    assert [each.item() for each in trimmed.rows] == [kind == "thread", 0]
 
 
 def test_write_of_a_cut_call(kind):
