@@ -108,8 +108,9 @@ def main():
     from tests.contract.table import _written as from_tests  # this file runs as __main__, and tests import another copy
 
     os.environ[_WRITES] = "1"
-    folders = [str(PAGE.parents[1] / "tests" / folder) for folder in ("contract", "launch/slurm", "launch/ray")]
-    exit_code = pytest.main([*folders, *sys.argv[1:]])
+    tests = "contract", "launch/slurm", "launch/ray", "launch/test_missing_clusters.py"
+    paths = [str(PAGE.parents[1] / "tests" / each) for each in tests]
+    exit_code = pytest.main([*paths, *sys.argv[1:]])
     _write_page(_cells_on_page() | from_tests)
     return exit_code
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_scripts
+from tests.helpers.processes import SILENT_S, assert_gone, notes_of, pids_in, ranks, running_scripts
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -26,10 +26,11 @@ def test_waiting_for_a_returned_rank(monkeypatch):
 
     with ranks().open() as opened:
         with pytest.raises(LaunchError) as caught:
-            opened(return_early)
+            opened.submit(return_early).results()
         assert type(caught.value) is LaunchError
         for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in all_sum":
             assert text in str(caught.value)
+        assert "models in DistributedDataParallel that the ranks keep must be, too" in notes_of(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
         with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
             opened[0](all_sum)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchError, Platform, PlatformError, RankResults, current_rank, wrapper
+from parawrap import LaunchError, Platform, RankResults, current_rank, wrapper
 from parawrap.launch import inside_a_rank
 
 
@@ -76,8 +76,10 @@ def test_the_process_is_restored(monkeypatch):
         assert not dist.is_initialized()
         assert sys.excepthook is hook
     assert draws() == expected
-    with pytest.raises(LaunchError, match="not a rank"):
+    with pytest.raises(LaunchError, match="not a rank") as caught:
         current_rank()
+    for cure in "function decorated with @wrapper(Platform(...))", ".inline(...) to run it here as rank 0 of 1":
+        assert cure in str(caught.value)
 
 
 def test_an_existing_group_is_kept():
@@ -105,9 +107,3 @@ def test_exception_is_unchanged(error):
     assert caught.value is error
     assert (getattr(error, "__notes__", None), error.__cause__, error.__context__) == (None, None, None)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "failing"
-
-
-def test_missing_gpu_names_cure(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlatformError, match=r"launcher='slurm'.*this machine has none: give Platform\(device='cpu'\)"):
-        wrapper(Platform(device="slurm", n_gpus=2))(len).inline([])

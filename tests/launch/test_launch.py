@@ -30,7 +30,8 @@ def test_handle_follows_the_launch(tmp_path):
     launch = wrapper(ranks())(waits).submit(tmp_path / "go")
     assert (launch.state, launch.done()) == ("running", False)
     eventually(lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"], "both lines")
-    with pytest.raises(TimeoutError, match=r"still run after 0\.01 seconds"):
+    says = r"still run after 0\.01 seconds, and they continue: call results\(\) again, or cancel\(\)"
+    with pytest.raises(TimeoutError, match=says):
         launch.results(timeout=0.01)
     (tmp_path / "go").touch()
     assert launch.results(timeout=PATIENCE_S) == (0, 1)

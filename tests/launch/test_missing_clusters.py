@@ -11,6 +11,7 @@ import torch
 
 from parawrap import LaunchError, Platform, current_rank, wrapper
 from parawrap.errors import PlatformError
+from tests.contract.table import check_cell
 from tests.helpers.torchrun_world import ROOT
 
 LOCAL = re.compile(r"launcher='local'")
@@ -21,9 +22,12 @@ def place():
     return rank.global_rank, rank.world_size
 
 
-def refusal_of(make):
+def refusal_of(make, *cell):
+    """Return the message of a refusal; fail if docs/launch_failures.md has another one in this cell."""
     with pytest.raises((LaunchError, PlatformError)) as raised:
         make()
+    if cell:
+        check_cell(*cell, raised.value)
     return str(raised.value)
 
 
@@ -43,9 +47,20 @@ def no_slurm(tmp_path, monkeypatch):
 
 def test_no_commands_of_slurm(no_slurm):
     platform = Platform(device="slurm", n_nodes=2, n_cpus=1)
-    message = refusal_of(lambda: wrapper(platform)(place)())
+    message = refusal_of(lambda: wrapper(platform)(place)(), "no cluster", "slurm")
     assert message.startswith("sbatch is not installed here")
     follow(platform, message, 2)
+
+
+def test_no_folder_for_the_launch(no_slurm, monkeypatch):
+    """The message names the variable that selects another folder."""
+    (no_slurm / "file").touch()
+    (no_slurm / "sbatch").touch(0o755)
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(no_slurm / "file"))
+    platform = Platform(device="slurm", n_nodes=2, n_cpus=1)
+    message = refusal_of(lambda: wrapper(platform)(place)(), "launch folder", "slurm")
+    assert message.startswith(f"{no_slurm}/file cannot be written to")
+    assert "set PARAWRAP_LAUNCH_DIR to a folder that all nodes share" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
@@ -78,7 +93,7 @@ def test_no_package(name, package, monkeypatch):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     platform = Platform(device=name, n_nodes=2, n_cpus=1)
-    message = refusal_of(lambda: wrapper(platform)(place)())
+    message = refusal_of(lambda: wrapper(platform)(place)(), "no extra", name)
     extra = re.search(r"pip install 'parawrap-torch\[(\w+)\]'", message)
     assert f"\n{extra[1]} =" in (ROOT / "setup.cfg").read_text()
     follow(platform, message, 2)
@@ -112,7 +127,9 @@ def test_ranks_that_stay_on_slurm():
 
 
 def test_no_surrounding_world():
-    message = refusal_of(lambda: wrapper(Platform(device="cpu", n_cpus=1, launcher="env"))(place)())
-    assert message.startswith("launcher='env' needs a process that torchrun, srun, or mpirun started")
-    assert "leave launcher out" in message
+    function = wrapper(Platform(device="cpu", n_cpus=1, launcher="env"))(place)
+    for call in function, function.dry_run:
+        message = refusal_of(call)
+        assert message.startswith("launcher='env' needs a process that torchrun, srun, or mpirun started")
+        assert "leave launcher out" in message
     assert list(wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(place)()) == [(0, 1)]

@@ -1,24 +1,46 @@
-"""Platform: allowed values, and the errors for other values, with the field, its value, and the cure."""
+"""Platform: allowed values, and the errors for other values, with the field, its value, and a cure that works."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import pickle
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from parawrap import Device, Platform
+from parawrap import Device, Platform, current_rank, wrapper
 from parawrap.errors import PlatformError
 
 INF, NAN = float("inf"), float("nan")
+LONGEST = 1e7
+TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
-@pytest.fixture
+def place():
+    """Return the rank, the number of ranks, and the size of the rank's process group."""
+    rank = current_rank()
+    return rank.global_rank, rank.world_size, rank.group.size()
+
+
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 def four_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def a_mac(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+
+
+@pytest.fixture(name="four_gpus")
+def _four_gpus(monkeypatch):
+    four_gpus(monkeypatch)
 
 
 def on_cpu(**fields):
@@ -33,50 +55,117 @@ def refusal(**fields):
 
 NUMBERS = {"ram": 0.5, "master_port": 65535, "seed": 2**32 - 1, "timeout_min": 0.01, "grace_s": 0, "hang_timeout_s": 60}
 WORDS = {"launcher": "env", "partition": "gpu-short", "backend": "cpu:gloo", "console_logs": "logs"}
-PATHS = {"console_logs": Path("logs")}
 NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s", "ram", "upon_finish", "backend"])
 
 
-@pytest.mark.parametrize("fields", [NUMBERS, WORDS, PATHS, NOTHING], ids=["numbers", "words", "paths", "None"])
-def test_allowed_values_are_kept(fields):
-    platform = on_cpu(**fields)
-    assert {name: getattr(platform, name) for name in fields} == fields
+def test_allowed_values_are_kept():
+    for fields in NUMBERS, WORDS, NOTHING, {"console_logs": Path("logs")}:
+        platform = on_cpu(**fields)
+        assert {name: getattr(platform, name) for name in fields} == fields
     assert on_cpu(master_port="29500").master_port == 29500
 
 
-@pytest.mark.parametrize(
-    ("field", "values", "allowed"),
-    [
-        ("name", [3], "string"),
-        ("device", ["tpu", None, torch.device("cpu")], "cpu, gpu, mps, neuron, slurm or ray"),
-        ("launcher", [["local"], "kubernetes"], "env, local, ray or slurm"),
-        ("partition", [""], "non-empty"),
-        ("n_nodes", [True, 1.0, "1", 0], "at least 1"),
-        ("n_nodes", [2], "this machine"),
-        ("n_gpus", [0, True, "1"], "at least 1"),
-        ("n_cpus", [0, None, NAN], "at least 1"),
-        ("ram", [0, NAN, "16", 1e300], "GB above 0"),
-        ("ipc_protocol", ["udp", 1], "tcp or file, or None"),
-        ("master_addr", [127], "string"),
-        ("master_port", [-1, 65536, True, "http"], "at most 65535"),
-        ("backend", [["gloo"], "smoke", "cpu:gloo,cuda:smoke"], "gloo"),
-        ("seed", [-1, 2**32, True, 0.5, "scripts"], "from 0 to 4294967295"),
-        ("timeout_min", [0, NAN, True, "60", 10**400], "minutes above 0"),
-        ("slurm_additional_parameters", ["account=me", [("account", "me")]], "dict"),
-        ("console_logs", ["", 1, True], "folder"),
-        ("verbose", [1, None], "True or False"),
-        ("print_ranks", [(2,), (-1,), (0.5,), "0", 0, (True,)], "rank"),
-        ("upon_finish", ["notify"], "callable"),
-        ("max_restarts", [-1, True, None], "at least 0"),
-        ("grace_s", [-0.1, NAN, None, False, INF], "at least 0"),
-        ("hang_timeout_s", [0, NAN, 1e300], "seconds above 0"),
-    ],
-)
-def test_an_invalid_value_raises(field, values, allowed):
-    for value in values:
-        message = refusal(**{field: value})
-        assert message.startswith(f"{field}={value!r}: ")
-        assert allowed in message
+# -- refused values, and the cures that the messages name
+
+NO_GROUPS = ["01", ["01"], [0, 1], [[0, 1], []], {0: [0]}, [[True, False]], [[0.0]]]
+VALUES = [
+    # the field, refused values, the message, and the values that it names
+    ("name", ["", 3], "give a non-empty string", ["training"]),
+    ("device", ["tpu", None, torch.device("cpu")], "give auto, cpu, gpu, mps, neuron, slurm or ray", ["cpu", "auto"]),
+    ("launcher", ["kubernetes", ["local"]], "give env, local, ray or slurm, or None", ["local", None]),
+    ("partition", [""], "give a non-empty string, or None", ["short", None]),
+    ("n_nodes", [0, True, 1.0, "1"], "give a number of machines, at least 1", [1]),
+    ("n_gpus", [0, True, "1"], "at least 1", [None]),
+    ("n_cpus", [0, None, NAN], "at least 1", [2]),
+    ("max_restarts", [-1, True, None], "give a number of restarts, at least 0", [0, 1]),
+    ("master_addr", [1], "give a non-empty string, or None", ["127.0.0.1", None]),
+    ("master_port", [-1, 65536, True, "http"], "give a port, at most 65535, or 0 for any free one", [0]),
+    (
+        "seed",
+        [-1, 2**32, True, 0.5, "scripts"],
+        "give a number from 0 to 4294967295, 'script' .*, or None",
+        [2**32 - 1, "script", None],
+    ),
+    ("verbose", [1, None], "give True or False", [False]),
+    ("upon_finish", [1], "give a callable, or None", [os.getpid, None]),
+    ("console_logs", ["", 1, True], "folder", ["logs", None]),
+    ("slurm_additional_parameters", [[("account", "me")]], "give a dict, or None", [{"account": "me"}, None]),
+    ("backend", ["smoke", ["gloo"], "cpu:gloo,cuda:smoke"], "gloo", ["gloo", "cpu:gloo"]),
+    ("ipc_protocol", ["udp", 1], "give tcp or file, or None", ["tcp", "file", None]),
+    ("grace_s", [-0.1, NAN, None, False, INF], r"give a number of seconds, at least 0, at most 1e\+07", [LONGEST, 0]),
+    ("timeout_min", [0, NAN, True, "60", 10**400], r"give a number of minutes above 0, .*, or None", [LONGEST, None]),
+    ("hang_timeout_s", [0, NAN, 1e300], r"give a number of seconds above 0, .*, or None", [LONGEST, None]),
+    ("ipc_timeout_min", [0], r"give a number of minutes above 0, .*, or None", [LONGEST, None]),
+    ("ram", [0, NAN, "16", 1e300], r"give a number of GB above 0, at most 1e\+07, or None", [LONGEST, None]),
+    (
+        "print_ranks",
+        [(2,), (-1,), (0.5,), "0", 0, (True,)],
+        r"give None, or global ranks from 0 to 1, such as \(0,\)",
+        [(0,), (1,), None],
+    ),
+    ("ipc_groups", [[[0, 0]]], "rank 0 appears twice: put each rank into one group at most", [[[0, 1]]]),
+    ("ipc_groups", [((0, 2),)], "rank 2 does not exist: give ranks from 0 to 1", [[[0, 1]]]),
+    ("ipc_groups", NO_GROUPS, r"give None, .. or lists of global ranks, such as \[\[0, 1\], \[2, 3\]\]", [[[1, 0]], []]),
+]
+
+
+@pytest.mark.parametrize("choice", [0, -1], ids=["first", "last"])
+def test_cures_of_values(choice):
+    """Two ranks meet on a platform with the first values that the messages name, and with the last ones."""
+    fields = {"device": "cpu", "n_cpus": 2}
+    for field, refused, says, values in VALUES:
+        for value in refused:
+            with pytest.raises(PlatformError, match=f"^{re.escape(f'{field}={value!r}: ')}.*{says}"):
+                replace(TWO, **{field: value})
+        fields[field] = values[choice]
+    assert list(wrapper(Platform(**fields))(place)()) == [(0, 2, 2), (1, 2, 2)]
+
+
+PLATFORMS = [
+    # the machine, the refused fields, the message, the fields with its cures, and the number of ranks
+    (no_cuda, {"n_cpu": 2}, "give n_cpus or n_gpus", [{"n_cpus": 2, "device": "cpu"}], 2),
+    (no_cuda, {"device": "cpu", "n_gpus": 2}, "leave n_gpus out, and set n_cpus to", [{"device": "cpu", "n_cpus": 2}], 2),
+    (no_cuda, {"device": "auto", "n_gpus": 2}, "leave n_gpus out, and set n_cpus to", [{"device": "auto", "n_cpus": 2}], 2),
+    (no_cuda, {"device": "gpu", "n_gpus": 2}, "'cpu', with n_cpus as the number", [{"device": "cpu", "n_cpus": 2}], 2),
+    (four_gpus, {"device": "gpu", "n_gpus": 5}, "4 are visible", [{"device": "gpu", "n_gpus": 4}], 4),
+    (four_gpus, {"device": "gpu", "n_gpus": 0}, "at least 1, or None for all", [{"device": "gpu", "n_gpus": None}], 4),
+    (
+        four_gpus,
+        {"device": "slurm", "n_nodes": 2, "n_gpus": 4, "launcher": "local"},
+        "give at most 4 on all nodes together",
+        [{"device": "slurm", "n_nodes": 2, "n_gpus": 2, "launcher": "local"}],
+        4,
+    ),
+    (
+        a_mac,
+        {"device": "mps", "n_gpus": 2},
+        "give 1, or None",
+        [{"device": "mps", "n_gpus": each} for each in (1, None)],
+        1,
+    ),
+    (no_cuda, {"device": "gpu", "launcher": "slurm"}, "give a number per node", [{"device": "slurm", "n_gpus": 2}], 2),
+    (no_cuda, {"device": "ray", "ipc_protocol": "file"}, "give 'tcp'", [{"device": "ray", "ipc_protocol": "tcp"}], 1),
+    (
+        no_cuda,
+        {"device": "slurm", "launcher": "ray"},
+        "device='slurm' names the launcher already: leave one of them out, or give 'local'",
+        [{"device": "slurm"}, {"launcher": "ray"}, {"device": "slurm", "launcher": "local"}],
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("machine", "refused", "says", "cures", "size"), PLATFORMS, ids=range(len(PLATFORMS)))
+def test_cures_of_platforms(machine, refused, says, cures, size, monkeypatch):
+    """Platforms of this machine run. Other platforms are made."""
+    machine(monkeypatch)
+    with pytest.raises(PlatformError, match=re.escape(says)):
+        Platform(**refused)
+    for cure in cures:
+        platform = Platform(**cure, verbose=False)
+        assert platform.world_size == size
+        if platform.device == "cpu" and platform.launcher in (None, "local"):
+            assert list(wrapper(platform)(place)()) == [(rank, size, size) for rank in range(size)]
 
 
 def test_unknown_field_is_refused():
@@ -87,6 +176,9 @@ def test_unknown_field_is_refused():
         assert meant in message
     message = refusal(zzzzzz=1)
     assert all(field.name in message for field in dataclasses.fields(Platform))
+
+
+# -- devices
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -100,21 +192,15 @@ def test_device_names_ignore_case():
 
 def test_auto_is_the_best_device(monkeypatch):
     """The GPU of a Mac, or else one CPU rank. A device that is missing is an error that names the CPU."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    no_cuda(monkeypatch)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert (Platform().device, Platform().world_size) == (Device.CPU, 1)
     for device in "gpu", "cuda", "GPU", "mps", "neuron":
         message = refusal(device=device)
         assert message.startswith(f"device={device!r}: ")
         assert "'cpu'" in message
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    a_mac(monkeypatch)
     assert (Platform().device, Platform(n_cpus=4).world_size) == (Device.MPS, 1)
-
-
-def test_unreadable_core_numbers_raise(monkeypatch):
-    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "first")
-    assert "NEURON_RT_VISIBLE_CORES='first': 'first' is neither a core nor a range" in refusal(device="neuron")
 
 
 def test_device_may_name_launcher():
@@ -122,40 +208,28 @@ def test_device_may_name_launcher():
         platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
         assert (platform.launcher, platform.device) == (name.lower(), device)
         assert Platform(device=name, n_gpus=n_gpus) == platform
-    message = refusal(device="slurm", launcher="env")
-    assert message.startswith("launcher='env': device='slurm' names the launcher already")
-    assert "leave one of them out" in message
 
 
 @pytest.mark.usefixtures("four_gpus")
 def test_ranks_of_a_cluster_run_here():
-    """With launcher="local", the ranks of all nodes are ranks of this machine. The cure of too many GPUs works."""
-    for device, launcher in ("slurm", "local"), ("ray", "local"), ("cpu", "local"):
-        here = Platform(device=device, n_nodes=2, n_cpus=3, launcher=launcher)
+    """With launcher="local", the ranks of all nodes are ranks of this machine."""
+    for device in "slurm", "ray", "cpu":
+        here = Platform(device=device, n_nodes=2, n_cpus=3, launcher="local")
         assert (here.device, here.launcher, here.n_nodes, here.world_size) == ("cpu", "local", 1, 6)
-    there = Platform(device="slurm", n_nodes=2, n_gpus=2, n_cpus=4)
-    here = dataclasses.replace(there, launcher="local")
+    here = replace(Platform(device="slurm", n_nodes=2, n_gpus=2, n_cpus=4), launcher="local")
     assert (here.device, here.n_nodes, here.n_gpus, here.n_cpus) == ("gpu", 1, 4, 4)
-    assert "give at most 4 on all nodes together" in refusal(device="slurm", n_nodes=2, n_gpus=4, launcher="local")
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_too_many_gpus_raise(monkeypatch):
+def test_world_size_counts_devices(monkeypatch):
     """In a world of another launcher, this machine does not need to have the ranks' GPUs."""
-    message = refusal(device="gpu", n_gpus=8)
-    assert message.startswith("n_gpus=8: ")
-    assert "4 are visible" in message
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert Platform(device="gpu", n_gpus=8, n_nodes=2).world_size == 16
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_world_size_counts_devices():
     assert Platform(device="gpu").world_size == 4
     assert Platform(device="gpu", n_gpus=3, n_cpus=8).world_size == 3
     platform = Platform(device="cpu", n_cpus=3, n_nodes=2, launcher="env")
     assert (platform.ranks_per_node, platform.world_size) == (3, 6)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert Platform(device="gpu", n_gpus=8, n_nodes=2).world_size == 16
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -172,24 +246,6 @@ def test_groups_are_kept_as_tuples():
         assert (platform.ipc_groups, platform.requires_ipc) == (kept, groups is not None)
 
 
-EXAMPLE = "[[0, 1], [2, 3]]"
-
-
-@pytest.mark.parametrize(
-    ("groups", "text"),
-    [
-        ([[0, 1], [1, 2]], "rank 1"),
-        ([[0, 0]], "rank 0"),
-        ([[0, 4]], "rank 4 does not exist: give ranks from 0 to 3"),
-        *((groups, EXAMPLE) for groups in ("01", ["01"], [0, 1], [[0, 1], []], {0: [0]}, [[True, False]], [[0.0]])),
-    ],
-)
-def test_invalid_groups_raise(groups, text):
-    message = refusal(n_cpus=4, ipc_groups=groups)
-    assert message.startswith("ipc_groups=")
-    assert text in message
-
-
 def test_platform_is_frozen_value():
     """It equals its pickle and other spellings; `replace` returns a new platform, and validates it."""
     platform = on_cpu(n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs"))
@@ -198,7 +254,5 @@ def test_platform_is_frozen_value():
     assert Platform("mine", "cpu").name == "mine"
     with pytest.raises(dataclasses.FrozenInstanceError):
         platform.n_cpus = 2
-    larger = dataclasses.replace(platform, n_cpus=5)
+    larger = replace(platform, n_cpus=5)
     assert (larger.n_cpus, larger.ipc_groups, platform.n_cpus) == (5, platform.ipc_groups, 4)
-    with pytest.raises(PlatformError, match=r"^n_cpus=0: "):
-        dataclasses.replace(platform, n_cpus=0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, Platform, RankDiedError, wrapper
 from parawrap.launch.slurm import batch_run
 from parawrap.processes.outcomes import Died
-from tests.contract.table import check_cell
 from tests.helpers.waiting import PATIENCE_S
 
 STATES = [
@@ -32,12 +30,6 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(folder))
     yield
     assert not folder.is_dir() or not list(folder.iterdir())
-
-
-def refusal_of(name):
-    with pytest.raises(LaunchError) as raised:
-        wrapper(Platform(device=name, verbose=False, ram=2))(len).submit("")
-    return raised.value
 
 
 @pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
@@ -80,25 +72,3 @@ def test_only_the_first_ends_are_deaths():
     first = log.partition(batch_run._ENDS_ALL)[0]
     ((ranks, how),) = batch_run._DEATH.findall(first)
     assert ([*batch_run._numbers_in(ranks)], how) == ([2, 3, 5], "Killed")
-
-
-@pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "Ray")])
-def test_a_missing_package_is_named(name, package, monkeypatch):
-    """LaunchError contains the command that installs the package, and no launch starts."""
-    for module in [each for each in sys.modules if each.partition(".")[0] == package.lower()]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, package.lower(), None)
-    check_cell("no extra", name, refusal_of(name))
-
-
-def test_places_without_slurm(tmp_path, monkeypatch):
-    """LaunchError names a missing command, and a folder that cannot be written, with the variable that selects it."""
-    pytest.importorskip("submitit")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    check_cell("no cluster", "slurm", refusal_of("slurm"))
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
-    (tmp_path / "sbatch").touch(0o755)
-    error = refusal_of("slurm")
-    check_cell("launch folder", "slurm", error)
-    assert error.message.startswith(f"{tmp_path}/file cannot be written to")

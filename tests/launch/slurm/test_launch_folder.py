@@ -13,29 +13,20 @@ from parawrap.launch.slurm.launch_folder import Folder
 
 
 def test_the_folder_is_private(tmp_path, monkeypatch):
-    """Also the folder of all launches, whatever the umask. `remove` removes the folder of one."""
+    """Also the folder of all launches, whatever the umask. The files of an array stay until its last launch is removed."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)
     before = os.umask(0o002)
     try:
-        (folder,), (other,) = Folder.new("my job", 1), Folder.new("my job", 1)
+        (other,), (first, second) = Folder.new("my job", 1), Folder.new("array", 2)
     finally:
         os.umask(before)
-    for path in folder.root, folder.path.parent, other.path.parent:
+    for path in first.root, first.path.parent, other.path.parent:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    folder.remove()
-    assert list(folder.root.iterdir()) == [other.path.parent]
-
-
-def test_the_last_launch_removes_logs(tmp_path, monkeypatch):
-    """Each launch of an array has its own folder; the output of tasks stays until the last launch is removed."""
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path))
-    first, second = Folder.new("array", 2)
-    assert first.submitit == second.submitit
     first.remove()
     assert second.submitit.is_dir()
     second.remove()
-    assert not list(tmp_path.iterdir())
+    assert list(first.root.iterdir()) == [other.path.parent]
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
