@@ -10,12 +10,14 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import LaunchTimeoutError, PlatformError, RankDiedError
@@ -83,6 +85,7 @@ def counts(rank):
         error = error_of(on_cpu(total, **fields))
         assert type(error) is PlatformError
         assert f"specifies {count} ranks, but " in str(error)
+        assert "leave n_nodes, n_cpus, and n_gpus out of the platform" in str(error)
 
 
 @scenario
@@ -95,15 +98,22 @@ def groups(rank):
 
 @scenario
 def local_ranks(rank):
-    """With launcher="local", each process of the world starts its own ranks, which form a separate world."""
-    results = on_cpu(lambda: (total(), os.getpid()), n_cpus=2, launcher="local", verbose=False)()
+    """With launcher="local", each process of the world starts its own ranks, which form a separate world and may stay."""
+    platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False)
+    results = wrapper(platform)(lambda: (total(), os.getpid()))()
     assert [value for value, _ in results] == [21, 21]
     assert len({os.getpid(), *(pid for _, pid in results)}) == 3
+    error = error_of(Platform(device="cpu").open)
+    assert type(error) is PlatformError
+    for cure in "Call the function directly", "decorate it with @wrapper(Platform(...))", "give launcher='local' to start":
+        assert cure in str(error)
+    with platform.open() as ranks:
+        assert ranks(total) == (21, 21)
 
 
 @scenario
 def an_existing_group(rank):
-    """The user's group is used and kept; outside a decorated function, `functional` uses it too."""
+    """The user's group is used and kept; outside a decorated function, the helpers of `functional` use it too."""
     dist.init_process_group("gloo")
     existing = dist.group.WORLD
     assert on_cpu(lambda: (current_rank().group is dist.group.WORLD, total()))() == ((True, 21),) * 2
@@ -111,6 +121,14 @@ def an_existing_group(rank):
     assert on_cpu(lambda: current_rank().group.size(), ipc_groups=[[0], [1]])() == (1, 1)
     assert dist.group.WORLD is existing
     assert list(functional.get_dataset_sampler(range(5), pad=False)) == [[0, 1, 2], [3, 4]][rank]
+    generator = torch.Generator().manual_seed(rank)
+    loader = functional.shard_loader(DataLoader(torch.arange(5.0), 2, shuffle=True, generator=generator))
+    assert functional.gather_rows(torch.cat(list(loader)), loader).tolist() == [0, 1, 2, 3, 4]
+    evaluated = functional.shard_loader(DataLoader(torch.arange(1.0)), pad=False)
+    mine = list(evaluated)
+    assert functional.gather_rows(torch.cat(mine) if mine else torch.empty(0), evaluated).tolist() == [0]
+    assert functional.reduce_metrics(float(rank), weight=len(mine)) == 0
+    assert type(functional.to(torch.nn.Linear(1, 1), device="cpu")) is torch.nn.parallel.DistributedDataParallel
     dist.destroy_process_group()
 
 
@@ -183,6 +201,71 @@ def late_ranks(rank):
     assert on_cpu(total)() == (21, 21)
 
 
+@scenario
+def a_preemption(rank):
+    """After a signal to one rank, all ranks save at the same step, though they loop alone. Nothing is left behind."""
+
+    def own_handler(*_):
+        raise AssertionError
+
+    saved = []
+
+    def train():
+        own = current_rank()
+        if own.restart:
+            return os.getpid(), own.restart, saved
+        while not own.should_checkpoint():
+            saved[:] = [saved[0] + 1 if saved else 1]
+            if own.global_rank == 1 and saved == [2]:
+                os.kill(os.getpid(), signal.SIGUSR2)
+        try:
+            own.requeue()
+        finally:
+            saved.append("left")
+
+    signal.signal(signal.SIGUSR2, own_handler)
+    results = on_cpu(train, grace_s=60)()
+    assert signal.getsignal(signal.SIGUSR2) is own_handler
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("parawrap")]
+    assert results[rank] == (os.getpid(), 1, saved)
+    assert saved[0] >= 2
+    assert [each[1:] for each in results] == [(1, [saved[0], "left"])] * 2
+
+
+@scenario
+def a_return_before_a_signal(rank):
+    """The other rank saves, and all ranks start again."""
+
+    def train():
+        own = current_rank()
+        if own.restart == 0 and own.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            while not own.should_checkpoint():
+                time.sleep(0.01)
+            own.requeue()
+        return "again"
+
+    assert on_cpu(train, grace_s=60)() == ("again", "again")
+
+
+@scenario
+def a_requeue_of_one_rank(rank):
+    """Broken collectives of others are not failures, but an exception is."""
+
+    def train(fails):
+        own = current_rank()
+        if fails and own.global_rank == 1:
+            raise ValueError("own")
+        if own.restart == 0 and own.global_rank == 0:
+            own.requeue()
+        return own.restart, total()
+
+    function = on_cpu(train, grace_s=60)
+    assert function(False) == ((1, 21), (1, 21))
+    assert type(error_of(lambda: function(True))) is (LaunchError, ValueError)[rank]
+
+
 def being_killed(rank):
     """Die in the first start; torchrun restarts the processes."""
 
@@ -231,9 +314,12 @@ def mpi_variables(rank):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("variables", [slurm_variables, mpi_variables], ids=["srun", "mpirun"])
-def test_worlds_of_srun_and_mpirun(variables, tmp_path):
-    names = ["joining", "groups", "errors"]
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [(slurm_variables, ["joining", "groups"]), (mpi_variables, ["joining", "errors"])],
+    ids=["srun", "mpirun"],
+)
+def test_worlds_of_srun_and_mpirun(variables, names, tmp_path):
     assert worlds.run_with_variables(map(variables, range(2)), tmp_path, *names, script=HERE) == [0, 0]
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
@@ -253,18 +339,10 @@ def test_a_world_without_an_address(monkeypatch, tmp_path):
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
 
+@pytest.mark.long
 def test_world_restarts_after_death(tmp_path):
     assert worlds.torchrun(tmp_path, "being_killed", script=HERE, options=["--max-restarts", "1"]) == 0
     assert [(tmp_path / f"{rank}.survived").read_text() for rank in range(2)] == ["RankResults(1, 1)"] * 2
-
-
-def test_env_outside_a_world_raises(monkeypatch):
-    for name in set(os.environ) - set(worlds.environment()):
-        monkeypatch.delenv(name)
-    function = wrapper(Platform(device="cpu", launcher="env"))(len)
-    for refused in (function, function.dry_run):
-        with pytest.raises(LaunchError, match=r"launcher='env' needs a process that torchrun, srun, or mpirun started"):
-            refused([])
 
 
 def main(folder, *names):
