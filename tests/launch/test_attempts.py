@@ -35,15 +35,6 @@ def test_restarts_up_to_max_restarts(caplog):
     assert [line.rpartition("(")[2] for line in lines] == ["restart 1)", "restart 2)"]
 
 
-def test_a_restart_succeeds():
-    def train():
-        if current_rank().restart == 0:
-            raise ValueError
-        return current_rank().restart
-
-    assert wrapper(ranks(max_restarts=1))(train)() == (1, 1)
-
-
 def test_a_cancel_prevents_a_restart(tmp_path):
     """The cancel arrives while the ranks of a failed attempt clean up."""
 

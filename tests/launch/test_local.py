@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -85,26 +83,6 @@ def test_failure_is_named(ended):
     with pytest.raises(RankDiedError) as killed:
         launches["killed"].results()
     assert killed.value.signal is signal.SIGKILL
-
-
-def test_fork_in_start_is_harmless(monkeypatch):
-    """A process forked while ranks start does not keep the pipe open that reports a rank's end."""
-    children, send = [], socket.send_fds
-
-    def fork_and_send(*arguments):
-        if not children:
-            children.append(os.fork())
-            if children[0] == 0:
-                time.sleep(600)
-                os._exit(0)
-        return send(*arguments)
-
-    monkeypatch.setattr(socket, "send_fds", fork_and_send)
-    try:
-        assert wrapper(ranks())(lambda: 1).submit().results(timeout=PATIENCE_S) == (1, 1)
-    finally:
-        os.kill(children[0], signal.SIGKILL)
-        os.waitpid(children[0], 0)
 
 
 def test_edited_module_is_imported(tmp_path, monkeypatch):

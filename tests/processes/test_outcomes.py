@@ -59,11 +59,6 @@ def test_other_failures_are_noted():
     assert note.endswith("; and 11 more")
 
 
-@pytest.mark.parametrize(("code", "text"), [(-40, "was killed by signal 40"), (None, "ended with an unknown exit code")])
-def test_unusual_end_is_described(code, text):
-    assert Died(1.0, 1, code).summary == text
-
-
 def test_unreadable_error_is_told():
     error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, memoryview(bytes(99)))}, 2, PLACE)
     assert type(error) is LaunchError

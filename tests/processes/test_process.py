@@ -58,10 +58,13 @@ KEPT = []
 
 
 def leave_open(folder):
-    """Leave temporary files, exit handlers, and finalizers, and return the names of the files."""
+    """Leave files, exit handlers, and finalizers, and return the names of the temporary files."""
     owner = type("Owner", (), {})()
     files = [tempfile.TemporaryDirectory(), *map(tempfile.NamedTemporaryFile, ("wb", "w"))]
-    KEPT.extend([*files, owner])
+    text, update = Path(folder, "text").open("w"), Path(folder, "update").open("w+b")  # noqa: SIM115 (left open)
+    text.write("text")
+    update.write(b"update")
+    KEPT.extend([*files, owner, text, update])
     current_rank.kept = KEPT  # in a module, like the globals of a script
     files[2].write("text")
     weakref.finalize(owner, Path(folder, "finalized").touch)
@@ -95,9 +98,10 @@ def test_libraries_share_the_cores(observed):
 
 
 def test_ranks_exit_as_interpreters_do(observed):
-    """A rank runs its exit handlers and finalizers, and removes the temporary files that its function left open."""
-    written = {each.name for each in observed["folder"].iterdir()}
-    assert written == {"finalized", "finalized by multiprocessing", "exited"}
+    """A rank runs its exit handlers and finalizers, completes open files, and removes temporary files."""
+    written = {each.name: each.read_text() for each in observed["folder"].iterdir()}
+    ran = dict.fromkeys(["finalized", "finalized by multiprocessing", "exited"], "")
+    assert written == ran | {"text": "text", "update": "update"}
     assert [Path(name).exists() for name in observed["files"]] == [False] * 3
 
 
@@ -122,21 +126,6 @@ def test_standard_input_is_empty():
     error, _ = failure_of(lambda: input("continue? "))
     assert type(error) is EOFError
     assert wrapper(ranks(1))(lambda: sys.stdin.read())() == ("",)
-
-
-# -- files
-
-
-def test_open_files_are_written(tmp_path):
-    """Files that the function left open are complete once the rank has ended."""
-
-    def leave_files_open():
-        globals()["_kept"] = text, update = (tmp_path / "text").open("w"), (tmp_path / "update").open("w+b")
-        text.write("text")
-        update.write(b"update")
-
-    wrapper(ranks(1))(leave_files_open)()
-    assert [(tmp_path / name).read_text() for name in ("text", "update")] == ["text", "update"]
 
 
 # -- options of the interpreter

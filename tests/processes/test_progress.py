@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
 import re
-import threading
 import time
-from types import FunctionType
 
 import pytest
 import torch.distributed as dist
@@ -46,38 +43,6 @@ def test_hint_names_waiting_ranks(hints, tmp_path):
     # A rank on a busy machine may use so much processor time that it counts as busy at a line where it waits.
     assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
     assert re.search(r"rank 1 .*(time\.sleep\(0\.01\)|while not go\.exists)", hint)
-
-
-def test_hint_without_line_numbers(hints):
-    """Code that belongs to no line, such as generated code, is named by its first line."""
-
-    def waits():
-        def generated():
-            threading.Event().wait()
-
-        FunctionType(generated.__code__.replace(co_linetable=b""), globals())()
-
-    launch = wrapper(ranks(1, grace_s=0.2))(waits).submit()
-    (hint,) = eventually(hints, "the hint")
-    launch.cancel()
-    assert re.search(r"rank 0 (idle for \d+ s|busy) at test_progress\.py:\d+ in generated", hint)
-
-
-def test_hint_without_source_lines(hints, tmp_path):
-    """Another thread, or the user's code, may leave an odd entry in the cache of source lines."""
-
-    def spoil(go):
-        linecache.cache[spoil.__code__.co_filename] = (0, None, None, "")
-        while not go.exists():
-            threading.Event().wait(5)
-        return "done"
-
-    launch = wrapper(ranks(1))(spoil).submit(tmp_path / "go")
-    (hint,) = eventually(hints, "the hint")
-    assert "in spoil" in hint
-    assert "its source cannot be read: TypeError" in launch.stacks()[0]
-    (tmp_path / "go").touch()
-    assert launch.results(PATIENCE_S) == ("done",)
 
 
 def test_wait_for_busy_rank_is_allowed(monkeypatch):

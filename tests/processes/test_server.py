@@ -36,8 +36,11 @@ def warm_pid():
     return pid
 
 
-@pytest.mark.parametrize("runs", [False, True], ids=["before", "while ranks run"])
-@pytest.mark.parametrize(("limit", "kind"), [({"timeout_min": 0.02}, LaunchTimeoutError), ({}, LaunchCancelledError)])
+@pytest.mark.parametrize(
+    ("runs", "limit", "kind"),
+    [(True, {"timeout_min": 0.02}, LaunchTimeoutError), (False, {}, LaunchCancelledError)],
+    ids=["timeout while ranks run", "cancel before"],
+)
 def test_stopped_process_and_an_end(runs, limit, kind, tmp_path):
     """A timeout or ``cancel`` ends the launch and its ranks, and the next launch works."""
     warm, report_pid = warm_pid(), report_pid_function()
