@@ -70,15 +70,9 @@ def test_ctrl_c_ends_a_launch(folder):
     assert is_gone(int(started.read_text()))
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "error"),
-    [
-        ("run json:dumps -- --help | true", 0, ""),
-        ("run json:dumps -- --help >&-", 0, ""),
-    ],
-)
-def test_closed_streams(command, code, error):
+@pytest.mark.parametrize("output", ["| true", ">&-"])
+def test_closed_streams(output):
     """A reader that has gone, or a closed output, is not an error."""
-    bash = ["bash", "-c", f"{sys.executable} -m parawrap {command}"]
+    bash = ["bash", "-c", f"{sys.executable} -m parawrap run json:dumps -- --help {output}"]
     shown = subprocess.run(bash, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (shown.returncode, shown.stdout, shown.stderr.removeprefix("parawrap run: ")) == (code, "", error)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
