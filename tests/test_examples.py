@@ -47,6 +47,7 @@ def test_one_block_on_both_pools():
     assert ran("one_block.py", "threads", "processes").count("are those of the plain loop") == 2
 
 
+@pytest.mark.long
 def test_ranks_that_stay_train_on():
     """Each call trains the model that the calls before it have left."""
     losses = [float(line.split()[-1]) for line in ran("stay.py").splitlines()]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from parawrap.tree import WholeLeaf, addresses, flatten, flatten_call, keep_whole, mismatch, named_children, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, keep_whole, mismatch, named_children, unflatten
 from parawrap.tree import with_children as rebuilt_with
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same
@@ -172,14 +172,6 @@ def test_leaves(value):
     assert flatten(value)[0][0] is value
     assert rebuilt(value) is value
     assert named_children(value) == {}
-
-
-def test_calls_of_tensors():
-    for args in ((), (torch.ones(1),), (torch.ones(1), torch.ones(2)), (torch.ones(1),)):
-        leaves, spec = flatten_call(args, {})
-        assert spec == flatten((args, {}))[1]
-        assert list(map(id, leaves)) == list(map(id, args))
-    assert flatten_call((1,), {"a": 2})[0] == [1, 2]
 
 
 @pytest.mark.parametrize("bases", [(), (list,), (Point,)], ids=["plain", "list", "namedtuple"])

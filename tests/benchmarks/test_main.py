@@ -72,7 +72,7 @@ def test_parts_run_in_turn(tmp_path):
 
 def test_late_parts_are_ended(tmp_path):
     """It leaves the rest of the time to the next part, and no process."""
-    outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 40)
+    outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 20)
     assert [each.code for each in outcomes] == [None, 0]
     child = int((tmp_path / "long.log").read_text())
     assert is_gone(child)

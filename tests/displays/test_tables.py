@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 from torch import nn
 
 from parawrap import Platform, RankResults, Wrapper, current_rank, parallel, wrapper
 from parawrap.displays import last_shown_line
-from tests.helpers.notebooks import run_notebook
 from tests.helpers.waiting import eventually
 
 TWO = ["cpu", "cpu"]
@@ -124,11 +125,14 @@ def test_reprs_are_one_short_line(tmp_path):
         assert "object at 0x" not in repr(value) or "generator" in repr(value)
 
 
-def test_notebook_shows_tables(tmp_path):
+def test_notebook_shows_tables(tmp_path, monkeypatch):
     """A notebook displays an object as HTML. `map(progress=True)` shows a widget."""
     block = "import torch\nfrom parawrap import parallel\nmodel = torch.nn.Linear(3, 2)\n"
     block += "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, progress=True))"
-    mapped, stats = run_notebook([block, "p.stats()"], tmp_path)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (block, "p.stats()")])
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    mapped, stats = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute().cells
     (shown,) = stats.outputs
     assert "busy s" in shown.data["text/html"]
     (bar,) = mapped.outputs

@@ -20,27 +20,19 @@ class Parameters(nn.Module):
             parameter.grad = gradient
 
 
-@pytest.mark.parametrize(
-    ("options", "parameter", "gradient"),
-    [
-        ({}, [0, 1], 5.0),
-        ({"params": True}, [0.5, 0.5], 5.0),
-        ({"params": True, "grads": False}, [0.5, 0.5], None),
-        ({"grads": False}, [0, 1], None),
-    ],
-    ids=["default", "both", "params", "neither"],
-)
-def test_options_of_averages(ranks, options, parameter, gradient):
+@pytest.mark.parametrize("params", [False, True])
+@pytest.mark.parametrize("grads", [False, True])
+def test_options_of_averages(ranks, params, grads):
     def average():
         rank = float(current_rank().global_rank)
         grad = torch.tensor([10 * rank])
         module = Parameters(torch.tensor([rank]), gradients=[grad])
-        functional.average_params_grads(module, **options)
+        functional.average_params_grads(module, params=params, grads=grads)
         assert module.p0.grad is grad  # in place
         return module.p0.item(), grad.item()
 
-    expected = [gradient, gradient] if gradient is not None else [0, 10]
-    assert ranks(average) == tuple(zip(parameter, expected, strict=True))
+    expected = zip([0.5, 0.5] if params else [0, 1], [5, 5] if grads else [0, 10], strict=True)
+    assert ranks(average) == tuple(expected)
 
 
 def test_means_are_equal_on_every_rank():

@@ -43,12 +43,9 @@ def test_ranks_know_their_share():
 
 def test_one_rank_gets_no_sampler():
     """None lets DataLoader's own `shuffle` apply."""
-
-    def is_none():
-        return functional.get_dataset_sampler(range(5), pad=False) is None
-
-    assert (is_none(), *on(1, is_none)) == (True, True)
+    assert functional.get_dataset_sampler(range(5), pad=False) is None
     assert functional.get_dataset_sampler(range(5), 0, ranks(1)) is None
+    assert on(1, functional.get_dataset_sampler, range(5)) == (None,)
 
 
 class Stream(IterableDataset):
