@@ -28,19 +28,6 @@ def test_seed_and_offset():
     assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
 
 
-def test_ranks_start_equal():
-    """With the rank as offset, they draw different numbers."""
-
-    def draw():
-        alike = draws()
-        functional.seed_generators(0, offset=current_rank().global_rank)
-        return alike, draws()
-
-    (alike_0, own_0), (alike_1, own_1) = on(2, draw, seed=0)
-    assert alike_0 == alike_1 == own_0
-    assert all(one != other for one, other in zip(own_0, own_1, strict=True))
-
-
 def stepped():
     """Return a model and its optimiser, which keeps lists of tensors, after two steps."""
     torch.manual_seed(0)

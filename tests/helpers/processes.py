@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -228,16 +228,3 @@ def running_script(folder, text, *args):
             yield script
         finally:
             script.kill()
-
-
-@contextmanager
-def running_scripts(root, cases):
-    """Start scripts at the same time; yield each with its folder. A case makes the text and arguments for a folder."""
-    with ExitStack() as stack:
-        started = {}
-        for number, (key, case) in enumerate(cases.items()):
-            folder = Path(root) / str(number)
-            folder.mkdir()
-            text, *args = case(folder)
-            started[key] = stack.enter_context(running_script(folder, text, *args)), folder
-        yield started

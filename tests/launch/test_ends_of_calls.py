@@ -11,7 +11,7 @@ import time
 import pytest
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, notes_of, pids_in, ranks, running_scripts
+from tests.helpers.processes import SILENT_S, assert_gone, notes_of, pids_in, ranks, running_script
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -115,8 +115,6 @@ from pathlib import Path
 import torch.distributed as dist
 from parawrap import LaunchError, Platform, current_rank
 
-how, folder = sys.argv[1:]
-
 def waits(how, folder):
     report_pid(folder)
     while True:
@@ -124,59 +122,60 @@ def waits(how, folder):
             time.sleep(600)
         except KeyboardInterrupt:
             Path(folder, f"{current_rank().global_rank}.interrupted").touch()
-            if how == "group":
+            if how == "answers":
                 raise
 
 if __name__ == "__main__":
-    grace_s = {"ignores": 600, "ignores once": 0.5}.get(how, 60)
-    ranks = Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False).open()
-    pids = ranks(os.getpid)
-    try:
-        ranks(waits, how, folder)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    try:
-        print(ranks(dist.barrier), ranks(os.getpid) == pids)
-    except LaunchError as error:
-        print(error)
+    for how, grace_s in ("answers", 60), ("ignores", 600), ("ignores once", 0.5):
+        with Platform(device="cpu", n_cpus=2, grace_s=grace_s, verbose=False).open() as ranks:
+            pids = ranks(os.getpid)
+            try:
+                ranks(waits, how, Path(how))
+            except KeyboardInterrupt:
+                print("interrupted", flush=True)
+            try:
+                print(ranks(dist.barrier), ranks(os.getpid) == pids)
+            except LaunchError as error:
+                print(error)
 """
 
 
 @pytest.fixture(scope="module")
-def parents(tmp_path_factory):
-    """Scripts with ranks that stay, started together, because each of them loads torch."""
-    ways = ["group", "ignores", "ignores once"]
-    cases = {how: lambda folder, how=how: (PARENT, how, folder) for how in ways}
-    with running_scripts(tmp_path_factory.mktemp("parents"), cases) as started:
-        yield started
-
-
-def interrupted_in(folder):
-    return sorted(path.name for path in folder.glob("*.interrupted"))
-
-
-def test_ranks_that_answer_ctrl_c(parents):
-    """Each rank's function raises KeyboardInterrupt, and the same processes answer the next call."""
-    parent, folder = parents["group"]
-    pids = pids_in(folder, 2)
-    os.killpg(parent.pid, signal.SIGINT)
-    output, _ = parent.communicate(timeout=PATIENCE_S)
-    assert output.splitlines() == ["interrupted", "RankResults(None, None) True"]
-    assert interrupted_in(folder) == ["0.interrupted", "1.interrupted"]
+def interrupted(tmp_path_factory):
+    """A script that got Ctrl-C in three worlds. Per case, its output, its ranks, and the number of interrupts."""
+    root, pids = tmp_path_factory.mktemp("interrupted"), {}
+    cases = ["answers", "ignores", "ignores once"]
+    for how in cases:
+        (root / how).mkdir()
+    with running_script(root, PARENT) as parent:
+        for how in cases:
+            pids[how] = pids_in(root / how, 2)
+            if how == "answers":
+                os.killpg(parent.pid, signal.SIGINT)
+                continue
+            os.kill(parent.pid, signal.SIGINT)
+            if how == "ignores":
+                eventually(lambda: len([*(root / "ignores").glob("*.interrupted")]) == 2, "KeyboardInterrupt in both ranks")
+                os.kill(parent.pid, signal.SIGINT)
+        output, _ = parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
+    _, *outputs = output.split("interrupted\n")
+    return {
+        how: (text, pids[how], len([*(root / how).glob("*.interrupted")])) for how, text in zip(cases, outputs, strict=True)
+    }
+
+
+def test_ranks_that_answer_ctrl_c(interrupted):
+    """Each rank's function raises KeyboardInterrupt, and the same processes answer the next call."""
+    output, pids, interrupts = interrupted["answers"]
+    assert (output, interrupts) == ("RankResults(None, None) True\n", 2)
     assert_gone(pids)
 
 
 @pytest.mark.parametrize("how", ["ignores", "ignores once"])
-def test_ranks_that_ignore_ctrl_c(how, parents):
+def test_ranks_that_ignore_ctrl_c(how, interrupted):
     """A second Ctrl-C ends them, and so does the end of ``grace_s`` after the first. The next call says so."""
-    parent, folder = parents[how]
-    pids = pids_in(folder, 2)
-    os.kill(parent.pid, signal.SIGINT)
-    if how == "ignores":
-        eventually(lambda: len(interrupted_in(folder)) == 2, "KeyboardInterrupt in both ranks")
-        os.kill(parent.pid, signal.SIGINT)
-    output, _ = parent.communicate(timeout=PATIENCE_S)
-    assert output.startswith("interrupted\nthese ranks have ended, and cannot call barrier")
+    output, pids, _ = interrupted[how]
+    assert output.startswith("these ranks have ended, and cannot call barrier")
     assert how == "ignores" or "did not stop within grace_s=0.5" in output
     assert_gone(pids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-import io
 import os
 import pickle
 import random
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parawrap import LaunchCancelledError, LaunchError, PlatformError, RankResults, UnsendableError, current_rank, wrapper
+from parawrap import LaunchCancelledError, LaunchError, PlatformError, current_rank, wrapper
 from tests.helpers.processes import assert_gone, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -47,14 +46,6 @@ def recall(name):
 # -- calls
 
 
-def test_each_call_is_a_launch(world):
-    """The same processes answer in the order of ranks, with process groups, also next to a launch."""
-    assert type(world(my_rank)) is RankResults
-    assert world(os.getpid) == world(os.getpid)
-    assert wrapper(ranks())(all_sum)() == (2.0, 2.0)
-    assert world(all_sum) == (2.0, 2.0)
-
-
 def test_a_changed_variable_is_sent(world):
     """A decorated function runs in these ranks, and not in those of its own platform."""
     number = 1
@@ -77,6 +68,9 @@ def test_calls_that_cannot_work(world):
     def numbers():
         yield 1
 
+    def history():
+        return {"history": [1, threading.Lock()]} if my_rank() == 1 else None
+
     launch = world.submit(my_rank)
     assert launch.results() == (0, 1)
     for fails, says in [
@@ -89,20 +83,12 @@ def test_calls_that_cannot_work(world):
         (lambda: world(print, launch), r"args\[0\].*send its results instead"),
         (lambda: world(print, world), r"args\[0\].*ranks belong to the process that opened them: call them there"),
         (lambda: pickle.dumps(world), "ranks belong to the process that opened them: call them there"),
+        (lambda: world(history), r"the result\['history'\].*\[1\].* cannot be sent .*: lock"),
         (lambda: world(lambda: ranks(1).open()), r"Platform\.open was called within a rank"),
     ]:
         with pytest.raises((LaunchError, TypeError, IndexError), match=says):
             fails()
     assert world(my_rank) == (0, 1)
-
-
-def test_an_unsendable_result(world):
-    """The error names the result and its rank, and the ranks stay."""
-    before = world(os.getpid)
-    with pytest.raises(UnsendableError, match=r"the result\['history'\].*\[1\].* cannot be sent .*: lock") as caught:
-        world(lambda: {"history": [1, threading.Lock()]} if my_rank() == 1 else None)
-    assert "rank 1 of 2" in notes_of(caught.value)
-    assert world(os.getpid) == before
 
 
 # -- state
@@ -190,24 +176,6 @@ def test_a_default_timeout_of_sockets_is_harmless(monkeypatch):
             assert opened(lambda: time.sleep(0.2) or 1) == (1, 1)
     finally:
         socket.setdefaulttimeout(default)
-
-
-def test_a_stream_that_cannot_be_flushed(world):
-    """It is an error of the call, since what it holds was not written."""
-
-    class Broken(io.StringIO):
-        def flush(self):
-            raise OSError("the stream is full")
-
-    def replace():
-        sys.stdout = Broken()
-
-    def restore():
-        sys.stdout = sys.__stdout__
-
-    with pytest.raises(OSError, match="the stream is full"):
-        world(replace)
-    world(restore)
 
 
 def test_an_exception_that_cannot_be_described(world):

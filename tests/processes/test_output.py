@@ -122,22 +122,6 @@ def test_lone_rank_has_no_prefix(capfd):
     assert capfd.readouterr()[0].replace("\r\n", "\n") == "50%\r100%\nend\n"
 
 
-def test_lines_of_ranks_never_mix(capfd):
-
-    def pours():
-        rank = current_rank().global_rank
-        for i in range(2000):
-            os.write(1, f"{rank} {i}".encode())
-            os.write(1, b" end\n")
-
-    wrapper(ranks(verbose=True, ipc_groups=None))(pours)()
-    lines = capfd.readouterr()[0].splitlines()
-    for rank in (0, 1):
-        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
-        assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
-    assert len(lines) == 4000
-
-
 UNREAD = """
 import os, time
 from parawrap import Platform, wrapper

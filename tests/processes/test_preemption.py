@@ -14,46 +14,14 @@ from parawrap import current_rank, wrapper
 from tests.contract.scenarios import report
 from tests.helpers.launches import wait_for_reports
 from tests.helpers.processes import ranks
-from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
-PREEMPTIONS = 2
 
-
-def submit(function, *args, count=2, **fields):
-    return wrapper(ranks(count, **{"grace_s": 60} | fields))(function).submit(*args)
+def submit(function, **fields):
+    return wrapper(ranks(**{"grace_s": 60} | fields))(function).submit()
 
 
 # -- loops
-
-
-def test_preemptions_lose_no_step(tmp_path):
-    """Each start continues at the step at which all ranks of the previous start saved, and repeats none."""
-
-    def train():
-        rank = current_rank()
-        state = Path(tmp_path, f"{rank.global_rank}.state")
-        steps = [int(each) for each in state.read_text().split()] if state.exists() else []
-        begun = len(steps)
-        for step in count(begun):
-            if rank.restart == PREEMPTIONS and step == begun + 3:
-                return steps
-            if rank.should_checkpoint():
-                state.write_text(" ".join(map(str, steps)))
-                rank.requeue()
-            all_sum()
-            steps.append(step)
-            if step == begun + 1:
-                report(tmp_path, f"runs-{rank.restart}")
-        raise AssertionError
-
-    launch = submit(train, count=3)
-    for start in range(PREEMPTIONS):
-        wait_for_reports(tmp_path, f"runs-{start}", 3)
-        launch.preempt()
-    results = launch.results(timeout=PATIENCE_S)
-    assert results == (list(range(len(results[0]))),) * 3
-    assert len(results[0]) >= 2 * PREEMPTIONS + 3
 
 
 def test_ranks_behind_catch_up(tmp_path):

@@ -114,18 +114,13 @@ def test_omp_num_threads_holds(monkeypatch):
 # -- prompts
 
 
-def test_a_debugger_names_inline():
-    """LaunchError says to call ``inline``, and no rank waits for a terminal."""
+def test_no_rank_waits_for_a_terminal():
+    """The error of a debugger says to call ``inline``, and `input` raises EOFError."""
     error, _ = failure_of(lambda: breakpoint())
     assert type(error) is LaunchError
     assert "a rank has no terminal. Call .inline(...) of the decorated function" in str(error)
-
-
-def test_standard_input_is_empty():
-    """`input` raises EOFError. The callable that PYTHONBREAKPOINT names runs in the rank."""
     error, _ = failure_of(lambda: input("continue? "))
     assert type(error) is EOFError
-    assert wrapper(ranks(1))(lambda: sys.stdin.read())() == ("",)
 
 
 # -- options of the interpreter

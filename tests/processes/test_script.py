@@ -252,19 +252,6 @@ with platform.open() as ranks:
     same([ranks(use) for _ in range(3)], [(100_010, 100_010)] * 3)
     same(Counted.pickled, 1)
 """,
-    # A class that came back has its own globals here, and those of its methods are the script's.
-    "methods": """
-SCALE = 2
-
-class Row:
-    def scaled(self):
-        return SCALE
-
-with platform.open() as ranks:
-    row = ranks(lambda: Row())[0]
-    SCALE = 3
-    same([type(row) is Row, row.scaled(), Row().scaled()], [True, 3, 3])
-""",
     # Globals of methods of a global object, of functions in a container, and of a metaclass.
     "through objects": """
 SCALE = 1
