@@ -132,15 +132,6 @@ def test_mismatch_names_a_place(one, other, place):
     assert first != second
 
 
-def test_addresses_read_like_python():
-    _, spec = flatten(((torch.zeros(1), [Slotted(1)]), {"batch": {"mask": Slotted(2)}, "n": Point(3, 4)}))
-    found = addresses(spec, ("args", "kwargs"))
-    assert found[:3] == ["args[0]", "args[1][0].a", "args[1][0].b"]
-    assert 'kwargs["batch"]["mask"].a' in found
-    assert addresses(flatten(5)[1], ("output",)) == ["output"]
-    assert flatten([None, 1, None])[0] == [None, 1, None]
-
-
 def test_containers_keep_what_they_are():
     """Bounds, factories, attributes, orders, fields that are not set, and the types of torch.return_types."""
     assert rebuilt(deque([1, 2], maxlen=2)).maxlen == 2

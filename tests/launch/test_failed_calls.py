@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from parawrap import LaunchCancelledError, LaunchError, current_rank
+from parawrap import LaunchError, current_rank
 from tests.helpers.processes import assert_gone, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -216,18 +216,6 @@ def test_a_wait_in_a_group_of_the_function():
         with pytest.raises(KeyError, match="weight"):
             opened(fail)
         assert_gone(pids)
-
-
-def test_a_cancelled_collective_ends(world):
-    def waits():
-        print("waits", flush=True)
-        block("recv")
-
-    launch = world.submit(waits)
-    eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
-    launch.cancel()
-    with pytest.raises(LaunchCancelledError):
-        launch.results()
 
 
 def test_preemption_of_ranks_that_stay(world):

@@ -203,6 +203,12 @@ def test_auto_is_the_best_device(monkeypatch):
     assert (Platform().device, Platform(n_cpus=4).world_size) == (Device.MPS, 1)
 
 
+def test_unreadable_core_numbers_raise(monkeypatch):
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "first")
+    assert "NEURON_RT_VISIBLE_CORES='first': 'first' is neither a core nor a range" in refusal(device="neuron")
+
+
 def test_device_may_name_launcher():
     for name, n_gpus, device in ("slurm", None, Device.CPU), ("Ray", 2, Device.GPU):
         platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)

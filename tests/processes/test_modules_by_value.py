@@ -7,7 +7,7 @@ import sys
 import types
 
 from parawrap import wrapper
-from tests.helpers.processes import failure_of, notes_of, ranks
+from tests.helpers.processes import ranks
 
 SOURCE = """
 import functools
@@ -45,21 +45,3 @@ def test_a_file_with_the_name_of_another_module(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "config_of_test", module)
     spec.loader.exec_module(module)
     assert wrapper(ranks(1))(module.scale)() == (2,)
-
-
-def test_import_hook_is_explained(tmp_path, monkeypatch):
-    (tmp_path / "content.py").write_text(SOURCE)
-
-    class Finder:
-        def find_spec(self, name, path=None, target=None):
-            return importlib.util.spec_from_file_location(name, tmp_path / "content.py") if name == "hooked" else None
-
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
-    import hooked  # pyright: ignore[reportMissingImports]
-
-    try:
-        error, _ = failure_of(hooked.compute)
-    finally:
-        monkeypatch.delitem(sys.modules, "hooked")
-    assert type(error) is ModuleNotFoundError
-    assert "have no import hooks of the script" in notes_of(error)
