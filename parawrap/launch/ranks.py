@@ -9,6 +9,7 @@ The thread refers to no handle, so that ranks whose handle is lost end.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import threading
@@ -614,6 +615,19 @@ def _abandon(thread: _RanksThread, pid: int) -> None:
     """End ranks that were never closed. Does not wait: the collector may run in any thread."""
     if os.getpid() == pid:
         thread.cancel()
+
+
+def _end_with_interpreter() -> None:
+    """End ranks that the script has left open. It runs before the server ends, which waits for its ranks."""
+    threads = [handle._thread for each in list(_open) if (handle := each()) is not None]
+    for thread in threads:
+        thread.cancel()
+    for thread in threads:
+        thread.ended.wait()
+
+
+atexit.register(_end_with_interpreter)
+os.register_at_fork(after_in_child=_open.clear)
 
 
 def _show_output(thread: _RanksThread) -> None:

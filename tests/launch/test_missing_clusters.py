@@ -69,7 +69,7 @@ def test_no_slurm_and_no_gpus(no_slurm):
     platform = Platform(device="slurm", n_nodes=2, n_gpus=2)
     assert LOCAL.search(refusal_of(lambda: wrapper(platform)(place)()))
     message = refusal_of(lambda: replace(platform, launcher="local"))
-    assert "give 'cpu', with n_cpus as the number of ranks instead of n_gpus" in message
+    assert "give device='cpu', with n_cpus as the number of ranks instead of n_gpus" in message
     cured = replace(platform, launcher="local", device="cpu", n_gpus=None, n_cpus=2, verbose=False)
     assert list(wrapper(cured)(place)()) == [(rank, 4) for rank in range(4)]
     message = refusal_of(lambda: wrapper(platform)(place).inline())

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from parawrap import LaunchCancelledError, LaunchError, PlatformError, current_rank, wrapper
-from tests.helpers.processes import assert_gone, notes_of, ranks
+from tests.helpers.processes import assert_gone, notes_of, ranks, run_script
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -362,6 +362,23 @@ def test_ranks_end_without_close():
     del forgotten
     gc.collect()
     assert_gone(pids)
+
+
+LEFT_OPEN = """
+import importlib, os
+from parawrap import Platform
+
+launch = importlib.import_module("parawrap.launch.launch")
+stop_server = launch.stop_server
+launch.stop_server = lambda: (print(ranks.state), stop_server())
+ranks = Platform(device="cpu", n_cpus=2, ipc_groups=None).open()
+ranks(os.getpid)
+"""
+
+
+def test_a_script_leaves_ranks_open(tmp_path):
+    """They end before their server does. Otherwise the server would wait 10 s for them."""
+    assert run_script(tmp_path, LEFT_OPEN) == "ended\n"
 
 
 def ended(opened):
