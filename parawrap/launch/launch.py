@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table, shorten
-from parawrap.errors import LaunchCancelledError, LaunchError, add_note
+from parawrap.errors import LaunchCancelledError, LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
@@ -280,13 +280,6 @@ class CallLaunch(Launch[R]):
         super().__init__(job, run)
         self._called = ranks
         self._claim.acquire()
-
-    def _read_results(self) -> RankResults[Any] | BaseException:
-        results = super()._read_results()
-        if isinstance(self._known, Ending) and self._known.deadlocked and isinstance(results, BaseException):
-            note = "the process groups are made again: models in DistributedDataParallel that the ranks keep must be, too"
-            add_note(results, note)
-        return results
 
     @property
     def _ranks(self) -> Sequence[int]:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
@@ -46,6 +47,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LABEL = "ranks that stay"
+_RENEWED = "the process groups are made again: models in DistributedDataParallel that the ranks keep must be, too"
 _NEVER = float("inf")  # by the monotonic clock
 _HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in its traceback
 
@@ -218,6 +220,8 @@ class _RanksThread:
         self.current = request
         self.last_calls.update(dict.fromkeys(request.call.ranks, request.call))
         ending = pool.call(request.call)
+        if ending.deadlocked:
+            ending = replace(ending, history=[_RENEWED])
         self.current = None
         if not request.call.has_loaded:
             self.script.forget(request.sent)

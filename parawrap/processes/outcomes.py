@@ -205,7 +205,7 @@ class Ending:
     Attributes:
         outcomes: How each rank ended.
         places: The node and host of each rank, such as ``"node 0, worker-17"``.
-        history: How earlier attempts ended.
+        history: How earlier attempts ended, and other notes for the error.
         stacks: The stacks of the ranks at a time limit or a deadlock.
         timed_out: The time limit that ended the call.
         deadlocked: True if it was ended because its ranks waited for ranks that do not take part.
@@ -343,7 +343,10 @@ def _deadlock_error(name: str, ending: Ending) -> LaunchError:
         f"{name} is deadlocked: {how} in torch.distributed. In a "
         f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
     )
-    return LaunchError(msg)
+    error = LaunchError(msg)
+    for note in ending.history:
+        add_note(error, note)
+    return error
 
 
 def _stacks_of(ending: Ending) -> str:

@@ -32,8 +32,9 @@ def test_waiting_for_a_returned_rank(monkeypatch):
             assert text in str(caught.value)
         assert "models in DistributedDataParallel that the ranks keep must be, too" in notes_of(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
-        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
+        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait") as caught:
             opened[0](all_sum)
+        assert "models in DistributedDataParallel that the ranks keep must be, too" in notes_of(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
 
 
