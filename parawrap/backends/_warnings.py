@@ -12,18 +12,19 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+import wrapt
 
-_PARAWRAP, _TORCH, _FUTURES = (
-    f"{folder}{os.sep}"
-    for folder in (Path(__file__).parents[1], Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)
+_PARAWRAP, _TORCH, _FUTURES, _WRAPT = (
+    f"{Path(file).parent}{os.sep}"
+    for file in (Path(__file__).parent, torch.__file__, concurrent.futures.__file__, wrapt.__file__)
 )
 
 
 def warn_caller(message: str) -> None:
-    """Issue a UserWarning at the innermost frame outside parawrap and torch."""
+    """Issue a UserWarning at the innermost frame outside parawrap, torch, and wrapt."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PARAWRAP, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PARAWRAP, _TORCH, _WRAPT)):
         frame = frame.f_back
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
@@ -32,9 +33,9 @@ def warn_caller(message: str) -> None:
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback from its first frame outside parawrap on; None without such a frame.
 
-    Frames of concurrent.futures, which pass an exception from thread to thread, count as parawrap's.
+    Frames of concurrent.futures, which pass an exception from thread to thread, and of wrapt count as parawrap's.
     """
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_PARAWRAP, _FUTURES)):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_PARAWRAP, _FUTURES, _WRAPT)):
         trace = trace.tb_next
     return trace
 
