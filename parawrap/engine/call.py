@@ -618,7 +618,7 @@ def _find_origin(origins: Mapping[int, Any], replica: Replica, value: Any) -> An
 class Lane:
     """One device slot and, once it was needed, its thread.
 
-    `device` is where its tensors lie; `label` names it, by the device by default. `takes` is True while its thread runs
+    `device` is where its tensors lie; `label` names it, by the device by default. `taking` is locked while its thread runs
     whole calls, or is about to.
     """
 
@@ -631,8 +631,8 @@ class Lane:
         self.lock = threading.Lock()  # of the thread that works in the lane
         self.gate = threading.Lock()  # held by a whole call
         self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.takes = False
-        self.tasks = self.rows = self.whole_calls = self.busy_ns = 0
+        self.taking = threading.Lock()
+        self.tasks = self.rows = self.cut_rows = self.whole_calls = self.busy_ns = 0
         self.thread: threading.Thread | None = None
         self.streams = LaneStreams(backend_of(device.type), device)
         self._shared = deque() if shared is None else shared  # whole calls, oldest first
@@ -654,11 +654,10 @@ class Lane:
             try:
                 work = self._shared.popleft()
             except IndexError:
-                self.takes = False
-                if not self._shared:
-                    return
-                self.takes = True  # a call came meanwhile, and its sender saw this lane at work
-                continue
+                self.taking.release()
+                if not (self._shared and self.taking.acquire(blocking=False)):
+                    return  # if a call came meanwhile, its sender has put this method into the inbox
+                continue  # a call came, and its sender saw this lane at work
             work(self)
             del work
         self.inbox.put(self.take)
@@ -723,7 +722,7 @@ class Job:
             while True:
                 lane = self.asleep.pop()
                 lane.inbox.put(self)
-                if not lane.takes:
+                if not lane.taking.locked():
                     return
 
     def run(self, group: tuple[int, ...]) -> None:
@@ -896,20 +895,19 @@ class Lanes:
             self._shared.append(work)
             chosen = None
             for lane in self.all[:1] if in_order else self.all:
-                if not lane.takes:
+                if not lane.taking.locked():
                     # A caller may be at work in the first, or its device may be behind
                     chosen = lane if chosen is None else min(chosen, lane, key=_load_of)
                     if self._only_cpu and not chosen.lock.locked():
                         break
-            if chosen is not None:
-                chosen.takes = True
+            if chosen is not None and chosen.taking.acquire(blocking=False):
                 if chosen.thread is None:
                     self._start([chosen])
                 chosen.inbox.put(chosen.take)
 
     def queued(self) -> list[Any]:
         """Return the work that no lane has begun, oldest first."""
-        return [*self._shared]
+        return [*self._shared.copy()]  # lanes take from it meanwhile, and only a copy is atomic
 
     @contextmanager
     def idle(self, home: torch.device | None = None) -> Iterator[None]:

@@ -15,7 +15,7 @@ Guarantees, for devices that have streams:
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -78,18 +78,18 @@ class _Shelf:
     # No lock: a pool may be collected, and put its streams here, while another one is about to take some.
 
     def __init__(self) -> None:
-        self._streams: defaultdict[torch.device, deque[Stream]] = defaultdict(deque)
-        self._made: defaultdict[torch.device, set[Stream]] = defaultdict(set)
+        self._streams: dict[torch.device, deque[Stream]] = {}
+        self._made: dict[torch.device, set[Stream]] = {}
 
     def take(self, device: torch.device) -> Stream:
         try:
-            return self._streams[device].pop()
+            return self._streams.setdefault(device, deque()).pop()
         except IndexError:
             return self._make(device)
 
     def _make(self, device: torch.device) -> Stream:
         """A stream that no lane has; torch hands out a device's few in turn, so it may be one that a lane has after all."""
-        made = self._made[device]
+        made = self._made.setdefault(device, set())
         stream = _new_stream(device)
         for _ in range(_HANDED_OUT_IN_TURN - 1):
             if stream not in made:
@@ -99,7 +99,7 @@ class _Shelf:
         return stream
 
     def put(self, device: torch.device, stream: Stream) -> None:
-        self._streams[device].append(stream)
+        self._streams.setdefault(device, deque()).append(stream)
 
 
 def _new_stream(device: torch.device) -> Stream:
@@ -168,7 +168,7 @@ class LaneStreams:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
         if not self._ahead:
             return 0
-        return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
+        return sum(not all(event.query() for _, event in events) for events in self._ahead.copy())
 
     def be_waited_for(self) -> None:
         """Have the calling thread's streams wait for all that the lane has queued until now."""

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from os import getpid
 from pathlib import Path
@@ -189,8 +190,9 @@ class WholeCall:
             del error, output
 
     def _run_callbacks(self) -> None:
-        while self._callbacks:
-            self._callbacks.pop()(self)
+        with suppress(IndexError):  # another thread calls them
+            while self._callbacks:
+                self._callbacks.pop()(self)
 
 
 class Session(Calls):

@@ -49,6 +49,29 @@ def test_many_threads_call_one_model():
             future.result(PATIENCE_S)
 
 
+def test_work_for_a_lane_that_goes_idle():
+    """A call may be sent at any moment of a lane that looks for one: here, at lines of it, in different distances."""
+    futures, waits = [], [*range(12)] * 4
+
+    def trace(frame, event, _arg):
+        if event == "line" and waits:
+            waits[-1] -= 1
+            if waits[-1] < 0:
+                waits.pop()
+                futures.append(executor.submit(p.submit, 0).result(PATIENCE_S))
+        return trace if frame.f_code.co_name == "take" else None
+
+    before = threading.gettrace()
+    threading.settrace(trace)  # of threads that start from here on
+    try:
+        with parallel(lambda x: x, ["cpu"]) as p, ThreadPoolExecutor(1) as executor:
+            while waits:
+                p.submit(0).result(PATIENCE_S)
+            assert [future.result(PATIENCE_S) for future in futures] == [0] * 48
+    finally:
+        threading.settrace(before)
+
+
 def test_calls_during_a_close():
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     plain, stop = model(x), threading.Event()
