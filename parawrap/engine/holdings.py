@@ -193,10 +193,10 @@ class Holdings:
 
     def accept(self) -> None:
         """Take what is held now for what must be held."""
-        self._dicts_before = [dict(dict.items(each)) for each in self._dicts]
+        self._dicts_before = [dict([*dict.items(each)]) for each in self._dicts]  # other threads may write the model's
         self._lists_before = [[*each] for each in self._lists]
-        self._filled = [index for index, each in enumerate(self._dicts) if dict.__len__(each)]
-        self._hollow = [index for index, each in enumerate(self._dicts) if not dict.__len__(each)]
+        self._filled = [index for index, each in enumerate(self._dicts_before) if each]
+        self._hollow = [index for index, each in enumerate(self._dicts_before) if not each]
         self._full = [self._dicts[index] for index in self._filled]
         self._full_before = [self._dicts_before[index] for index in self._filled]
         plain = [each for each in self._lists if isinstance(each, LISTS)]
@@ -209,7 +209,7 @@ class Holdings:
 
     def note(self) -> None:
         """Note the objects that are held now."""
-        self._held = self._read()
+        self._held = self.read_held()
         self._known = addresses(self._held)
 
     def is_same(self) -> bool:
@@ -255,6 +255,18 @@ class Holdings:
                     own.extend(old)
         self.note()
 
+    def read_held(self) -> list[Any]:
+        """Return the objects that are held now."""
+        now = get_referents(*self._roots)
+        now += chain.from_iterable(self._views)
+        return now
+
+    def accept_changes(self, changes: Iterable[Change], held: list[Any]) -> None:
+        """Accept entries of dicts that `changes` has returned, after `held` was read: a later write is another change."""
+        for place, key, _, now in changes:
+            self._dicts_before[self._at[place.key][1]][key] = now
+        self._held, self._known = held, addresses(held)
+
     def read(self, place: Place) -> Any:
         """Return the container at a place."""
         return self._at[place.key][0]
@@ -280,11 +292,6 @@ class Holdings:
             own.clear()
         self.__dict__.clear()
 
-    def _read(self) -> list[Any]:
-        now = get_referents(*self._roots)
-        now += chain.from_iterable(self._views)
-        return now
-
     def _has_other_dicts(self) -> bool:
         """True if an object has another ``__dict__``."""
         pairs = zip(self._dict_places, self._dicts, strict=True)
@@ -304,7 +311,7 @@ class Holdings:
         """Return the indices of the dicts that hold other objects."""
         found = [*compress(self._hollow, [self._dicts[index] for index in self._hollow])]
         if [*map(dict.__len__, self._full)] == [*map(len, self._full_before)]:
-            now = chain.from_iterable(map(dict.values, self._full))
+            now = chain.from_iterable([[*dict.values(each)] for each in self._full])
             before = chain.from_iterable(map(dict.values, self._full_before))
             positions = [*compress(count(), map(is_not, now, before))]
             if positions:
@@ -314,7 +321,7 @@ class Holdings:
         return found + [
             index
             for index, own, old in zip(self._filled, self._full, self._full_before, strict=True)
-            if _differ(dict.values(own), [*old.values()])
+            if _differ([*dict.values(own)], [*old.values()])
         ]
 
 

@@ -39,18 +39,18 @@ class PlainView(dict[str, Any]):
         now = self.plain()
         now |= {name: value for name, value in self._hidden.items() if now.get(name) is None}
         dict.update(self._before, now)  # at no moment does it lack a name: another thread may be reading it
-        for name in [name for name in self._before if name not in now]:
+        for name in [name for name in [*self._before] if name not in now]:
             dict.pop(self._before, name)
         object.__setattr__(module, "__dict__", self._before)
 
     @property
     def is_plain(self) -> bool:
         """True if no stub is left."""
-        return Stub not in map(type, dict.values(self))
+        return Stub not in map(type, [*dict.values(self)])
 
     def plain(self) -> dict[str, Any]:
         """Return the items with what lies under the stubs."""
-        found = {name: _under(value) for name, value in dict.items(self)}
+        found = {name: _under(value) for name, value in [*dict.items(self)]}  # a copy: other threads may set attributes
         return {name: value for name, value in found.items() if value is not ABSENT}
 
     def __getitem__(self, name: str) -> Any:

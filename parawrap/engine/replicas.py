@@ -366,7 +366,7 @@ class Replicas:
             has_moved = self._first is not None and self._first.device != self.home
             has_moved = has_moved or any(away.has_moved() for away in self._away.values())
             has_moved = has_moved or True in map(_requires_grad, self.survey.tensors)  # one of them learns now
-            if self._is_forced or has_moved or not (self.model.is_same() or self._apply(self.model.changes())):
+            if self._is_forced or has_moved or not (self.model.is_same() or self._apply_changes()):
                 self._build()
             elif not self.is_lazy:
                 self._renew()
@@ -510,8 +510,10 @@ class Replicas:
             vars(each).update(vars(tensor))
         return found
 
-    def _apply(self, changes: Sequence[Change]) -> bool:
+    def _apply_changes(self) -> bool:
         """Set replaced numbers, flags, and texts in the replicas; return False if these must be made again."""
+        held = self.model.read_held()
+        changes = self.model.changes()
         if not (self.all and changes):  # without a change of an entry, an object has another class
             return False
         for place, key, before, now in changes:
@@ -520,10 +522,11 @@ class Replicas:
             if not all(replica.holdings.has(place, key) for replica in self.all):
                 return False
         self.generation += 1
-        for holdings in (self.model, *(replica.holdings for replica in self.all)):
+        self.model.accept_changes(changes, held)
+        for replica in self.all:
             for place, key, _, now in changes:
-                holdings.put(place, key, now)
-            holdings.note()
+                replica.holdings.put(place, key, now)
+            replica.holdings.note()
         if any(change.key == "training" for change in changes):
             self.survey.note_modes()
             self.is_quiet, self.is_new = self.survey.is_quiet, True

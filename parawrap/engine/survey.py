@@ -176,13 +176,14 @@ class Survey:
             return self._parts_of_module(value, path)
         if isinstance(value, dict):
             place = self._enter(value, "items", path)
-            keys = [(key, f"{path} key", None, None) for key in dict.keys(value) if not isinstance(key, _ATOMS)]
-            items = [(part, f"{path}[{key!r}]", place, key) for key, part in dict.items(value)]
+            pairs = [*dict.items(value)]  # a copy, here and below: other threads may write
+            keys = [(key, f"{path} key", None, None) for key, _ in pairs if not isinstance(key, _ATOMS)]
+            items = [(part, f"{path}[{key!r}]", place, key) for key, part in pairs]
             return [*keys, *items, *self._attributes(value, path)]
         if isinstance(value, LISTS):
             place = self._enter(value, "list", path)
-            is_set = isinstance(value, set)
-            listed: list[_Part] = [(part, f"{path}[{at}]", None if is_set else place, at) for at, part in enumerate(value)]
+            holder = None if isinstance(value, set) else place
+            listed: list[_Part] = [(part, f"{path}[{at}]", holder, at) for at, part in enumerate([*value])]
             return [*listed, *self._attributes(value, path)]
         if isinstance(value, (tuple, frozenset)):
             return [(part, f"{path}[{at}]", None, None) for at, part in enumerate(value)]
@@ -209,10 +210,10 @@ class Survey:
             elif name in TABLES:
                 self.owned[id(part)], self.paths[id(part)] = part, path
                 place = self._enter(module, name, path)
-                below += [(each, f"{path}.{key}".lstrip("."), place, key) for key, each in part.items()]
+                below += [(each, f"{path}.{key}".lstrip("."), place, key) for key, each in [*part.items()]]
             else:
                 if self._shares_hooks and name.endswith("_hooks") and isinstance(part, dict):
-                    self._shared_hooks.update(map(id, part.values()))
+                    self._shared_hooks.update(map(id, [*part.values()]))
                 below.append((part, f"{path}.{name}".lstrip("."), own, name))
         return below
 
@@ -246,7 +247,7 @@ class Survey:
         own = vars_of(value)
         if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
             place = self._enter(value, "vars", path)
-            found += [(part, f"{path}.{name}".lstrip("."), place, name) for name, part in own.items()]
+            found += [(part, f"{path}.{name}".lstrip("."), place, name) for name, part in [*own.items()]]
         slots = names_of_slots(type(value))
         if slots:
             place = self._enter(value, "slots", path)
@@ -328,7 +329,7 @@ class Survey:
         classes = {base for module in self.modules for base in type(module).__mro__ if not _is_of_library(base.__module__)}
         by_name: dict[str, list[types.FunctionType]] = {}
         for cls in classes:
-            for name, value in vars(cls).items():
+            for name, value in [*vars(cls).items()]:
                 by_name.setdefault(name, []).extend(_functions(value))
         waiting = [*self.functions, *(each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ()))]
         seen = set(waiting)
@@ -396,10 +397,11 @@ def _state_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its copy gets. A copy has None for the trainer of a LightningModule."""
     cls = type(module)
     if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
-        return dict(vars(module).items())
+        return dict([*vars(module).items()])
     state: Any = module.__getstate__()
     kept = state if isinstance(state, dict) else {}
-    return {name: part for name, part in vars(module).items() if name in kept and (kept[name] is not None or part is None)}
+    own = [*vars(module).items()]
+    return {name: part for name, part in own if name in kept and (kept[name] is not None or part is None)}
 
 
 def _is_model(part: Any) -> bool:
@@ -416,22 +418,22 @@ def _is_service(cls: type) -> bool:
 def _is_singleton(value: Any) -> bool:
     """True for an attribute of its class, and for a named global without state, such as a sentinel."""
     cls = type(value)
-    if any(each is value for each in vars(cls).values()):
+    if any(each is value for each in [*vars(cls).values()]):
         return True
     own = vars_of(value)
-    if own is None or any(type(part) is not str for part in own.values()):
+    if own is None or any(type(part) is not str for part in [*own.values()]):
         return False
     module = sys.modules.get(cls.__module__)
-    return module is not None and any(each is value for each in vars(module).values())
+    return module is not None and any(each is value for each in [*vars(module).values()])
 
 
 def _is_quiet_module(module: torch.nn.Module) -> bool:
     cls = type(module)
     if cls not in _QUIET_CLASSES and (module.training or cls not in _QUIET_IN_EVAL):
         return False
-    own = vars(module)
-    has_hooks = any(name.endswith("_hooks") and part for name, part in own.items() if name not in NOT_CALLED)
-    has_code = any(callable(part) and hasattr(cls, name) for name, part in own.items())
+    own = [*vars(module).items()]
+    has_hooks = any(name.endswith("_hooks") and part for name, part in own if name not in NOT_CALLED)
+    has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")
     return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
 

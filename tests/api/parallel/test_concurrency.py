@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import multiprocessing
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from tests.helpers.calling import lane_threads
+from tests.helpers.calling import Stateful, lane_threads
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -70,6 +71,38 @@ def test_work_for_a_lane_that_goes_idle():
             assert [future.result(PATIENCE_S) for future in futures] == [0] * 48
     finally:
         threading.settrace(before)
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["one attribute", "new attributes"])
+def test_writes_during_a_call(is_new):
+    """Another thread may set attributes of the model at any moment: here, whenever a call enters a function.
+
+    Calls follow the model, and undo no write.
+    """
+    model, x, undone = Stateful(lambda self, x: x * self.scale, scale=0), torch.ones(5, 2), []
+
+    def write(_frame, event, _arg):
+        if event == "call":
+            if model.scale != numbers[-1]:
+                undone.append(numbers[-1])
+            numbers.append(len(numbers))
+            model.scale = numbers[-1]
+            if is_new and hasattr(model, "other"):
+                del model.other
+            elif is_new:
+                model.other = numbers[-1]
+
+    numbers, before = [0], sys.getprofile()
+    with parallel(model, TWO), torch.no_grad():
+        for _ in range(3):
+            sys.setprofile(write)
+            try:
+                model(x)
+            finally:
+                sys.setprofile(before)
+            assert_close(model(x), x * model.scale)
+    assert len(numbers) > 100
+    assert undone == []
 
 
 def test_calls_during_a_close():
