@@ -363,10 +363,12 @@ class Replicas:
         try:
             self.put_back()
             self._follow_streams()
+            # A `renew` from here on counts for the next call
+            is_forced, self._is_forced, self.must_refresh = self._is_forced, False, False
             has_moved = self._first is not None and self._first.device != self.home
             has_moved = has_moved or any(away.has_moved() for away in self._away.values())
             has_moved = has_moved or True in map(_requires_grad, self.survey.tensors)  # one of them learns now
-            if self._is_forced or has_moved or not (self.model.is_same() or self._apply_changes()):
+            if is_forced or has_moved or not (self.model.is_same() or self._apply_changes()):
                 self._build()
             elif not self.is_lazy:
                 self._renew()
@@ -404,6 +406,7 @@ class Replicas:
         self._first = next(registered, None)
         self._note_survey()
         if survey.is_lazy:
+            self.renew()
             return
         _refuse_devices(survey, home)
         _refuse_cuda_graphs(survey, self.devices)
@@ -416,7 +419,7 @@ class Replicas:
             Replica(survey, device, self._params_on(device), tensors, parts)
             for device, tensors, parts in zip(self.devices, copies, known, strict=True)
         ]
-        self._is_forced, self.is_new = False, True
+        self.is_new = True
         self._streams = self._read_streams()
         self._note_versions()
 
@@ -541,7 +544,8 @@ class Replicas:
         self.versions = [*map(version_of, self.tracked)]
         unseen = self.survey.trains and any(map(is_written_unseen, filter(self._is_buffer, tensors)))
         self.renews_always = unseen or any(tensor.is_inference() for tensor in tensors)
-        self.must_refresh = self.renews_always
+        if self.renews_always:
+            self.must_refresh = True
         self._suspects_buffers = False
 
     def has_moved(self) -> bool:

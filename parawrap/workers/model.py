@@ -93,7 +93,8 @@ class SentModel:
     def ran_plainly(self) -> None:
         """Note a call in the caller's thread, which may have written buffers unseen."""
         trains = any(module.training for module in self._modules)
-        self._must_renew = self._must_renew or (trains and any(map(is_written_unseen, self._tensors)))
+        if trains and any(map(is_written_unseen, self._tensors)):
+            self._must_renew = True
 
     def forget(self) -> None:
         """Free the memory of the model."""

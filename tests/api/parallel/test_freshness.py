@@ -110,6 +110,22 @@ def test_refresh_copies_again():
         assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
 
 
+def test_refresh_while_copies_are_made():
+    """It counts for the next call: the copies may be of before the change that it is for."""
+
+    class Changing:
+        def __deepcopy__(self, memo):
+            if not model.shift.any():
+                model.shift.data.add_(1)
+                p.refresh()
+            return Changing()
+
+    model, x = Stateful(lambda self, x: x + self.shift, {"shift": torch.zeros(2)}, other=Changing()), torch.zeros(5, 2)
+    with torch.no_grad(), parallel(model.eval(), TWO) as p:
+        model(x)
+        assert_close(model(x), x + model.shift)
+
+
 WAYS = {
     "call": lambda p, x: [p(x) for _ in range(3)],
     "map": lambda p, x: list(p.map([x] * 6)),
