@@ -252,9 +252,10 @@ class WorkerPool:
     def number_function(self, prepare: Prepare) -> tuple[int, bytes]:
         """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""
         pickled = pickle_function(prepare, "prepare")
-        if pickled != self._prepare[1]:
-            self._prepare = next(self._prepares), pickled
-        return self._prepare
+        numbered = self._prepare  # another thread may number another function
+        if pickled != numbered[1]:
+            self._prepare = numbered = next(self._prepares), pickled
+        return numbered
 
     def _is_idle(self) -> bool:
         return self.workers.is_idle
