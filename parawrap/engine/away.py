@@ -17,23 +17,23 @@ from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
 _address_of = torch.Tensor.data_ptr
 _requires_grad = attrgetter("requires_grad")
-_steps = 0
+_last_step = object()
 
 
 @cache
-def count_optimizer_steps() -> None:
-    """Count the steps of all optimizers: fused ones write parameters and leave their versions alone."""
+def note_optimizer_steps() -> None:
+    """Notice the steps of all optimizers: fused ones write parameters and leave their versions alone."""
 
-    def count(*_: object) -> None:
-        global _steps
-        _steps += 1
+    def note(*_: object) -> None:
+        global _last_step
+        _last_step = object()  # not a count: steps of two threads at the same time could count once
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(note)
 
 
-def optimizer_steps() -> int:
-    """Return the number of steps since `count_optimizer_steps`."""
-    return _steps
+def last_optimizer_step() -> object:
+    """Return an object that stands for the last step since `note_optimizer_steps`: another one after each step."""
+    return _last_step
 
 
 class _AtHome(torch.autograd.Function):
@@ -112,7 +112,7 @@ class Away:
     """
 
     def __init__(self, device: torch.device, originals: Sequence[torch.Tensor]) -> None:
-        count_optimizer_steps()
+        note_optimizer_steps()
         self.device = device
         self.originals = list(originals)
         self.copies: list[torch.Tensor] = []
@@ -179,7 +179,7 @@ class Away:
         return torch.is_grad_enabled() and any(map(_requires_grad, self.originals))
 
     def _read_state(self) -> tuple[Any, ...]:
-        return _steps, [*map(_version, self.originals)], [*map(_address, self.originals)]
+        return _last_step, [*map(_version, self.originals)], [*map(_address, self.originals)]
 
 
 def _version(tensor: torch.Tensor) -> int:

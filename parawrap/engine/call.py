@@ -195,7 +195,8 @@ class Calls:
         methods = [method for method in cutters if method is not None]
         self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks, copies_of_parts=copies_of_parts)
         self.recorder = Recorder(target)
-        self.plain_calls = self.cut_calls = 0
+        self.plain_calls = self.watched_calls = self.cut_calls = 0
+        self._counting = threading.Lock()  # of watched calls, which run plainly and hold no other lock
         self.shards: tuple[int, ...] = ()
         self._lock = threading.RLock()  # calls of several threads wait for each other
         self._before_plain: list[threading.Thread] | None = None  # the threads that ran before the plain call of now
@@ -215,7 +216,8 @@ class Calls:
         if here.lane is not None or not lanes.is_open or lanes.pid != getpid():
             return entry.plain(*args, **kwargs)
         if must_run_plainly(lanes.backend):
-            self.plain_calls += 1
+            with self._counting:
+                self.watched_calls += 1
             return entry.plain(*args, **kwargs)
         if (others := self._before_plain) is not None and threading.current_thread() not in others:
             return entry.plain(*args, **kwargs)  # in a thread that the plain call of now has started, and may wait for
@@ -347,7 +349,7 @@ class Calls:
         self.cut_calls += 1
         self.shards = sizes
         for lane, rows in zip(cycle(lanes.all), sizes, strict=False):
-            lane.rows += rows
+            lane.cut_rows += rows  # whole calls may run at the same time, and count their own
         return output
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -118,11 +118,12 @@ class JoinRules:
 
     def row_dims(self, spec: TreeSpec) -> tuple[int, ...] | None:
         """Return the dim of each tensor of an output of that structure, if every tensor in it is concatenated."""
-        if spec not in self._row_dims:
+        dims: tuple[int, ...] | None = self._row_dims.get(spec, UNDECLARED)
+        if dims is UNDECLARED:
             if len(self._row_dims) >= _MOST_STRUCTURES:
                 self._row_dims.clear()
-            self._row_dims[spec] = self._find_row_dims(spec)
-        return self._row_dims[spec]
+            dims = self._row_dims[spec] = self._find_row_dims(spec)
+        return dims
 
     def _find_row_dims(self, spec: TreeSpec) -> tuple[int, ...] | None:
         if self.join != "cat" or self.as_torch:

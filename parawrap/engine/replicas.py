@@ -116,8 +116,8 @@ class Replica:
         """Return the model's own object that a part of this replica is a copy of; None for any other."""
         if self._origins is None:
             owned = self.survey.owned
-            self._origins = {id(copied): owned[key] for key, copied in self._memo.items() if key in owned}
             self._versions_by_id = dict(zip(map(id, self.versioned), self.versions, strict=True))
+            self._origins = {id(copied): owned[key] for key, copied in self._memo.items() if key in owned}
         before = self._versions_by_id.get(id(value))
         if before is not None and version_of(value) != before:
             return None  # forward wrote it, so it is not the model's any more
@@ -507,7 +507,8 @@ class Replicas:
             return _clone_all(tensors)
         values = [tensor.detach() for tensor in tensors if tensor.device == self.home]
         moved = iter(copies_at(device, values))
-        self.copied_bytes += sum(map(bytes_of, values))
+        with self._writing:  # several lanes may renew their tensors at once
+            self.copied_bytes += sum(map(bytes_of, values))
         found = [next(moved) if tensor.device == self.home else tensor.detach().clone() for tensor in tensors]
         for tensor, each in zip(tensors, found, strict=True):
             vars(each).update(vars(tensor))

@@ -309,11 +309,13 @@ class Session(Calls):
     def stats(self) -> Stats:
         """Return the counters."""
         of_lanes = tuple(
-            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in self.lanes.all
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows + lane.cut_rows, lane.busy_ns / 1e9)
+            for lane in self.lanes.all
         )
         whole = sum(lane.whole_calls for lane in self.lanes.all)
-        calls, replicas = self.cut_calls + self.plain_calls + whole, self.replicas
-        return Stats(calls, self.plain_calls, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
+        plain, replicas = self.plain_calls + self.watched_calls, self.replicas
+        calls = self.cut_calls + plain + whole
+        return Stats(calls, plain, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
 
     def trace(self, path: str | Path) -> Trace:
         """Return a recorder of the calls of each lane."""

@@ -190,8 +190,9 @@ class CoreSession(Session):
             return entry.of(self.replicas.all[lane.index].target)(*args, **kwargs)
         if not self.lanes.is_alive or self.replicas.is_lazy:
             return entry.plain(*args, **kwargs)
-        self.plain_calls += 1
-        outputs = self.apply_replicas(entry, [args], [kwargs])
+        with self._lock:
+            self.plain_calls += 1
+            outputs = self.apply_replicas(entry, [args], [kwargs])
         return outputs[0] if self.rules.keep_single else join(outputs, (1,), self.rules)
 
     def close(self) -> None:

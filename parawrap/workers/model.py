@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from parawrap.engine.away import count_optimizer_steps, optimizer_steps
+from parawrap.engine.away import last_optimizer_step, note_optimizer_steps
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.holdings import Holdings
 from parawrap.engine.replicas import home_of, is_written_unseen, version_of
@@ -53,7 +53,7 @@ class SentModel:
         self._was_read = False
         self._must_renew = False
         self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
-        count_optimizer_steps()
+        note_optimizer_steps()
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
@@ -129,7 +129,7 @@ class SentModel:
         versions = [None if tensor.is_inference() else version_of(tensor) for tensor in self._tensors]
         addresses = [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in self._tensors]
         forms = [(tensor.dtype, tensor.requires_grad) for tensor in self._tensors]
-        return optimizer_steps(), versions, addresses, forms
+        return last_optimizer_step(), versions, addresses, forms
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):

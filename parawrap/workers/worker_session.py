@@ -392,7 +392,9 @@ class WorkerSession:
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
-        for future in list(self._futures):
+        with self._counting:
+            futures = list(self._futures)
+        for future in futures:
             future.cancel()
         self.pool.cancel()
 
@@ -432,7 +434,8 @@ class WorkerSession:
             record = partial(self.recorder.record, entry.method, entry.batch, rows)
         finish = partial(self.finish_output, rows=rows or 0)
         future = self.pool.submit(entry.method, args, kwargs, prepare, modes, record, finish)
-        self._futures.add(future)
+        with self._counting:
+            self._futures.add(future)
         return future
 
     def _is_at_home(self) -> bool:
