@@ -7,6 +7,7 @@ package is imported when a runtime is first needed. The newer torch_neuronx, wit
 
 from parawrap.neuroncores._choose_runtime import runtime, using
 from parawrap.neuroncores._core_session import LANES_PER_CORE, CoreSession, Placement
+from parawrap.neuroncores._emulated_cores import CoreStats, NeuronHost, neuron_host
 from parawrap.neuroncores._example_call import quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import (
     EMULATED_CORES,
@@ -15,7 +16,6 @@ from parawrap.neuroncores._neuron_cores import (
     read_core_numbers,
     resolve_cores,
 )
-from parawrap.neuroncores._neuron_host import CoreStats, NeuronHost, neuron_host
 from parawrap.neuroncores._runtime import NeuronRuntime
 
 __all__ = [

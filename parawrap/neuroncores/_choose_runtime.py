@@ -18,7 +18,7 @@ _VENDORS = {
     "torch_neuronx": "parawrap.neuroncores._vendor_runtimes:TorchNeuronx",
     "torch_neuron": "parawrap.neuroncores._vendor_runtimes:TorchNeuron",
 }
-_RUNTIMES = {"host": "parawrap.neuroncores._neuron_host:NeuronHost", **_VENDORS}
+_RUNTIMES = {"host": "parawrap.neuroncores._emulated_cores:NeuronHost", **_VENDORS}
 _PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 _WRONG_PACKAGE = "wrong package"  # from the error of the placeholder packages on PyPI, in lower case

@@ -18,9 +18,9 @@ import torch
 from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
+from parawrap.neuroncores._emulated_cores import find_programs
 from parawrap.neuroncores._example_call import ExampleCall, copy_for_trial, quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import count_listed_cores, read_core_numbers
-from parawrap.neuroncores._neuron_host import find_programs
 from parawrap.neuroncores._runtime import NeuronRuntime, Signature, no_dynamic_batching, save_to_memory
 from parawrap.tree import flatten
 
