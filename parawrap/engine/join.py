@@ -85,7 +85,8 @@ def join(
         msg = f"{place} cannot be joined: {refusal}"
         if SAME in msg and len(refusal.steps) == 1 and place.endswith('"]'):
             key = refusal.steps[0][1:-1]
-            msg += f'. For this key alone, write reduce={{{key}: "mean"}} or out_dims={{{key}: None}}'
+            mean = "" if "has no " in msg else f'reduce={{{key}: "mean"}} or '
+            msg += f". For this key alone, write {mean}out_dims={{{key}: None}}"
         if rules.as_torch and ("out_dims" in msg or "join=" in msg):
             msg += ". out_dims and join are options of parallel(model, devices)"
         raise GatherError(msg) from refusal.__cause__

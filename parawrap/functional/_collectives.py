@@ -36,8 +36,8 @@ def require_group(helper: str) -> int:
     ranks = current_rank().world_size if inside_a_rank() else 1
     if ranks > 1 and group_size() == 1:
         msg = (
-            f"{helper} exchanges values between {ranks} ranks, but ipc_groups=None forms no process group. "
-            "Leave ipc_groups out of Platform."
+            f"{helper} exchanges values between {ranks} ranks, but there is no process group: ipc_groups=None forms none, "
+            "and destroy_process_group ends it. Leave ipc_groups out of Platform, and the group as it is"
         )
         raise PlatformError(msg)
     return group_size()

@@ -426,7 +426,7 @@ def _check_visible(platform: Platform, given: str) -> None:
     if here and there == 0:
         cure = "" if platform.n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
         cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
-        _refuse("device", given, f"this machine has no visible device of this kind: {cure}")
+        _refuse("device", given, f"this machine has no visible {kind.value}: {cure}")
     if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
         more = " on all nodes together" if platform.launcher == "local" else ""
         _refuse(

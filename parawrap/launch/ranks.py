@@ -24,7 +24,7 @@ from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table
-from parawrap.errors import LaunchError, PlatformError, RankDiedError
+from parawrap.errors import LaunchError, PlatformError, RankDiedError, add_note
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function, check_signature
 from parawrap.launch._launcher import launcher_name
@@ -47,6 +47,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LABEL = "ranks that stay"
+_APART = (
+    "the ranks may have stopped in different steps: before you train on, wrap models in DistributedDataParallel again, and "
+    "send the state of the optimizer"
+)
 _RENEWED = "the process groups are made again: models in DistributedDataParallel that the ranks keep must be, too"
 _NEVER = float("inf")  # by the monotonic clock
 _HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in its traceback
@@ -368,9 +372,11 @@ class Ranks:
                 request = self._pack(job, ranks)
                 self._thread.submit(request)
             request.done.wait()
-        except BaseException:
+        except BaseException as error:
             if request is not None:
                 self._interrupt(request)
+                if self.platform.ipc_groups is not None and len(ranks) > 1:
+                    add_note(error, _APART)
             raise
         if request.call.has_output:
             _show_output(self._thread)

@@ -132,7 +132,8 @@ if __name__ == "__main__":
             pids = ranks(os.getpid)
             try:
                 ranks(waits, how, Path(how))
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                assert "before you train on, wrap models in DistributedDataParallel again" in error.__notes__[-1]
                 print("interrupted", flush=True)
             try:
                 print(ranks(dist.barrier), ranks(os.getpid) == pids)

@@ -119,6 +119,12 @@ def test_cures_of_numbers():
     with says("Keep one of them: .*out_dims=0 leaves numbers to reduce"):
         call(len, X, out_dims=None, reduce="sum")
     assert call(len, X, out_dims=0, reduce="sum") == 20
+    with says(r'write reduce=\{"mean": "mean"\} or out_dims=\{"mean": None\}'):
+        call(lambda x: {"y": -x, "mean": x.mean()}, X)
+    assert_same(call(lambda x: {"y": -x, "mean": x.mean()}, X, reduce={"mean": "mean"}), {"y": -X, "mean": X.mean()})
+    with says(r'For this key alone, write out_dims=\{"one": None\}'):
+        call(lambda x: {"y": -x, "one": 1}, X, reduce="mean")
+    assert_same(call(lambda x: {"y": -x, "one": 1}, X, out_dims={"one": None}), {"y": -X, "one": 1})
     with says(r'Return a 0-d tensor, .*or use parallel\(model, devices, reduce="sum"\)'):
         DataParallel(Calls(len), TWO)(X)
 
