@@ -375,7 +375,7 @@ class Ranks:
         except BaseException as error:
             if request is not None:
                 self._interrupt(request)
-                if self.platform.ipc_groups is not None and len(ranks) > 1:
+                if self.platform.ipc_groups is not None and len(ranks) > 1 and self._thread.last is None:
                     add_note(error, _APART)
             raise
         if request.call.has_output:
