@@ -170,7 +170,8 @@ def test_evaluation_between_training_steps():
     """As in torch.nn.DataParallel, the first shard updates the statistics of batch norm. Then every lane has them."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(9, 4)
     first = copy.deepcopy(model)
-    with parallel(model, THREE, out_dims=0):
+    with parallel(model.eval(), THREE, out_dims=0):
+        model(x)
         for _ in range(2):
             model.train()(x)
             first.train()(x[:3])

@@ -199,6 +199,14 @@ def test_writes_are_put_back(places, way):
 
 
 @torch.no_grad()
+def test_a_cut_call_warns_itself():
+    """The warning about writes points at the call that wrote, and not at a later one."""
+    model = Writes(lambda self: WRITES["new"](self)).eval()
+    with parallel(model, TWO), pytest.warns(UserWarning, match="the model wrote 'new'"):
+        model(torch.zeros(9, 3))
+
+
+@torch.no_grad()
 def test_variables_bound_anew():
     """A number and a module of a function's closure."""
     layer, factor = nn.Linear(4, 4), 1.0
