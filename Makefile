@@ -60,7 +60,7 @@ test-pages: $(VENV)/.with-browser  ## pages in a headless browser (needs chromiu
 	$(BIN)/python -m pytest tests/displays tests/site
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
-# slurmd, slurm-client, munge, and iproute2; they skip without them. Those of Ray run beside those of Slurm. Both include the
+# slurmd, slurm-client, munge, and iproute2; they skip without them. Those of Ray and of Slurm run at the same time. Both include the
 # contract suite; `make test-long` runs it for the launchers that need no cluster.
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray  ## Slurm and Ray clusters of two nodes on this machine (needs root)
 	$(MAKE) --jobs=2 --output-sync=target test-slurm test-ray

@@ -207,7 +207,7 @@ def test_a_cut_call_warns_itself():
 
 
 @torch.no_grad()
-def test_variables_bound_anew():
+def test_variables_bound_again():
     """A number and a module of a function's closure."""
     layer, factor = nn.Linear(4, 4), 1.0
 
