@@ -9,9 +9,14 @@ LIMITS := $(VENV)/constraints.txt
 # The release of torch, if it is not the one in constraints.txt: `make TORCH=2.15.0 test`.
 TORCH :=
 
+# pip compiles with one processor, which takes half of its time. Files for other releases of Python do not compile.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
 # The environment is made anew if PYTHON or TORCH is not that of the last command.
 CHOICE := $(strip $(shell $(PYTHON) -V) $(TORCH))
 
+comma := ,
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
@@ -152,14 +157,17 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	[ '$(CHOICE)' = "$$(cat $(VENV)/.choice 2>/dev/null)" ] || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(LIMITS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[test,lint,docs]'
+	$(PIP) -c $(LIMITS) -e '.[test,lint,docs]'
+	$(COMPILE)
 	echo '$(CHOICE)' > $(VENV)/.choice
 	touch $@
 
-# The packages of one extra, such as .venv/.with-ray. Installed once: while pip installs, parawrap cannot be imported.
+# The packages of one extra, such as .venv/.with-ray, or of several: .venv/.with-slurm,ray. Installed once: while pip installs,
+# parawrap cannot be imported.
 $(VENV)/.with-%: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[$*]'
-	touch $@
+	$(PIP) -c $(LIMITS) -e '.[$*]'
+	$(COMPILE)
+	touch $(foreach extra,$(subst $(comma), ,$*),$(VENV)/.with-$(extra)) $@
 
 $(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(XLA_VENV)

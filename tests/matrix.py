@@ -133,8 +133,10 @@ def install(cell: Cell, wheel: Path, folder: Path) -> str:
         lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
         torch, extras = ["torch" if cell.torch == "newest" else f"torch=={cell.torch}"], "test"
     limits.write_text("\n".join(lines))
-    command = [python, "-m", "pip", "install", "--quiet", "-c", str(limits), f"{wheel}[{extras}]", *torch]
+    command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(limits), f"{wheel}[{extras}]", *torch]
     subprocess.run(command, check=True)
+    compiling = [python, "-m", "compileall", "-qq", "-j", "0", folder / "venv" / "lib"]  # with all processors; pip uses one
+    subprocess.run(compiling, check=False)
     return python
 
 
