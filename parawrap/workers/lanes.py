@@ -42,11 +42,10 @@ _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" hold
 
 
 class Reply(NamedTuple):
-    """The answer to a message: its body, the blocks that the items lie in, and the start and end of the work."""
+    """The answer to a message: its body, the block that the items lie in, and the start and end of the work."""
 
     body: Any
     block: Block
-    given: Block
     start: int
     end: int
 
@@ -55,11 +54,6 @@ class Worker(Protocol):
     """A process that answers messages in the order of sending. One thread at a time uses it."""
 
     function: int  # the number of the last function that was sent
-
-    @property
-    def has_more(self) -> bool:
-        """True if a further answer may have arrived with the last one."""
-        ...
 
     @abstractmethod
     def send(self, body: tuple[Any, ...], packer: Packer) -> None:
@@ -157,8 +151,8 @@ class Call:
                 raise error_from_worker(*answer.error, str(lane))
             with _in_mode(request.form.is_inference):
                 if answer.written is not None:
-                    write_back(restore(answer.written, reply.block, reply.given), self.args, self.kwargs or {})
-                return restore(answer.output, reply.block, reply.given)
+                    write_back(restore(answer.written, reply.block), self.args, self.kwargs or {})
+                return restore(answer.output, reply.block)
         except BaseException as error:
             if request.form.is_whole and lane is not None:
                 add_note(error, f"in {lane}")
@@ -433,32 +427,30 @@ class Lanes:
         found = self._workers.poll([lane.worker for lane in lanes if lane.worker is not None], timeout_s)
         with self._changed:
             for position in found:
-                self._take_replies(lanes[position])
+                self._take_reply(lanes[position])
             self._send_waiting()
         if self._ended:
             self._end_requests()
 
-    def _take_replies(self, lane: WorkerLane) -> None:
+    def _take_reply(self, lane: WorkerLane) -> None:
         worker = lane.worker
+        if worker is None:
+            return
         try:
-            while worker is not None:
-                reply = worker.receive()
-                if reply is None:
-                    if not self._is_over:
-                        self._replace(lane)
-                    return
-                request = lane.flying[0]
-                if isinstance(reply, BaseException):
-                    self._fail(request, reply)
-                elif not request.is_done:
-                    request.note_reply(reply)
-                    self._ended.append(request)
-                lane.flying.popleft()
-                if not worker.has_more:
-                    return
-        except BaseException:  # Ctrl-C, perhaps in the middle of a message
-            if worker is not None:
-                worker.close()
+            reply = worker.receive()
+            if reply is None:
+                if not self._is_over:
+                    self._replace(lane)
+                return
+            request = lane.flying[0]
+            if isinstance(reply, BaseException):
+                self._fail(request, reply)
+            elif not request.is_done:
+                request.note_reply(reply)
+                self._ended.append(request)
+            lane.flying.popleft()
+        except BaseException:  # Ctrl-C, perhaps between a message and its reply
+            worker.close()
             raise
 
     def _end_requests(self) -> None:

@@ -85,7 +85,7 @@ class LocalWorker:
         self._pool = Pool(
             LocalStarter(), [assignment], [self._transcript], Limits(_LAST_S), wants_groups=False, watches=False
         )
-        ours, its = socket.socketpair()
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(ours, lends=False)
         packed = SentScript().pack_call(serve, (str(device), threads, seed), {})
         call = Call(self.label, [0], packed, files=[its.detach()])
@@ -95,11 +95,6 @@ class LocalWorker:
     def fileno(self) -> int:
         """Return the connection's descriptor; -1 once closed."""
         return self._connection.fileno()
-
-    @property
-    def has_more(self) -> bool:
-        """True if a further answer may have arrived with the last one."""
-        return self._connection.has_more
 
     def send(self, body: tuple[Any, ...], packer: Packer) -> None:
         """Send calls.
@@ -122,11 +117,11 @@ class LocalWorker:
         message = self._connection.receive()
         if message is None:
             return None
-        word, value = message.body
+        word, value, start, end = message.body
         if word == "failed":
             packed, traceback = value
             return error_from_worker(packed, traceback, self.label)
-        return Reply(value, message.block, message.given, message.start, message.end)
+        return Reply(value, message.block, start, end)
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
@@ -215,22 +210,22 @@ def _answer(connection: Connection, server: Server, message: Message) -> None:
     body: Any
     try:
         if word == "calls":
-            body, packer = server.answer(Calls(*value), message.block, message.addresses)
+            body, packer = server.answer(Calls(*value), message.block)
         elif word == "model":
             assert message.file is not None
             body, packer = server.take_model(_unpack(message.file)), _NOTHING
         else:
             body, packer = server.build_model(value), _NOTHING
     except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-        connection.send(("failed", _describe(error)), _NOTHING)
+        connection.send(("failed", _describe(error), start, start), _NOTHING)
         return
     try:
-        connection.send(("done", body), packer, start=start, end=perf_counter_ns(), given=message.slab)
+        connection.send(("done", body, start, perf_counter_ns()), packer)
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 (memory lacks room)
         failed = tuple(Answer(None, None, _describe(error), None, start, start))
-        connection.send(("done", [failed] * len(body)), _NOTHING, start=start, end=perf_counter_ns())
+        connection.send(("done", [failed] * len(body), start, start), _NOTHING)
 
 
 def _describe(error: BaseException) -> tuple[bytes, str]:

@@ -7,7 +7,7 @@ A message has an item for each value, so a value that cannot be pickled, or unpi
 | a plain tensor: strided, on the CPU, without a graph | a tuple: offset in the block, dtype, shape, strides |
 | a tuple of plain tensors that share no memory | a list of such tuples |
 | containers, numbers, and texts of Python with such tensors | a pickle, as bytes |
-| anything else | a `General`: a pickle of parawrap's pickler, and the spans of its buffers in the block |
+| anything else | a range: the bytes of the block that parawrap's pickler packed |
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import io
 import math
 import pickle
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.processes.pickling import pickle_apart
+from parawrap.processes.pickling import pack, unpack
 from parawrap.tree import flatten, unflatten
 
-ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
-WORTH_NAMING = 1 << 20  # bytes of an output that lies in an argument; copying fewer takes less time than renewing a slab
-
+_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_LARGEST_ELEMENT = 16  # bytes, of complex128
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -43,15 +43,8 @@ _DTYPES = (
     torch.complex128,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_GAPS = [bytes(count) for count in range(ALIGNMENT)]
+_GAPS = [bytes(count) for count in range(_ALIGNMENT)]
 _byte = ctypes.c_ubyte
-
-
-class General(NamedTuple):
-    """The pickle of any value, and the offset and length of each of its buffers."""
-
-    pickled: bytes
-    spans: list[tuple[int, int]]
 
 
 class NotPlainError(Exception):
@@ -67,8 +60,8 @@ class Block(NamedTuple):
 
 def aligned(memory: memoryview) -> Block:
     """Return a copy of a block, aligned for tensors."""
-    copied = bytearray(len(memory) + ALIGNMENT)
-    base = -ctypes.addressof(_byte.from_buffer(copied)) % ALIGNMENT
+    copied = bytearray(len(memory) + _ALIGNMENT)
+    base = -ctypes.addressof(_byte.from_buffer(copied)) % _ALIGNMENT
     copied[base : base + len(memory)] = memory
     return Block(copied, base)
 
@@ -78,20 +71,16 @@ class Packer:
 
     The memory of tensors of up to `copied` bytes is copied at once, because the caller may write into it before the message
     leaves.
-    `given` is the range of addresses of the message that is answered: a large output that lies there is named, not copied.
 
     Attributes:
-        pieces: The block in pieces. Values in `kept` own the memory of tensors.
+        pieces: The block in pieces.
         size: The number of bytes so far.
-        names_given: True if an item refers to the message that is answered.
     """
 
-    def __init__(self, given: tuple[int, int] = (0, 0), *, copied: float = 0) -> None:
+    def __init__(self, *, copied: float = 0) -> None:
         self.pieces: list[Any] = []
         self.size = 0
-        self.kept: list[Any] = []
-        self.names_given = False
-        self._given = given
+        self._kept: list[torch.Tensor] = []  # their memory is in `pieces`
         self._copied = copied
 
     def add(self, value: Any, address: str) -> Any:
@@ -112,35 +101,36 @@ class Packer:
         except (NotPlainError, RecursionError):
             self.size = size
             del self.pieces[pieces:]
-        pickled, buffers = pickle_apart(trim_tensors(value), address)
-        self.kept.append(value)
-        return General(bytes(pickled), [(self._add_piece(_held(each), each.nbytes), each.nbytes) for each in buffers])
+        packed = pack(_trim_tensors(value), address)
+        start = self._align()
+        self.pieces += [bytes(part) for part in packed.parts] if self._copied else packed.parts
+        self.size = start + packed.size
+        return range(start, self.size)
 
     def _add_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Describe a tensor by its elements. The rest of its storage stays: a shard is a view of the whole batch."""
         if not _is_plain(tensor):
             raise NotPlainError
-        code, shape, start, length = _CODES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr(), tensor.nbytes
-        stride = None
+        shape, length, stride = tuple(tensor.shape), tensor.nbytes, None
         if not tensor.is_contiguous():
             stride = tensor.stride()
             length = tensor.element_size() * _span(shape, stride)
-        first, last = self._given
-        if length >= WORTH_NAMING and first <= start and start + length <= last:
-            self.names_given = True
-            return start - first, code, shape, stride, True
+        memory = (_byte * length).from_address(tensor.data_ptr())
+        start = self._align()
         if length > self._copied:
-            self.kept.append(tensor)
-        return self._add_piece((_byte * length).from_address(start), length), code, shape, stride
+            self._kept.append(tensor)
+            self.pieces.append(memory)
+        else:
+            self.pieces.append(bytes(memory))
+        self.size = start + length
+        return start, _CODES[tensor.dtype], shape, stride
 
-    def _add_piece(self, memory: Any, length: int) -> int:
-        gap = -self.size % ALIGNMENT
+    def _align(self) -> int:
+        """Return where the next piece begins."""
+        gap = -self.size % _ALIGNMENT
         if gap:
             self.pieces.append(_GAPS[gap])
-        start = self.size + gap
-        self.pieces.append(bytes(memory) if length <= self._copied else memory)
-        self.size = start + length
-        return start
+        return self.size + gap
 
 
 class _PlainPickler(pickle.Pickler):
@@ -163,49 +153,39 @@ class _PlainPickler(pickle.Pickler):
         return _build, self._packer._add_tensor(obj)
 
 
-NOWHERE = Block(b"")
-_loading = threading.local()  # `blocks` of the message with the pickle that this thread loads
+_loading = threading.local()  # `block` of the message with the pickle that this thread loads
 
 
-def restore(item: Any, block: Block, given: Block = NOWHERE) -> Any:
-    """Return the value of an item. `given` is the block of the message that was answered.
+def restore(item: Any, block: Block) -> Any:
+    """Return the value of an item.
 
     Raises:
         Exception: What the classes of the value raise.
     """
     kind = type(item)
     if kind is tuple:
-        return _tensor(block, given, *item)
+        return _tensor(block, *item)
     if kind is list:
-        return tuple([_tensor(block, given, *each) for each in item])
-    if kind is bytes:
-        _loading.blocks = block, given
-        try:
-            return pickle.loads(item)
-        finally:
-            _loading.blocks = None
-    memory = memoryview(block.memory).cast("B")
-    buffers = [memory[block.base + offset : block.base + offset + length] for offset, length in item.spans]
-    return pickle.loads(item.pickled, buffers=buffers)
+        return tuple([_tensor(block, *each) for each in item])
+    if kind is range:
+        return unpack(memoryview(block.memory)[block.base + item.start : block.base + item.stop])
+    _loading.block = block
+    try:
+        return pickle.loads(item)
+    finally:
+        _loading.block = None
 
 
 def _build(*described: Any) -> torch.Tensor:
-    return _tensor(*_loading.blocks, *described)
+    return _tensor(_loading.block, *described)
 
 
 def _tensor(
-    block: Block,
-    given: Block,
-    offset: int,
-    code: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...] | None = None,
-    is_given: bool = False,
+    block: Block, offset: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """Return a tensor on the memory of a block, or on that of the message that was answered."""
-    memory, base = given if is_given else block
+    """Return a tensor on the memory of a block."""
     count = math.prod(shape) if stride is None else _span(shape, stride)
-    tensor = torch.frombuffer(memory, dtype=_DTYPES[code], count=count, offset=base + offset)
+    tensor = torch.frombuffer(block.memory, dtype=_DTYPES[code], count=count, offset=block.base + offset)
     if stride is not None:
         return tensor.as_strided(shape, stride)
     return tensor if len(shape) == 1 else tensor.view(shape)
@@ -235,58 +215,26 @@ def _are_apart(values: tuple[Any, ...]) -> bool:
     return len(values) == 1 or len({each.untyped_storage().data_ptr() for each in values}) == len(values)
 
 
-def _held(buffer: memoryview) -> Any:
-    """Return memory that can be copied from without a look at its format."""
-    return bytes(buffer) if buffer.readonly else (_byte * buffer.nbytes).from_buffer(buffer)
-
-
-# -- views of large storages, in values that are not plain
-
-
-def trim_tensors(value: Any) -> Any:
-    """Return the value with smaller storages, which hold the elements of its tensors alone: a shard is a view of the batch.
+def _trim_tensors(value: Any) -> Any:
+    """Return the value with tensors on the part of their storage that they use: a shard is a view of the whole batch.
 
     Tensors that share memory share it in the result too.
     """
     leaves, spec = flatten(value)
-    by_storage: dict[int, list[torch.Tensor]] = {}
+    groups: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and leaf.device.type == "cpu" and _travels_plainly(leaf):
-            by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
-    cut: dict[int, torch.Tensor] = {}
-    for tensors in by_storage.values():
-        start, end = _extent(tensors)
-        if end - start < tensors[0].untyped_storage().nbytes():
-            cut.update(_cut_out(tensors, start, end))
-    return unflatten(spec, [cut.get(id(leaf), leaf) for leaf in leaves]) if cut else value
-
-
-def _travels_plainly(tensor: torch.Tensor) -> bool:
-    bits = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested
-    return tensor.layout is torch.strided and not bits and tensor.numel() > 0
-
-
-def _extent(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return the first byte of these tensors in their storage, and the byte behind the last."""
-    starts, ends = [], []
-    for tensor in tensors:
-        size, start = tensor.element_size(), tensor.storage_offset()
-        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        starts.append(int(start) * size)
-        ends.append(int(start + last + 1) * size)
-    return min(starts), max(ends)
-
-
-def _cut_out(tensors: Sequence[torch.Tensor], start: int, end: int) -> dict[int, torch.Tensor]:
-    """Return tensors on the bytes of a storage between `start` and `end`, without a copy, by the identity of the originals.
-
-    The caller keeps the originals alive.
-    """
-    cut = {}
-    address = tensors[0].untyped_storage().data_ptr() + start
-    memory = torch.frombuffer((_byte * (end - start)).from_address(address), dtype=torch.uint8).untyped_storage()
-    for tensor in tensors:
-        offset = (tensor.storage_offset() * tensor.element_size() - start) // tensor.element_size()
-        piece = torch.empty(0, dtype=tensor.dtype).set_(memory, offset, tensor.shape, tensor.stride())
-        cut[id(tensor)] = piece.requires_grad_(tensor.requires_grad)
-    return cut
+        if type(leaf) is torch.Tensor and not leaf.__dict__ and _is_plain(leaf.detach()):
+            groups.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
+    trimmed: dict[int, torch.Tensor] = {}
+    for tensors in groups.values():
+        starts = [each.storage_offset() * each.element_size() for each in tensors]
+        lengths = [each.element_size() * _span(each.shape, each.stride()) for each in tensors]
+        first = min(starts) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
+        storage = tensors[0].untyped_storage()[first : max(map(add, starts, lengths))]
+        if storage.nbytes() == tensors[0].untyped_storage().nbytes():
+            continue
+        for start, each in zip(starts, tensors, strict=True):
+            offset = (start - first) // each.element_size()
+            part = torch.empty(0, dtype=each.dtype).set_(storage, offset, each.shape, each.stride())
+            trimmed[id(each)] = part.requires_grad_(each.requires_grad)
+    return unflatten(spec, [trimmed.get(id(leaf), leaf) for leaf in leaves]) if trimmed else value

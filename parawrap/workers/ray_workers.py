@@ -21,7 +21,7 @@ from parawrap.launch.ray.reservation import Reservation, join_cluster
 from parawrap.processes.pickling import Packed
 from parawrap.workers.lanes import Reply, error_from_worker
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import NOWHERE, Packer
+from parawrap.workers.packing import Packer
 from parawrap.workers.ray_actor import Actor, block_of, parcel_of
 
 _LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
@@ -149,8 +149,6 @@ class RayWorkers:
 class RayWorker:
     """An actor that answers messages in the order of sending. One thread at a time uses it."""
 
-    has_more = False
-
     def __init__(
         self, ray: Any, lane: int, device: torch.device, options: dict[str, Any], seed: int, stored: Callable[[Packed], Any]
     ) -> None:
@@ -210,7 +208,7 @@ class RayWorker:
         if has_failed:
             packed, traceback = body
             return error_from_worker(packed, traceback, self.label)
-        return Reply(body, block_of(parcel), NOWHERE, end - took_ns, end)
+        return Reply(body, block_of(parcel), end - took_ns, end)
 
     def death(self) -> ParawrapError:
         """Return the error that says how the actor ended."""

@@ -170,14 +170,12 @@ class Server:
         seed_all(own)
         return self.take_model(model)
 
-    def answer(
-        self, calls: Calls, block: Block, addresses: tuple[int, int] = (0, 0)
-    ) -> tuple[list[tuple[Any, ...]], Packer]:
+    def answer(self, calls: Calls, block: Block) -> tuple[list[tuple[Any, ...]], Packer]:
         """Make the calls of a message, one after another, under its modes. Return the fields of each `Answer`.
 
         An output is packed before the next call, which may write into it.
         """
-        packer = Packer(addresses, copied=math.inf if len(calls.items) > 1 else 0)
+        packer = Packer(copied=math.inf if len(calls.items) > 1 else 0)
         work = partial(self._make_calls, calls, block, packer)
         return _unpack_modes(calls.modes).run(work, self._device, self._replicas.home), packer
 
