@@ -351,9 +351,9 @@ class Parallel(Streams, Generic[TargetT]):
             cutters = self._cutters(placement.cut)
             return neuroncores.CoreSession(self.target, placement, cutters=cutters, **self._joining)
         if self._workers == "process" or self._platform is not None:
-            from parawrap.workers import open_session as open_workers
+            from parawrap import workers
 
-            return open_workers(
+            return workers.WorkerSession(
                 self.target,
                 self._platform or self._devices,
                 cutters=self._device_cutters,

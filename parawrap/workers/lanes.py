@@ -10,9 +10,9 @@ Guarantees:
 - A worker answers its messages in the order of sending, and each call ends once: with its answer, or with an error.
 - No thread belongs to a lane. Whoever waits for an answer receives all answers, and sends what waits. Futures of `submit`
   have one thread, as long as one of them is open.
-- If a worker ends, the thread that receives starts another one, gives it the model, and sends its messages again. Only the
-  oldest of them ran, so only that one counts the death.
-- After `close`, no process is left.
+- If a worker ends, its lane starts another one, and sends its messages again. Only the oldest of them ran, so only that one
+  counts the death.
+- After `end`, no process is left.
 """
 
 from __future__ import annotations
@@ -20,87 +20,35 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.engine.call import Lane, here
-from parawrap.errors import ParawrapError, SessionError, add_note
+from parawrap.errors import SessionError, add_note
 from parawrap.processes.pickling import Packed, unpack
+from parawrap.workers.local_workers import LocalWorker, LocalWorkers
 from parawrap.workers.packing import Block, Packer, restore
-from parawrap.workers.worker import Answer, Calls, SentWarning
+from parawrap.workers.ray_workers import RayWorker, RayWorkers
+from parawrap.workers.worker import Answer, Calls
 from parawrap.workers.writes import write_back
 
 AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
 
 
-class Reply(NamedTuple):
-    """The answer to a message: its body, the block that the items lie in, and the start and end of the work."""
-
-    body: Any
-    block: Block
-    start: int
-    end: int
-
-
-class Worker(Protocol):
-    """A process that answers messages in the order of sending. One thread at a time uses it."""
-
-    function: int  # the number of the last function that was sent
-
-    @abstractmethod
-    def send(self, body: tuple[Any, ...], packer: Packer) -> None:
-        """Send calls. Raises ConnectionError if the process has ended; nothing is sent if it raises another error."""
-
-    @abstractmethod
-    def send_model(self, model: Packed | bytes) -> None:
-        """Send a model, or a pickled call that builds it. The reply has the process id. Raises like `send`."""
-
-    @abstractmethod
-    def receive(self) -> Reply | BaseException | None:
-        """Wait for the next reply, or the exception of a model that cannot be made; None if the process has ended."""
-
-    @abstractmethod
-    def death(self) -> ParawrapError:
-        """Wait for the end of the process, and return the error that says how it ended."""
-
-    @abstractmethod
-    def close(self, *, at_once: bool = True) -> None:
-        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
-
-
-class Workers(Protocol):
-    """Starts the workers of one block, and waits for them."""
-
-    devices: Sequence[torch.device]
-
-    @abstractmethod
-    def start(self, lane: int) -> Worker:
-        """Start the worker of a lane."""
-
-    @abstractmethod
-    def poll(self, workers: Sequence[Worker], timeout_s: float | None) -> Collection[int]:
-        """Wait until a worker has answered or ended, and return the positions of such workers."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Release what the workers share. May be called again."""
-
-
 class Form(NamedTuple):
-    """The common part of the calls of a message. `prepare` is a number and a pickled function."""
+    """The common part of the calls of a message: pickled modes, the packed model, and the pickled function `prepare`."""
 
     modes: bytes
     is_inference: bool
-    method: str | None = None
-    prepare: tuple[int, bytes] | None = None
+    model: Packed
+    method: str | None
+    prepare: bytes | None = None
     is_whole: bool = True
 
 
@@ -115,6 +63,10 @@ class Call:
         self.place = 0
         self.request: Request | None = None
         self.record: Callable[..., None] | None = None  # takes the lane, start, end, and error of a call that is traced
+
+    def begin(self) -> bool:
+        """Note that the call is about to be sent; False if it was cancelled."""
+        return True
 
     def pack(self, packer: Packer) -> tuple[Any, bool]:
         """Add the arguments to a message. Return their item, and True if it has keyword arguments.
@@ -138,172 +90,127 @@ class Call:
         """
         request = self.request
         assert request is not None
-        lane, reply = request.lane, request.reply
+        lane, block = request.lane, request.block
         try:
-            if reply is None:
-                assert request.failure is not None
+            if request.failure is not None:
                 raise _copy_of(request.failure)
-            answer = Answer(*reply.body[self.place])
-            warned: list[SentWarning] = [] if answer.warned is None else unpack(memoryview(bytearray(answer.warned)))
-            for each in warned:
-                warnings.warn_explicit(*each, registry=_given_warnings.setdefault(each.filename, {}))
+            answer = Answer(*request.answers[self.place])
+            warned = [] if answer.warned is None else unpack(memoryview(bytearray(answer.warned)))
+            for text, category, filename, line in warned:
+                registry = _given_warnings.setdefault(filename, {})
+                warnings.warn_explicit(text, category, filename, line, registry=registry)
+            error: BaseException | None = None
             if answer.error is not None:
-                raise error_from_worker(*answer.error, str(lane))
-            with _in_mode(request.form.is_inference):
+                error = unpack(memoryview(bytearray(answer.error[0])))
+            if self.record is not None and lane is not None:
+                self.record(lane.index, answer.start, answer.end, error)
+            if answer.error is not None and error is not None:
+                add_note(error, f"raised in {lane}, with this traceback:\n{answer.error[1]}")
+                raise error
+            same = torch.is_inference_mode_enabled() == request.form.is_inference
+            with nullcontext() if same else torch.inference_mode(request.form.is_inference):  # of the plain call's tensors
                 if answer.written is not None:
-                    write_back(restore(answer.written, reply.block), self.args, self.kwargs or {})
-                return restore(answer.output, reply.block)
+                    write_back(restore(answer.written, block), self.args, self.kwargs or {})
+                return restore(answer.output, block)
         except BaseException as error:
             if request.form.is_whole and lane is not None:
                 add_note(error, f"in {lane}")
             raise
-        finally:
-            self._record_span(lane, reply)
-
-    def _record_span(self, lane: WorkerLane | None, reply: Reply | None) -> None:
-        if self.record is None or lane is None or reply is None:
-            return
-        answer = Answer(*reply.body[self.place])
-        error = None if answer.error is None else unpack(memoryview(bytearray(answer.error[0])))
-        self.record(lane.index, answer.start, answer.end, error)
 
 
 class Request:
     """A message to a worker. `on_end` is called once its calls have ended, in the thread that receives."""
 
-    __slots__ = ("calls", "deaths", "failure", "form", "items", "lane", "on_end", "packer", "reply", "was_sent")
+    __slots__ = ("answers", "block", "calls", "deaths", "failure", "form", "items", "lane", "on_end", "packer", "was_sent")
 
-    def __init__(
-        self, calls: list[Call], form: Form, on_end: Callable[[Request], None] | None = None, packer: Packer | None = None
-    ) -> None:
+    def __init__(self, calls: list[Call], form: Form, on_end: Callable[[Request], None] = lambda _: None) -> None:
         self.calls = calls
         self.form = form
         self.on_end = on_end
-        self.packer = packer
+        self.packer: Packer | None = None
         self.items: list[tuple[Any, bool]] = []
         self.lane: WorkerLane | None = None
-        self.reply: Reply | None = None
+        self.answers: list[tuple[Any, ...]] = []
+        self.block = Block(b"")  # of the answers
         self.failure: BaseException | None = None
         self.deaths = 0
         self.was_sent = False  # to the worker of now
 
     @property
     def is_done(self) -> bool:
-        return self.reply is not None or self.failure is not None
+        return bool(self.answers) or self.failure is not None
 
-    def start(self) -> bool:
-        """Note that it is about to be sent; False if it was cancelled."""
-        return True
+    @property
+    def took_ns(self) -> int:
+        """The time that the worker took for the calls."""
+        return sum(end - start for *_, start, end in self.answers)
 
     def pack(self) -> None:
         """Pack the calls from their arguments. Raises UnsendableError."""
         self.packer = Packer()
         self.items = [call.pack(self.packer) for call in self.calls]
 
-    def send(self, worker: Worker) -> None:
-        """Send the message to a worker. Raises as `Worker.send` does."""
-        if self.packer is None:
-            self.pack()
-        assert self.packer is not None
-        form, prepare = self.form, None
-        if form.prepare is not None:
-            number, pickled = form.prepare
-            prepare = number, None if worker.function == number else pickled
-        worker.send(tuple(Calls(form.modes, form.method, prepare, form.is_whole, self.items)), self.packer)
-        if form.prepare is not None:
-            worker.function = form.prepare[0]
-
-    def note_reply(self, reply: Reply) -> None:
-        """Take the answers."""
-        lane = self.lane
-        assert lane is not None
-        lane.tasks += len(self.calls)
-        lane.busy_ns += reply.end - reply.start
-        self.reply, self.packer = reply, None
-
-
-class ModelRequest(Request):
-    """The whole model."""
-
-    __slots__ = ("_model",)
-
-    def __init__(self, model: Packed | bytes) -> None:
-        super().__init__([], Form(b"", is_inference=False))
-        self._model = model
-
-    def send(self, worker: Worker) -> None:
-        worker.send_model(self._model)
-
-    def note_reply(self, reply: Reply) -> None:
-        self.reply = reply
-
 
 class WorkerLane(Lane):
-    """One worker, the messages that it has not answered, and those that only it may get."""
+    """One worker, the messages that it has not answered, and those that only it may get.
+
+    `model` and `prepare` are those that the worker has.
+    """
 
     def __init__(self, index: int, device: torch.device) -> None:
         super().__init__(index, device, f"{device} (worker {index})")
-        self.worker: Worker | None = None
+        self.worker: LocalWorker | RayWorker | None = None
+        self.model: Packed | None = None
+        self.prepare: bytes | None = None
+        self.has_answered = False
         self.flying: deque[Request] = deque()
         self.queue: deque[Request] = deque()
+
+    @property
+    def load(self) -> int:
+        """The number of messages that the worker has to answer."""
+        return len(self.flying) + len(self.queue)
 
 
 class Lanes:
     """The workers of one block, and the messages to them. Thread-safe.
 
-    `model` returns the packed model for a new worker. If a worker dies, its message is sent `retries` more times.
+    If a worker dies, its message is sent `retries` more times.
     """
 
-    def __init__(self, workers: Workers, model: Callable[[], Packed | bytes], retries: int) -> None:
+    def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
         self._open_futures = 0
         self._workers = workers
-        self._model = model
-        self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each reply
+        self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
+        self._is_started = False
         self._has_reader = False
         self._followers = 0
         self._receiver: threading.Thread | None = None
         self._backlog: deque[Request] = deque()
-        self._ended: list[Request] = []  # their `on_end` is due
+        self._ended: deque[Request] = deque()  # their `on_end` is due
         self._is_over = False
-        self._failure: BaseException | None = None  # of the last start of a worker
 
-    @property
-    def are_started(self) -> bool:
-        return self.all[0].worker is not None
-
-    @property
     def is_idle(self) -> bool:
         """True if no message waits for an answer."""
-        return not (self._backlog or self._ended or any(lane.flying or lane.queue for lane in self.all))
+        return not (self._backlog or self._ended or any(lane.load for lane in self.all))
 
     @property
     def wants_more(self) -> bool:
         """True if a worker would get the next message at once."""
-        return not self._backlog and any(len(lane.flying) + len(lane.queue) < AHEAD for lane in self.all)
+        return not self._backlog and any(lane.load < AHEAD for lane in self.all)
 
     def start(self) -> None:
-        """Start all workers, and give them the model.
+        """Start all workers, if they were not started.
 
         Raises:
-            RankDiedError: If a worker ends more than `retries` times while it starts.
-            Exception: What the model raises when it is made in the worker.
+            LaunchError: If a worker cannot be started.
         """
         with self._changed:
-            if self._is_over:
-                raise _end_error()
-            try:
-                for lane in self.all:
-                    lane.worker = self._workers.start(lane.index)
-                for lane in self.all:
-                    self._install(lane)
-            except BaseException:
-                for lane in self.all:
-                    if lane.worker is not None:
-                        lane.worker.close()
-                        lane.worker = None
-                raise
+            for lane in () if self._is_started or self._is_over else self.all:
+                lane.worker = lane.worker or self._workers.start(lane.index)
+            self._is_started = True
 
     def post(self, request: Request, lane: WorkerLane | None = None) -> None:
         """Send a message to a lane, or to the first lane with room.
@@ -312,18 +219,17 @@ class Lanes:
             SessionError: If the lanes have ended.
         """
         with self._changed:
-            if self._is_over or not self.are_started:
-                raise self._failure or _end_error()
+            if self._is_over:
+                raise _end_error()
             (self._backlog if lane is None else lane.queue).append(request)
             self._send_waiting()
-        if self._ended:
-            self._end_requests()
+        self._end_requests()
 
     def wait(self, is_done: Callable[[], bool]) -> None:
         """Wait until `is_done`. One of the threads that wait receives for all."""
         while True:
             with self._changed:
-                while self._has_reader and not is_done():
+                while (self._has_reader or self._is_over) and not is_done():
                     self._followers += 1
                     try:
                         self._changed.wait()
@@ -332,15 +238,15 @@ class Lanes:
                 if is_done():
                     return
                 self._has_reader = True
-            self._receive_for_all(None)
+            self._receive(None)
 
     def look(self) -> None:
         """Receive what has arrived, without waiting."""
         with self._changed:
-            if self._has_reader or not self.are_started:
+            if self._has_reader or not self._is_started or self._is_over:
                 return
             self._has_reader = True
-        self._receive_for_all(0.0)
+        self._receive(0.0)
 
     def receive_for(self, future: Future[Any]) -> None:
         """Receive for a future in a thread, which ends once no such future is open."""
@@ -354,31 +260,27 @@ class Lanes:
 
     def end(self) -> None:
         """End the workers. What they have not answered fails."""
-        self._is_over = True  # a lane that is being replaced looks here
-        working = [lane for lane in self.all if lane.worker is not None]
-        closing = [
-            threading.Thread(target=lane.worker.close, kwargs={"at_once": bool(lane.flying)}, name="parawrap-end")
-            for lane in working
-            if lane.worker is not None
-        ]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        self._is_over = True
+        self._workers.end()  # a thread that waits for their start raises
+        working = [(lane.worker, bool(lane.flying)) for lane in self.all if lane.worker is not None]
+        for worker, is_busy in working:
+            worker.stop(at_once=is_busy)
+        for worker, _ in working:
+            worker.join()
         with self._changed:
             for lane in self.all:
-                for request in (*lane.flying, *lane.queue):
-                    self._fail(request, _end_error())
+                self._backlog.extend((*lane.flying, *lane.queue))
                 lane.flying.clear()
                 lane.queue.clear()
-                lane.worker = None
+                lane.worker = lane.model = None
             for request in self._backlog:
                 self._fail(request, _end_error())
             self._backlog.clear()
+            self._workers.end()  # also what that thread has reserved meanwhile
             self._changed.notify_all()
         self._end_requests()
 
-    # -- sending and receiving
+    # -- sending
 
     def _send_waiting(self) -> None:
         """Send what waits to lanes with room."""
@@ -386,71 +288,75 @@ class Lanes:
             while lane.queue and len(lane.flying) < AHEAD:
                 self._send(lane, lane.queue.popleft())
         while self._backlog:
-            lane = min(self.all, key=_load)
-            if _load(lane) >= AHEAD:
+            lane = min(self.all, key=_load_of)
+            if lane.load >= AHEAD:
                 return
             request = self._backlog.popleft()
-            if request.start():
+            if any(call.begin() for call in request.calls):
                 self._send(lane, request)
 
     def _send(self, lane: WorkerLane, request: Request) -> None:
-        assert lane.worker is not None
         request.lane, request.was_sent = lane, False
         lane.flying.append(request)
         try:
-            request.send(lane.worker)
+            if lane.worker is None:
+                lane.worker = self._workers.start(lane.index)
+            if request.packer is None:
+                request.pack()
+            assert request.packer is not None
+            form = request.form
+            prepare = b"" if form.prepare is not None and form.prepare is lane.prepare else form.prepare
+            model = None if form.model is lane.model else form.model
+            calls = Calls(form.modes, form.method, prepare, form.is_whole, request.items)
+            lane.worker.send(tuple(calls), request.packer, model)
+            lane.model, lane.prepare = form.model, form.prepare or lane.prepare
             request.was_sent = True
         except ConnectionError:
             pass  # the thread that receives sends it to the next worker
         except Exception as error:  # noqa: BLE001 (the reader gets it)
             lane.flying.remove(request)
-            self._fail(request, _without_frames(error))
-        except BaseException:  # Ctrl-C, perhaps in the middle of a message
-            lane.worker.close()
+            self._fail(request, error.with_traceback(None))  # its frames refer to the request
+        except BaseException:  # Ctrl-C, perhaps before a part of the message was noted
+            if lane.worker is not None:
+                lane.worker.stop(at_once=True)
             raise
 
-    def _receive_for_all(self, timeout_s: float | None) -> None:
-        """Receive as the only reader, and let another thread be it afterwards."""
+    # -- receiving
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Take the answers that arrive, and send what waits. Let another thread be the reader afterwards."""
         try:
-            self._receive(timeout_s)
+            lanes = [(lane, lane.worker) for lane in self.all if lane.worker is not None]
+            if not lanes:
+                raise _end_error()
+            found = self._workers.poll([worker for _, worker in lanes], timeout_s)
+            with self._changed:
+                for position in found:
+                    self._take_answer(*lanes[position])
+                self._send_waiting()
+            self._end_requests()
         finally:
             with self._changed:
                 self._has_reader = False
                 if self._followers:
                     self._changed.notify_all()
 
-    def _receive(self, timeout_s: float | None) -> None:
-        """Take the replies that arrive, and send what waits."""
-        lanes = [lane for lane in self.all if lane.worker is not None]
-        if not lanes:
-            raise _end_error()
-        found = self._workers.poll([lane.worker for lane in lanes if lane.worker is not None], timeout_s)
-        with self._changed:
-            for position in found:
-                self._take_reply(lanes[position])
-            self._send_waiting()
-        if self._ended:
-            self._end_requests()
-
-    def _take_reply(self, lane: WorkerLane) -> None:
-        worker = lane.worker
-        if worker is None:
-            return
+    def _take_answer(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
         try:
-            reply = worker.receive()
-            if reply is None:
+            received = worker.receive()
+            if received is None:
                 if not self._is_over:
-                    self._replace(lane)
+                    self._bury(lane, worker)
                 return
-            request = lane.flying[0]
-            if isinstance(reply, BaseException):
-                self._fail(request, reply)
-            elif not request.is_done:
-                request.note_reply(reply)
+            request = lane.flying.popleft()
+            if not request.is_done:
+                request.answers, request.block = received
+                request.packer, lane.has_answered = None, True
+                lane.tasks += len(request.calls)
+                lane.busy_ns += request.took_ns
                 self._ended.append(request)
-            lane.flying.popleft()
-        except BaseException:  # Ctrl-C, perhaps between a message and its reply
-            worker.close()
+        except BaseException:  # Ctrl-C, perhaps between an answer and its request
+            worker.stop(at_once=True)
             raise
 
     def _end_requests(self) -> None:
@@ -458,29 +364,25 @@ class Lanes:
         before = here.lane
         while self._ended:
             try:
-                request = self._ended.pop(0)
+                request = self._ended.popleft()
             except IndexError:  # another thread was quicker
                 return
-            if request.on_end is not None:
-                here.lane = request.lane or self.all[0]
-                try:
-                    request.on_end(request)
-                finally:
-                    here.lane = before
+            here.lane = request.lane or self.all[0]
+            try:
+                request.on_end(request)
+            finally:
+                here.lane = before
             request.calls = []  # they refer to the request, and a cycle would keep the memory of their outputs
             del request
 
     def _serve_futures(self) -> None:
         while True:
             with suppress(BaseException):  # the requests that failed have the error
-                self.wait(self._has_no_future)
+                self.wait(lambda: not self._open_futures)
             with self._changed:
                 if not self._open_futures:
                     self._receiver = None
                     return
-
-    def _has_no_future(self) -> bool:
-        return not self._open_futures
 
     def _count_end(self, _: Future[Any]) -> None:
         with self._changed:
@@ -492,58 +394,27 @@ class Lanes:
             request.failure = error
             self._ended.append(request)
 
-    # -- the lives of workers
+    # -- the death of a worker
 
-    def _install(self, lane: WorkerLane) -> None:
-        """Give a new worker the model. If the worker ends, start another one, at most `retries` times."""
-        for deaths in count(1):
-            worker = lane.worker
-            assert worker is not None
-            try:
-                worker.send_model(self._model())
-                reply = worker.receive()
-            except ConnectionError:
-                reply = None
-            if isinstance(reply, BaseException):
-                raise reply
-            if reply is not None:
-                return
-            error = worker.death()
-            if self._is_over:
-                raise _end_error()
-            if deaths > self.retries:
-                add_note(error, f"in {lane}")
-                raise error
-            lane.worker = self._workers.start(lane.index)
-
-    def _replace(self, lane: WorkerLane) -> None:
-        """Start another worker in the place of one that ended, and send it what is unanswered."""
-        assert lane.worker is not None
-        self._note_death(lane, lane.worker.death())
-        try:
-            lane.worker = self._workers.start(lane.index)
-            self._install(lane)
-        except BaseException as error:
-            for request in lane.flying:
-                self._fail(request, error)
-            lane.flying.clear()
-            if lane.worker is not None:
-                lane.worker.close()
-            self._failure = error
-            if isinstance(error, Exception):
-                return
-            raise
+    def _bury(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
+        """Queue what a dead worker has not answered. The first message then starts another worker."""
+        self._count_death(lane, worker.death())
+        lane.worker = lane.model = lane.prepare = None
         again = [request for request in lane.flying if not request.is_done]
         lane.flying.clear()
+        lane.has_answered = False
         for request in again:
             request.packer = None  # the worker that died may have written its memory
         lane.queue.extendleft(reversed(again))
 
-    def _note_death(self, lane: WorkerLane, error: BaseException) -> None:
-        """Count a death for every call of the message that ran. Calls with one too many fail, and others are sent alone."""
-        while lane.flying and lane.flying[0].is_done:  # Ctrl-C came just after its reply
+    def _count_death(self, lane: WorkerLane, error: BaseException) -> None:
+        """Count a death for every call of the message that ran. Calls with one too many fail, and others are sent alone.
+
+        A worker that has answered nothing may have died before it could be sent a message.
+        """
+        while lane.flying and lane.flying[0].is_done:  # Ctrl-C came just after its answer
             lane.flying.popleft()
-        if not lane.flying or not lane.flying[0].was_sent:
+        if not lane.flying or (lane.has_answered and not lane.flying[0].was_sent):
             return
         request = lane.flying[0]
         request.deaths += 1
@@ -551,9 +422,8 @@ class Lanes:
         if request.deaths > self.retries:
             lane.flying.popleft()
             what = "this call" if len(calls) == 1 else f"this call or others of its chunk of {len(calls)}"
-            failure = _copy_of(error)
-            add_note(failure, f"{request.deaths} workers ended while they ran {what}. Other calls continue")
-            self._fail(request, failure)
+            add_note(error, f"{request.deaths} workers ended while they ran {what}. Other calls continue")
+            self._fail(request, error)
         elif len(calls) > 1:
             lane.flying.popleft()
             alone = [Request([call], request.form, request.on_end) for call in calls]
@@ -562,41 +432,16 @@ class Lanes:
             lane.flying.extendleft(reversed(alone))
 
 
-def _load(lane: WorkerLane) -> int:
-    return len(lane.flying) + len(lane.queue)
-
-
-def _in_mode(is_inference: bool) -> Any:
-    """Return a context for making tensors like those of the plain call."""
-    same = torch.is_inference_mode_enabled() == is_inference
-    return nullcontext() if same else torch.inference_mode(is_inference)
-
-
-def error_from_worker(packed: bytes, traceback: str, label: str) -> BaseException:
-    """Return an exception that was raised in a worker."""
-    error: BaseException = unpack(memoryview(bytearray(packed)))
-    add_note(error, f"raised in {label}, with this traceback:\n{traceback}")
-    return error
+def _load_of(lane: WorkerLane) -> int:
+    return lane.load
 
 
 def _copy_of(error: BaseException) -> BaseException:
     """Return an error for one of several calls, to get notes about that call."""
-    try:
-        copied = copy.copy(error)
-    except Exception:  # noqa: BLE001 (classes of exceptions may raise anything)
-        return error
+    copied = copy.copy(error)
     copied.__notes__ = [*getattr(error, "__notes__", ())]
     copied.__cause__ = error.__cause__
     return copied
-
-
-def _without_frames(error: Exception) -> Exception:
-    """Drop the tracebacks of an error of the sending, and of its causes: their frames refer to the call."""
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
-    return error
 
 
 def _end_error() -> SessionError:

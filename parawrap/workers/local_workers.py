@@ -12,32 +12,29 @@ import sys
 import threading
 from collections.abc import Collection, Sequence
 from itertools import count
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import RankDiedError, add_note
+from parawrap.errors import RankDiedError, SessionError, add_note
 from parawrap.launch import Platform
 from parawrap.launch.set_up import Place, RankSetUp
-from parawrap.processes.outcomes import Died, Ending, pack_exception, traceback_of
+from parawrap.processes.outcomes import Died, Ending
 from parawrap.processes.output import Printer, Transcript
-from parawrap.processes.pickling import Packed, map_file, unpack
+from parawrap.processes.pickling import Packed, map_file
 from parawrap.processes.pool import Call, Limits, Pool
 from parawrap.processes.process import Assignment
 from parawrap.processes.script import SentScript
 from parawrap.processes.server import PRELOADABLE, LocalStarter
 from parawrap.processes.settings import Settings
 from parawrap.workers.connection import Connection, Message
-from parawrap.workers.lanes import Reply, error_from_worker
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import Packer
-from parawrap.workers.worker import Answer, Calls, Server
+from parawrap.workers.packing import Block, Packer
+from parawrap.workers.worker import Calls, Server
 
 _LAST_S = 5.0  # for the end of a process that closed its connection
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
-_NOTHING = Packer()
 
 
 # -- in this process
@@ -74,8 +71,7 @@ class LocalWorker:
     """A process that answers messages in the order of sending. One thread at a time uses it."""
 
     def __init__(self, index: int, device: torch.device, threads: int, seed: int) -> None:
-        self.label = f"worker {index} on {device}"
-        self.function = -1
+        self._label = f"worker {index} on {device}"
         platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
         set_up = RankSetUp(platform, Place.of(0, platform), store=None)
         assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False, modules=PRELOADABLE)
@@ -88,64 +84,52 @@ class LocalWorker:
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(ours, lends=False)
         packed = SentScript().pack_call(serve, (str(device), threads, seed), {})
-        call = Call(self.label, [0], packed, files=[its.detach()])
-        self._thread = threading.Thread(target=self._supervise, args=(call,), name=f"parawrap-{self.label}", daemon=True)
+        call = Call(self._label, [0], packed, files=[its.detach()])
+        self._thread = threading.Thread(target=self._supervise, args=(call,), name=f"parawrap-{self._label}", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
         """Return the connection's descriptor; -1 once closed."""
         return self._connection.fileno()
 
-    def send(self, body: tuple[Any, ...], packer: Packer) -> None:
-        """Send calls.
+    def send(self, calls: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
+        """Send calls, and the model that they and the later ones need if it is another one.
 
         Raises:
             SessionError: If memory lacks room for their tensors. Nothing is sent then.
             ConnectionError: If the process has ended.
         """
-        self._connection.send(("calls", body), packer)
+        self._connection.send(calls, packer, None if model is None else model.file())
 
-    def send_model(self, model: Packed | bytes) -> None:
-        """Send a model, or a pickled call that builds it."""
-        if isinstance(model, Packed):
-            self._connection.send(("model", None), _NOTHING, file=model.file())
-        else:
-            self._connection.send(("build", model), _NOTHING)
-
-    def receive(self) -> Reply | BaseException | None:
-        """Wait for the next reply, or the exception of a model that cannot be made; None if the process has ended."""
+    def receive(self) -> tuple[list[tuple[Any, ...]], Block] | None:
+        """Wait for the answers to the next message, and their block; None if the process has ended."""
         message = self._connection.receive()
-        if message is None:
-            return None
-        word, value, start, end = message.body
-        if word == "failed":
-            packed, traceback = value
-            return error_from_worker(packed, traceback, self.label)
-        return Reply(value, message.block, start, end)
+        return None if message is None else (message.body, message.block)
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
-        self._connection.close()
-        self._thread.join(_LAST_S)
-        ending = self._ending
-        self.close()
-        died = ending.outcomes.get(0) if isinstance(ending, Ending) else None
-        number, code = (died.signal, died.code) if isinstance(died, Died) else (None, None)
-        how = f"was killed by {getattr(number, 'name', number)}" if number is not None else f"exited with code {code or 0}"
-        error = RankDiedError(f"{self.label} {how}", signal=number, exit_code=None if number is not None else code)
-        if isinstance(died, Died) and died.last_words:
+        self.stop(at_once=False)
+        self.join()
+        died = self._ending.outcomes.get(0) if isinstance(self._ending, Ending) else None
+        if not isinstance(died, Died):
+            return RankDiedError(f"{self._label} ended: {getattr(self._ending, 'lost', self._ending)}")
+        code = None if died.signal is not None else died.code
+        error = RankDiedError(f"{self._label} {died.summary}", signal=died.signal, exit_code=code)
+        if died.last_words:
             add_note(error, f"its last output:\n{died.last_words}")
-        if isinstance(ending, BaseException):
-            add_note(error, str(ending))
         return error
 
-    def close(self, *, at_once: bool = True) -> None:
-        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
+    def stop(self, *, at_once: bool) -> None:
+        """Begin to end the process. Unless `at_once`, it has time to exit on its own."""
         self._connection.close()
-        if not at_once:
+        if at_once:
+            self._pool.post(self._pool.cancel)
+
+    def join(self) -> None:
+        """Wait for the end of the process. If it is late, it is killed."""
+        if self._thread is not threading.current_thread():  # where the garbage collector may end a block
             self._thread.join(_LAST_S)
-        self._pool.post(self._pool.cancel)
-        if self._thread is not threading.current_thread():
+            self._pool.post(self._pool.cancel)
             self._thread.join()
 
     def _supervise(self, call: Call) -> None:
@@ -189,6 +173,18 @@ def serve(file: int, device: str, threads: int, seed: int) -> None:
         connection.close()
 
 
+def _answer(connection: Connection, server: Server, message: Message) -> None:
+    if message.file is not None:
+        server.take_model(map_file(message.file))
+        os.close(message.file)
+    calls = Calls(*message.body)
+    answers, packer = server.answer(calls, message.block)
+    try:
+        connection.send(answers, packer)
+    except SessionError as error:  # memory lacks room
+        connection.send(*server.fail(calls, error))
+
+
 def _keep_memory() -> None:
     """Have malloc keep freed memory: large outputs then need no new pages from the kernel."""
     with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
@@ -202,38 +198,3 @@ def _exit(number: int, _: object) -> None:
     with contextlib.suppress(RuntimeError):  # the signal came during a write
         sys.stdout.flush()
     os._exit(128 + number)
-
-
-def _answer(connection: Connection, server: Server, message: Message) -> None:
-    start = perf_counter_ns()
-    word, value = message.body
-    body: Any
-    try:
-        if word == "calls":
-            body, packer = server.answer(Calls(*value), message.block)
-        elif word == "model":
-            assert message.file is not None
-            body, packer = server.take_model(_unpack(message.file)), _NOTHING
-        else:
-            body, packer = server.build_model(value), _NOTHING
-    except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-        connection.send(("failed", _describe(error), start, start), _NOTHING)
-        return
-    try:
-        connection.send(("done", body, start, perf_counter_ns()), packer)
-    except ConnectionError:
-        raise
-    except Exception as error:  # noqa: BLE001 (memory lacks room)
-        failed = tuple(Answer(None, None, _describe(error), None, start, start))
-        connection.send(("done", [failed] * len(body), start, start), _NOTHING)
-
-
-def _describe(error: BaseException) -> tuple[bytes, str]:
-    return pack_exception(error).to_bytes(), traceback_of(error)
-
-
-def _unpack(file: int) -> Any:
-    try:
-        return unpack(map_file(file))["model"]
-    finally:
-        os.close(file)

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 import io
-import threading
+from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType
-from typing import Any
+from operator import is_
+from types import CellType, FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from parawrap._public import public
 from parawrap.engine.away import last_optimizer_step, note_optimizer_steps
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.holdings import Holdings
 from parawrap.engine.replicas import home_of, is_written_unseen, version_of
-from parawrap.engine.survey import Survey
+from parawrap.engine.survey import Survey, names_of_globals
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack
-from parawrap.workers.built_model import Build
-from parawrap.workers.captured import CapturedValues
-from parawrap.workers.worker import pickle_function
 
 SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
+_ABSENT = object()
+
+
+class Build(NamedTuple):
+    """A function that returns the model, and its arguments."""
+
+    load_model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a plain call: this process has no model."""
+        msg = 'only worker processes have this model: give parallel(..., workers="process"), and call the block'
+        raise SessionError(msg)
+
+
+@public
+def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build:
+    """Let each worker of a parallel block build its own model: ``load_model(*args, **kwargs)``.
+
+    For models that cannot be sent, that take long to send, or that are compiled or quantized in the process that uses them.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import build, parallel
+        >>> model = build(torch.nn.Linear, 3, 2)
+        >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"], workers="process") as p:
+        ...     tuple(p(torch.ones(9, 3)).shape)
+        (9, 2)
+    """
+    return Build(load_model, args, kwargs)
 
 
 class SentModel:
@@ -38,22 +68,26 @@ class SentModel:
     def __init__(self, target: Any) -> None:
         self.target = target
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
+        self.packed: Packed | None = None
         self.refreshes = self.copied_bytes = 0
         self.parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
-        self._packing = threading.Lock()
-        self._packed: Packed | bytes | None = None
+        self._is_ready = False
+        self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
+        self.forget()
+        note_optimizer_steps()
+
+    def forget(self) -> None:
+        """Free the memory of the model. The next call reads it again."""
+        self.packed = None
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []  # that may be written without a new version, as sent
         self._function: bytes | None = None
-        self._captured: CapturedValues | None = None  # of the functions that were sent with the model
+        self._sent: list[tuple[FunctionType | type, set[str]]] = []  # with the model, and the globals that they read
+        self._captured: list[Any] = []
         self._holdings = Holdings((), lambda owner: None)
         self._state: tuple[Any, ...] = ()
-        self._is_ready = False
-        self._was_read = False
-        self._must_renew = False
-        self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
-        note_optimizer_steps()
+        self._must_read = True
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
@@ -64,65 +98,61 @@ class SentModel:
 
     def is_current(self) -> bool:
         """True if the target is what it was when it was read last."""
-        if isinstance(self.target, Build):
-            return self._was_read and not self._must_renew
+        if self._must_read or isinstance(self.target, Build):
+            return not self._must_read
         return (
-            self._was_read
-            and not self._must_renew
-            and self._holdings.is_same()
-            and (self._captured is None or self._captured.intact())
+            self._holdings.is_same()
+            and self._has_same_captured()
             and self._state == self._read_state()
-            and (self._function is None or self._function == self._pickle_function())
+            and self._function == self._pack_function()
             and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
         )
 
-    def read_target(self) -> None:
-        """Read the target as it is now. All workers need it."""
-        if self._was_read:
+    def read(self) -> None:
+        """Read and pack the target as it is now.
+
+        Raises:
+            UnsendableError: If it cannot be pickled.
+        """
+        if self.packed is not None:
             self.refreshes += 1
             self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
-        self._must_renew = False
-        self._survey_target()
-        self._packed = None
-        self._was_read = True
+        self._must_read = False  # before the look: a `renew` from here on counts for the next call
+        try:
+            self._survey_target()
+            self.packed = self._pack()
+        except BaseException:
+            self._must_read = True
+            raise
 
     def renew(self) -> None:
-        """Send the whole model at the next refresh."""
-        self._must_renew = True
+        """Send the model again at the next refresh. It does not wait: a callback in a lane may call it."""
+        self._must_read = True
 
     def ran_plainly(self) -> None:
         """Note a call in the caller's thread, which may have written buffers unseen."""
         trains = any(module.training for module in self._modules)
         if trains and any(map(is_written_unseen, self._tensors)):
-            self._must_renew = True
+            self._must_read = True
 
-    def forget(self) -> None:
-        """Free the memory of the model."""
-        self._was_read, self._packed, self._captured = False, None, None
-        self._holdings, self._state = Holdings((), lambda owner: None), ()
-        self._tensors, self._modules, self._unseen = [], [], []
+    def _pack(self) -> Packed:
+        """Pack the target. Raises UnsendableError."""
+        sent: list[FunctionType | type] = []
+        value = {"model": self.target, "seed": self._seed, "dtype": torch.get_default_dtype()}
+        try:
+            packed = pack(value, "", partial(_NotingPickler, sent))
+        except UnsendableError as error:
+            msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
+            raise UnsendableError(msg) from error.__cause__
+        packed.detach()  # later messages send the same
+        self._sent = [(each, set() if isinstance(each, type) else names_of_globals(each.__code__)) for each in sent]
+        self._captured = _read_captured(self._sent)
+        return packed
 
-    def pack(self) -> Packed | bytes:
-        """Return the target as it was read last: packed, or a pickled call that builds it.
-
-        Raises:
-            UnsendableError: If it cannot be pickled.
-        """
-        with self._packing:
-            if self._packed is not None:
-                return self._packed
-            if isinstance(self.target, Build):
-                self._packed = pickle_function((*self.target, self._seed, torch.get_default_dtype()), "")
-                return self._packed
-            sent: list[FunctionType | type] = []
-            try:
-                self._packed = pack({"model": self.target}, "", partial(_NotingPickler, sent))
-                self._packed.detach()  # a worker that takes another's place gets the same
-            except UnsendableError as error:
-                msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
-                raise UnsendableError(msg) from error.__cause__
-            self._captured = self._captured or CapturedValues(sent)
-            return self._packed
+    def _has_same_captured(self) -> bool:
+        """True if no variable that a sent function reads has another value, by identity."""
+        now = _read_captured(self._sent)
+        return len(now) == len(self._captured) and all(map(is_, now, self._captured))
 
     def _read_state(self) -> tuple[Any, ...]:
         """Return what a write into a tensor of the target changes."""
@@ -142,18 +172,15 @@ class SentModel:
         self._holdings = Holdings(survey.places, lambda owner: owner)
         self._state = self._read_state()
         self._modules = survey.modules
-        self._function = self._pickle_function()
-        self._captured = None
+        self._function = self._pack_function()
         written = survey.tensors if survey.trains else ()
         unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
         with lasting():
             self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
 
-    def _pickle_function(self) -> bytes | None:
-        """Return the pickle of a function without a model. The containers that it refers to are not watched."""
-        if self._modules or self._tensors:
-            return None
-        return pickle_function(self.target, "target")
+    def _pack_function(self) -> bytes | None:
+        """Pack a function without a model. The containers that it refers to are not watched."""
+        return None if self._modules or self._tensors else pack(self.target, "target").to_bytes()
 
 
 class _NotingPickler(ValuePickler):
@@ -168,3 +195,23 @@ class _NotingPickler(ValuePickler):
         if isinstance(obj, (FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
         return reduced
+
+
+def _read_captured(sent: Iterable[tuple[FunctionType | type, set[str]]]) -> list[Any]:
+    """Return the code, closures, and named globals of functions, and the attributes of classes."""
+    found: list[Any] = []
+    for each, names in sent:
+        if isinstance(each, type):
+            found += vars(each).values()
+            continue
+        found += (each.__code__, each.__defaults__, each.__kwdefaults__)
+        found += map(_read_cell, each.__closure__ or ())
+        found += [each.__globals__.get(name, _ABSENT) for name in names]
+    return found
+
+
+def _read_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # no value yet
+        return _ABSENT

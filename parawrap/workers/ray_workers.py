@@ -5,24 +5,22 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
-from time import monotonic, perf_counter_ns
+from time import monotonic
 from typing import Any
 
 import torch
 
-from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
+from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
 from parawrap.launch.ray.reservation import Reservation, join_cluster
 from parawrap.processes.pickling import Packed
-from parawrap.workers.lanes import Reply, error_from_worker
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import Packer
-from parawrap.workers.ray_actor import Actor, block_of, parcel_of
+from parawrap.workers.packing import Block, Packer, aligned
+from parawrap.workers.worker import Calls, Server
 
 _LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
 _PLACING_S = 60.0  # for the start of an actor
@@ -58,17 +56,19 @@ def devices_of(platform: Platform) -> list[torch.device]:
     return [torch.device(kind)] * platform.world_size
 
 
+# -- in this process
+
+
 class RayWorkers:
-    """Starts the workers of one session, each with the share of one rank. Thread-safe."""
+    """Starts the workers of one session, each with the share of one rank. One thread at a time starts workers."""
 
     def __init__(self, platform: Platform) -> None:
         self.devices: Sequence[torch.device] = devices_of(platform)
         self._platform = platform
-        self._changing = threading.Lock()
         self._ray: Any = None
         self._reservation: Reservation | None = None
         self._has_ended = False
-        self._model: tuple[Packed | None, Any] = None, None
+        self._stored: tuple[Packed | None, Any] = None, None
         self._numbers = count(1)
 
     def start(self, lane: int) -> RayWorker:
@@ -77,11 +77,10 @@ class RayWorkers:
         Raises:
             LaunchError: If the cluster has too few resources.
         """
-        with self._changing:
-            if self._reservation is None:
-                self._reserve()
-            assert self._reservation is not None
-            options = self._reservation.options_of_rank(lane)
+        if self._reservation is None:
+            self._reserve()
+        assert self._reservation is not None
+        options = self._reservation.options_of_rank(lane)
         seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
         until = monotonic() + _PLACING_S
         while True:
@@ -90,7 +89,7 @@ class RayWorkers:
             try:
                 self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
             except Exception as error:
-                worker.close()
+                worker.stop(at_once=True)
                 if isinstance(error, self._ray.exceptions.RayActorError) and monotonic() < until:
                     continue  # its node was lost: Ray finds another one
                 msg = (
@@ -102,9 +101,6 @@ class RayWorkers:
 
     def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
         """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
-        ended = [position for position, worker in enumerate(workers) if worker.has_ended]
-        if ended:
-            return ended
         waiting = {worker.oldest: position for position, worker in enumerate(workers) if worker.oldest is not None}
         patience_s = _LOOK_S if timeout_s is None else timeout_s
         if not self._ray.is_initialized():  # its actors are gone
@@ -116,18 +112,17 @@ class RayWorkers:
         return [waiting[each] for each in ready]
 
     def end(self) -> None:
-        """Release the resources. A thread that waits for them raises LaunchError."""
+        """Release the resources. A thread that waits for them raises LaunchError. May be called again."""
         self._has_ended = True
-        with self._changing:
-            reservation, self._reservation, self._model = self._reservation, None, (None, None)
+        reservation, self._reservation, self._stored = self._reservation, None, (None, None)
         if reservation is not None:
             reservation.end()
 
     def _reserve(self) -> None:
         self._ray = join_cluster(self._platform)
-        self._reservation = Reservation(self._ray, self._platform)
-        self._reservation.request()
-        while not self._reservation.is_ready():  # the cluster is large enough when it is idle
+        self._reservation = reservation = Reservation(self._ray, self._platform)
+        reservation.request()
+        while not reservation.is_ready():  # the cluster is large enough when it is idle
             self._check_open()
 
     def _check_open(self) -> None:
@@ -138,24 +133,22 @@ class RayWorkers:
 
     def _store(self, packed: Packed) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
-        with self._changing:
-            if self._model[0] is not packed:
-                import numpy as np
+        if self._stored[0] is not packed:
+            import numpy as np
 
-                self._model = packed, self._ray.put(np.frombuffer(b"".join(packed.parts), dtype=np.uint8))
-            return self._model[1]
+            self._stored = packed, self._ray.put(np.frombuffer(packed.to_bytes(), dtype=np.uint8))
+        return self._stored[1]
 
 
 class RayWorker:
     """An actor that answers messages in the order of sending. One thread at a time uses it."""
 
     def __init__(
-        self, ray: Any, lane: int, device: torch.device, options: dict[str, Any], seed: int, stored: Callable[[Packed], Any]
+        self, ray: Any, lane: int, device: torch.device, options: dict[str, Any], seed: int, store: Callable[[Packed], Any]
     ) -> None:
-        self.label = f"worker {lane} on {device}"
-        self.function = -1
+        self._label = f"worker {lane} on {device}"
         self._ray = ray
-        self._store = stored
+        self._store = store
         self._sent: deque[Any] = deque()
         self._death: Exception | None = None
         threads = max(1, int(options["num_cpus"]))
@@ -164,72 +157,82 @@ class RayWorker:
 
     @property
     def oldest(self) -> Any:
-        """The reference of the next answer; None if nothing was sent."""
+        """The reference of the next answers; None if nothing was sent."""
         return self._sent[0] if self._sent else None
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the actor was found dead."""
-        return self._death is not None
 
     def started(self) -> Any:
         """Return a reference that is ready when the actor runs."""
         return self._actor.started.remote()
 
-    def send(self, body: tuple[Any, ...], packer: Packer) -> None:
-        """Send calls.
+    def send(self, calls: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
+        """Send calls, and the model that they and the later ones need if it is another one.
 
         Raises:
-            ConnectionError: If the actor has ended while it had nothing to do, or if Ray was shut down.
+            ConnectionError: If Ray was shut down.
         """
-        self._check_ray()
-        if not self._sent:
-            self._check_alive()
-        self._sent.append(self._actor.call.remote(parcel_of(body, packer)))
+        if not self._ray.is_initialized():  # otherwise the call would start Ray again
+            raise ConnectionError
+        stored = None if model is None else self._store(model)
+        self._sent.append(self._actor.answer.remote(_parcel_of(calls, packer), stored))
 
-    def send_model(self, model: Packed | bytes) -> None:
-        """Send a model, or a pickled call that builds it."""
-        self._check_ray()
-        if isinstance(model, bytes):
-            self._sent.append(self._actor.build_model.remote(model))
-        else:
-            self._sent.append(self._actor.take_model.remote(self._store(model)))
-
-    def receive(self) -> Reply | BaseException | None:
-        """Wait for the next reply, or the exception of a model that cannot be made; None if the actor has ended."""
+    def receive(self) -> tuple[list[tuple[Any, ...]], Block] | None:
+        """Wait for the answers to the next message, and their block; None if the actor has ended."""
         if not self._sent:
             return None
         try:
-            has_failed, took_ns, parcel = self._ray.get(self._sent.popleft())
+            parcel = self._ray.get(self._sent.popleft())
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
-        body, end = pickle.loads(parcel[0]), perf_counter_ns()  # the clock of another machine cannot be compared
-        if has_failed:
-            packed, traceback = body
-            return error_from_worker(packed, traceback, self.label)
-        return Reply(body, block_of(parcel), end - took_ns, end)
+        return pickle.loads(parcel[0]), _block_of(parcel)
 
-    def death(self) -> ParawrapError:
+    def death(self) -> RankDiedError:
         """Return the error that says how the actor ended."""
-        self.close()
-        why = str(self._death).strip().splitlines()
-        return RankDiedError(f"{self.label} died: {' '.join(line.strip() for line in why)}")
+        self.stop(at_once=True)
+        return RankDiedError(f"{self._label} died: {' '.join(str(self._death).split())}")
 
-    def close(self, *, at_once: bool = True) -> None:
+    def stop(self, *, at_once: bool) -> None:
         """End the actor. A message that it works on is not finished."""
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):  # it has ended
                 self._ray.kill(self._actor)
 
-    def _check_alive(self) -> None:
-        """Raise ConnectionError if the actor has ended while it had nothing to do: no call may count that."""
-        try:
-            self._ray.get(self.started())
-        except Exception as error:
-            self._death = error
-            raise ConnectionError from error
+    def join(self) -> None:
+        """Do nothing: Ray ends the process."""
 
-    def _check_ray(self) -> None:
-        if not self._ray.is_initialized():  # otherwise the next call would start Ray again
-            raise ConnectionError
+
+Parcel = tuple[bytes, Any]
+"""The pickled body of a message, and its block as an array, which Ray moves without pickling."""
+
+
+def _parcel_of(body: Any, packer: Packer) -> Parcel:
+    import numpy as np
+
+    return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.pieces), dtype=np.uint8)
+
+
+def _block_of(parcel: Parcel) -> Block:
+    """Return the block of a message. It owns its memory: arrays from Ray's object store are read-only."""
+    return aligned(memoryview(parcel[1]))
+
+
+# -- in the worker
+
+
+class Actor:
+    """Answers messages, one after another. Runs as a Ray actor."""
+
+    def __init__(self, device: str, threads: int, seed: int, path: list[str]) -> None:
+        sys.path[:0] = [each for each in path if each not in sys.path]  # of the driver, for the modules of its model
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self._server = Server(torch.device(device))
+
+    def started(self) -> None:
+        """Do nothing: the actor runs."""
+
+    def answer(self, parcel: Parcel, model: Any) -> Parcel:
+        """Make the calls of a message, with another model if there is one."""
+        if model is not None:
+            self._server.take_model(memoryview(bytearray(model)))
+        return _parcel_of(*self._server.answer(Calls(*pickle.loads(parcel[0])), _block_of(parcel)))

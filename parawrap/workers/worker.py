@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-import os
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,8 +20,9 @@ from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
-from parawrap.processes.pickling import pack, pickle_apart
+from parawrap.processes.pickling import pack, unpack
 from parawrap.tree import flatten, flatten_call, unflatten
+from parawrap.workers.model import Build
 from parawrap.workers.packing import Block, Packer, restore
 from parawrap.workers.writes import Fingerprint, Written, find_written
 
@@ -42,83 +42,58 @@ _GRAPH = (
 )
 
 
-class _GlobalModes(NamedTuple):
-    """The modes of a whole process that change what a model computes."""
-
-    dtype: torch.dtype
-    precision: str  # of products of float32
-    deterministic: bool
-    warns_only: bool
-
-    def enter(self) -> None:
-        here = _GlobalModes.here()
-        if self.dtype != here.dtype:
-            torch.set_default_dtype(self.dtype)
-        if self.precision != here.precision:
-            torch.set_float32_matmul_precision(self.precision)
-        if self[2:] != here[2:]:  # the first call takes a second
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
-
-    @classmethod
-    def here(cls) -> _GlobalModes:
-        return cls(
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+_ProcessModes = tuple[torch.dtype, str, bool, bool]
 
 
-class SentModes(NamedTuple):
-    """The modes of the calling thread, without its context variables, which cannot be sent."""
+def _modes_of_process() -> _ProcessModes:
+    """Return the modes of a whole process that change what a model computes."""
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
-    of_thread: Modes
-    of_process: _GlobalModes
 
-    @classmethod
-    def pack(cls, modes: Modes) -> bytes:
-        """Return the pickled modes of a thread of this process."""
-        return pickle.dumps(cls(modes._replace(context=_NO_CONTEXT), _GlobalModes.here()))
-
-    def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
-        """Run `work` under these modes."""
-        self.of_process.enter()
-        modes = self.of_thread._replace(context=contextvars.copy_context())
-        return modes.run(work, device, home)
+def pack_modes(modes: Modes) -> bytes:
+    """Pickle the modes of the calling thread and process, without context variables, which cannot be sent."""
+    return pickle.dumps((modes._replace(context=_NO_CONTEXT), _modes_of_process()))
 
 
 @functools.lru_cache(maxsize=8)
-def _unpack_modes(packed: bytes) -> SentModes:
+def _unpack_modes(packed: bytes) -> tuple[Modes, _ProcessModes]:
     """Return pickled modes of the launching process. They rarely change between calls."""
-    modes: SentModes = pickle.loads(packed)
+    modes: tuple[Modes, _ProcessModes] = pickle.loads(packed)
     return modes
 
 
+def _set_modes_of_process(modes: _ProcessModes) -> None:
+    dtype, precision, deterministic, warns_only = modes
+    before = _modes_of_process()
+    if dtype != before[0]:
+        torch.set_default_dtype(dtype)
+    if precision != before[1]:
+        torch.set_float32_matmul_precision(precision)
+    if (deterministic, warns_only) != before[2:]:  # the first call takes a second
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
+
+
 class Calls(NamedTuple):
-    """The body of a message with calls.
+    """The body of a message.
 
     Attributes:
-        modes: Pickled `SentModes`.
+        modes: From `pack_modes`.
         method: The method; None for the model itself.
-        prepare: A number, and the pickled function if it did not come with an earlier message.
+        prepare: The packed function; empty if it came with an earlier message, None if there is none.
         is_whole: False for one part of a cut call.
         items: For each call the item of its arguments, and True if there are keyword arguments among them.
     """
 
     modes: bytes
     method: str | None
-    prepare: tuple[int, bytes | None] | None
+    prepare: bytes | None
     is_whole: bool
     items: list[tuple[Any, bool]]
-
-
-class SentWarning(NamedTuple):
-    """A warning, as ``warnings.warn_explicit`` takes it."""
-
-    text: str
-    category: type[Warning]
-    filename: str
-    line: int
 
 
 class Answer(NamedTuple):
@@ -128,7 +103,7 @@ class Answer(NamedTuple):
         output: The item of its output.
         written: The item of what it wrote into its arguments.
         error: Its packed exception, with the traceback as text.
-        warned: Its warnings, packed.
+        warned: Its warnings, packed: text, category, file, and line of each.
         start: When it began, as ``perf_counter_ns``.
         end: When it ended.
     """
@@ -141,47 +116,68 @@ class Answer(NamedTuple):
     end: int
 
 
+Answers = tuple[list[tuple[Any, ...]], Packer]
+"""The fields of the `Answer` to each call of a message, and the block of their items."""
+
+
 class Server:
     """The model of one worker. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._packed_model: memoryview | None = None  # until it is made
         self._replicas: Replicas
-        self._is_changed = False  # by a message
-        self._sent_prepare = b""
+        self._is_changed = False  # since the last call
+        self._packed_prepare = b""
         self._prepare: Any = None
-        self._warned: list[SentWarning] = []
+        self._warned: list[tuple[str, type[Warning], str, int]] = []
         warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
 
-    def take_model(self, target: Any) -> int:
-        """Take a model, and return the process id."""
-        self._replicas = Replicas(target, [self._device])
-        self._is_changed = True
-        return os.getpid()
+    def take_model(self, packed: memoryview) -> None:
+        """Take a packed model for this call and later ones."""
+        self._packed_model = packed
 
-    def build_model(self, packed: bytes) -> int:
-        """Build the model here, with the same seed and default dtype as in every worker. Return the process id."""
-        load_model, args, kwargs, seed, dtype = unpickle(packed)
-        own = torch.initial_seed()
-        seed_all(seed)
-        torch.set_default_dtype(dtype)
-        model = load_model(*args, **kwargs)
-        seed_all(own)
-        return self.take_model(model)
+    def answer(self, calls: Calls, block: Block) -> Answers:
+        """Make the calls of a message, one after another, under its modes.
 
-    def answer(self, calls: Calls, block: Block) -> tuple[list[tuple[Any, ...]], Packer]:
-        """Make the calls of a message, one after another, under its modes. Return the fields of each `Answer`.
-
-        An output is packed before the next call, which may write into it.
+        An output is packed before the next call, which may write into it. If the model cannot be made, every call fails.
         """
         packer = Packer(copied=math.inf if len(calls.items) > 1 else 0)
-        work = partial(self._make_calls, calls, block, packer)
-        return _unpack_modes(calls.modes).run(work, self._device, self._replicas.home), packer
+        try:
+            if self._packed_model is not None:
+                self._make_model(unpack(self._packed_model))
+                self._packed_model = None
+            modes, of_process = _unpack_modes(calls.modes)
+            _set_modes_of_process(of_process)
+            modes = modes._replace(context=contextvars.copy_context())
+            work = partial(self._make_calls, calls, block, packer)
+            return modes.run(work, self._device, self._replicas.home), packer
+        except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
+            return self.fail(calls, error)
+
+    def fail(self, calls: Calls, error: BaseException) -> Answers:
+        """Answer each call of a message with an error."""
+        now = perf_counter_ns()
+        return [tuple(Answer(None, None, _describe(error), None, now, now))] * len(calls.items), Packer()
+
+    def _make_model(self, sent: dict[str, Any]) -> None:
+        """Take the model that was sent, or build it: with the same seed and default dtype as in every worker."""
+        target = sent["model"]
+        if isinstance(target, Build):
+            own = torch.initial_seed()
+            seed_all(sent["seed"])
+            torch.set_default_dtype(sent["dtype"])
+            try:
+                target = target.load_model(*target.args, **target.kwargs)
+            finally:
+                seed_all(own)
+        self._replicas = Replicas(target, [self._device])
+        self._is_changed = True
 
     def _make_calls(self, calls: Calls, block: Block, packer: Packer) -> list[tuple[Any, ...]]:
-        if calls.prepare is not None and calls.prepare[1] is not None:
-            self._prepare, self._sent_prepare = None, calls.prepare[1]
+        if calls.prepare:
+            self._prepare, self._packed_prepare = None, calls.prepare
         return [tuple(self._make_call(calls, item, block, packer, has_keywords=mark)) for item, mark in calls.items]
 
     def _make_call(self, calls: Calls, item: Any, block: Block, packer: Packer, *, has_keywords: bool) -> Answer:
@@ -197,7 +193,7 @@ class Server:
             output_item = packer.add(output, "the output")
             written_item = None if written is None else packer.add(written, "args")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            failure = pack_exception(error).to_bytes(), traceback_of(error)
+            failure = _describe(error)
         warned = pack(self._warned, "a warning").to_bytes() if self._warned else None
         self._warned.clear()
         return Answer(output_item, written_item, failure, warned, start, perf_counter_ns())
@@ -285,14 +281,14 @@ class Server:
     def _load_prepare(self) -> Callable[..., Any]:
         """Return the function that came with this message or with an earlier one."""
         if self._prepare is None:
-            self._prepare = unpickle(self._sent_prepare)
+            self._prepare = unpack(memoryview(bytearray(self._packed_prepare)))
         return self._prepare  # type: ignore[no-any-return]
 
     def _note_warning(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
     ) -> None:
         """Keep a warning for the launching process. Takes the place of ``warnings.showwarning``."""
-        self._warned.append(SentWarning(str(message), category, filename, lineno))
+        self._warned.append((str(message), category, filename, lineno))
 
     def _place(self, value: Any) -> Any:
         leaves, spec = flatten(value)
@@ -316,13 +312,5 @@ def _version_of(leaf: Any) -> int | None:
     return None if not isinstance(leaf, torch.Tensor) or leaf.is_inference() else version_of(leaf)
 
 
-def pickle_function(function: Any, address: str) -> bytes:
-    """Return the pickle of a function, or of a tuple that holds one. Raises UnsendableError with that address."""
-    pickled, buffers = pickle_apart(function, address)
-    return pickle.dumps((bytes(pickled), [bytearray(buffer) for buffer in buffers]))
-
-
-def unpickle(data: bytes) -> Any:
-    """Return what `pickle_function` pickled."""
-    pickled, buffers = pickle.loads(data)
-    return pickle.loads(pickled, buffers=buffers)
+def _describe(error: BaseException) -> tuple[bytes, str]:
+    return pack_exception(error).to_bytes(), traceback_of(error)

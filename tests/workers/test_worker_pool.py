@@ -285,7 +285,7 @@ def test_prepare_runs_in_the_lane(block, kind, chunksize):
 
 
 def test_streams_keep_their_own_prepare(block):
-    """Also if another thread starts a stream at any line of the numbering of functions: here, the same thread does."""
+    """Also if another thread starts a stream at any line of the packing of functions: here, the same thread does."""
     found = []
 
     def prepare(offset):
@@ -294,7 +294,7 @@ def test_streams_keep_their_own_prepare(block):
     def trace(frame, event, _arg):
         if event == "line":
             found.append(firsts(block.map(numbers(1), prepare=prepare(len(found)))))
-        return trace if frame.f_code.co_name == "number_function" else None
+        return trace if frame.f_code.co_name == "_pack_prepare" else None
 
     before = sys.gettrace()
     sys.settrace(trace)
