@@ -186,7 +186,6 @@ class Lanes:
         self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
         self._is_started = False
         self._has_reader = False
-        self._followers = 0
         self._receiver: threading.Thread | None = None
         self._backlog: deque[Request] = deque()
         self._ended: deque[Request] = deque()  # their `on_end` is due
@@ -230,11 +229,7 @@ class Lanes:
         while True:
             with self._changed:
                 while (self._has_reader or self._is_over) and not is_done():
-                    self._followers += 1
-                    try:
-                        self._changed.wait()
-                    finally:
-                        self._followers -= 1
+                    self._changed.wait()
                 if is_done():
                     return
                 self._has_reader = True
@@ -338,8 +333,7 @@ class Lanes:
         finally:
             with self._changed:
                 self._has_reader = False
-                if self._followers:
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _take_answer(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
         try:

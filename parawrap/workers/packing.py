@@ -227,7 +227,7 @@ def _trim_tensors(value: Any) -> Any:
             groups.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     trimmed: dict[int, torch.Tensor] = {}
     for tensors in groups.values():
-        starts = [each.storage_offset() * each.element_size() for each in tensors]
+        starts = [int(each.storage_offset()) * each.element_size() for each in tensors]
         lengths = [each.element_size() * _span(each.shape, each.stride()) for each in tensors]
         first = min(starts) // _LARGEST_ELEMENT * _LARGEST_ELEMENT
         storage = tensors[0].untyped_storage()[first : max(map(add, starts, lengths))]

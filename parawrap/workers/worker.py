@@ -24,7 +24,7 @@ from parawrap.processes.pickling import pack, unpack
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers.model import Build
 from parawrap.workers.packing import Block, Packer, restore
-from parawrap.workers.writes import Fingerprint, Written, find_written
+from parawrap.workers.writes import Contents, Written, find_written
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
@@ -42,40 +42,23 @@ _GRAPH = (
 )
 
 
-_ProcessModes = tuple[torch.dtype, str, bool, bool]
-
-
-def _modes_of_process() -> _ProcessModes:
-    """Return the modes of a whole process that change what a model computes."""
-    return (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+_PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # that change what a model computes
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # the first call takes a second
+)
 
 
 def pack_modes(modes: Modes) -> bytes:
     """Pickle the modes of the calling thread and process, without context variables, which cannot be sent."""
-    return pickle.dumps((modes._replace(context=_NO_CONTEXT), _modes_of_process()))
+    return pickle.dumps((modes._replace(context=_NO_CONTEXT), [read() for read, _ in _PROCESS_MODES]))
 
 
 @functools.lru_cache(maxsize=8)
-def _unpack_modes(packed: bytes) -> tuple[Modes, _ProcessModes]:
+def _unpack_modes(packed: bytes) -> tuple[Modes, list[Any]]:
     """Return pickled modes of the launching process. They rarely change between calls."""
-    modes: tuple[Modes, _ProcessModes] = pickle.loads(packed)
+    modes: tuple[Modes, list[Any]] = pickle.loads(packed)
     return modes
-
-
-def _set_modes_of_process(modes: _ProcessModes) -> None:
-    dtype, precision, deterministic, warns_only = modes
-    before = _modes_of_process()
-    if dtype != before[0]:
-        torch.set_default_dtype(dtype)
-    if precision != before[1]:
-        torch.set_float32_matmul_precision(precision)
-    if (deterministic, warns_only) != before[2:]:  # the first call takes a second
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
 
 
 class Calls(NamedTuple):
@@ -149,7 +132,9 @@ class Server:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None
             modes, of_process = _unpack_modes(calls.modes)
-            _set_modes_of_process(of_process)
+            for (read, write), value in zip(_PROCESS_MODES, of_process, strict=True):
+                if read() != value:
+                    write(value)
             modes = modes._replace(context=contextvars.copy_context())
             work = partial(self._make_calls, calls, block, packer)
             return modes.run(work, self._device, self._replicas.home), packer
@@ -216,7 +201,7 @@ class Server:
         else:
             given, spec = flatten_call(args, kwargs)
             _refuse_generators(given)
-            contents = Fingerprint(args, kwargs) if calls.is_whole else None
+            contents = Contents(args, kwargs) if calls.is_whole else None
         versions = [*map(_version_of, given)]
         if calls.is_whole:
             output = self._run(calls.method, function, args, kwargs)
