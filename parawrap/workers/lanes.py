@@ -9,7 +9,7 @@ Guarantees:
 
 - A worker answers its messages in the order of sending, and each call ends once: with its answer, or with an error.
 - No thread belongs to a lane. Whoever waits for an answer receives all answers, and sends what waits. Futures of `submit`
-  have one thread, as long as one of them is open.
+  have one thread, until all lanes are idle.
 - If a worker ends, its lane starts another one, and sends its messages again. Only the oldest of them ran, so only that one
   counts the death.
 - After `end`, no process is left.
@@ -18,11 +18,11 @@ Guarantees:
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -55,12 +55,12 @@ class Form(NamedTuple):
 class Call:
     """A call in a message. `place` is its position there; `request` changes if the call is sent again alone."""
 
-    __slots__ = ("args", "kwargs", "place", "record", "request")
+    __slots__ = ("args", "kwargs", "place", "record", "request", "rows")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.args = args
         self.kwargs = kwargs
-        self.place = 0
+        self.place = self.rows = 0
         self.request: Request | None = None
         self.record: Callable[..., None] | None = None  # takes the lane, start, end, and error of a call that is traced
 
@@ -181,7 +181,7 @@ class Lanes:
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
-        self._open_futures = 0
+        self._process = os.getpid()
         self._workers = workers
         self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
         self._is_started = False
@@ -190,6 +190,11 @@ class Lanes:
         self._backlog: deque[Request] = deque()
         self._ended: deque[Request] = deque()  # their `on_end` is due
         self._is_over = False
+
+    @property
+    def are_here(self) -> bool:
+        """False in a forked child of the process that made the lanes."""
+        return self._process == os.getpid()
 
     def is_idle(self) -> bool:
         """True if no message waits for an answer."""
@@ -243,18 +248,17 @@ class Lanes:
             self._has_reader = True
         self._receive(0.0)
 
-    def receive_for(self, future: Future[Any]) -> None:
-        """Receive for a future in a thread, which ends once no such future is open."""
+    def receive(self) -> None:
+        """Receive in a thread, which ends once no message waits for an answer."""
         with self._changed:
-            self._open_futures += 1
-        future.add_done_callback(self._count_end)
-        with self._changed:
-            if self._receiver is None and self._open_futures:
-                self._receiver = threading.Thread(target=self._serve_futures, name="parawrap-lanes", daemon=True)
+            if self._receiver is None:
+                self._receiver = threading.Thread(target=self._receive_until_idle, name="parawrap-lanes", daemon=True)
                 self._receiver.start()
 
     def end(self) -> None:
-        """End the workers. What they have not answered fails."""
+        """End the workers. What they have not answered fails. May be called again."""
+        if not self.are_here:
+            return
         self._is_over = True
         self._workers.end()  # a thread that waits for their start raises
         working = [(lane.worker, bool(lane.flying)) for lane in self.all if lane.worker is not None]
@@ -369,19 +373,14 @@ class Lanes:
             request.calls = []  # they refer to the request, and a cycle would keep the memory of their outputs
             del request
 
-    def _serve_futures(self) -> None:
+    def _receive_until_idle(self) -> None:
         while True:
             with suppress(BaseException):  # the requests that failed have the error
-                self.wait(lambda: not self._open_futures)
+                self.wait(self.is_idle)
             with self._changed:
-                if not self._open_futures:
+                if self.is_idle():
                     self._receiver = None
                     return
-
-    def _count_end(self, _: Future[Any]) -> None:
-        with self._changed:
-            self._open_futures -= 1
-            self._changed.notify_all()
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_done:

@@ -7,7 +7,7 @@ import functools
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -28,6 +28,10 @@ from parawrap.workers.writes import Contents, Written, find_written
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
+GRADIENTS = (
+    "{} requires a gradient, and gradients do not travel between processes. For inference, call inside torch.no_grad(). To "
+    "train on several processes, use @wrapper with DistributedDataParallel"
+)
 _TRAINS = (
     "the model is in training mode, and a cut call would write statistics in a worker that the model here does not get. "
     "Call model.eval(), run it in threads, or train with @wrapper and DistributedDataParallel"
@@ -36,12 +40,6 @@ _DRAWS = (
     "the model draws random numbers in a cut call under torch.use_deterministic_algorithms(True), and a worker cannot "
     "continue the caller's numbers. Use map or submit, or run the model in threads"
 )
-_GRAPH = (
-    "the output requires a gradient, and gradients do not travel between processes. For inference, call inside "
-    "torch.no_grad(). To train on several processes, use @wrapper with DistributedDataParallel"
-)
-
-
 _PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # that change what a model computes
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -111,8 +109,7 @@ class Server:
         self._packed_model: memoryview | None = None  # until it is made
         self._replicas: Replicas
         self._is_changed = False  # since the last call
-        self._packed_prepare = b""
-        self._prepare: Any = None
+        self._prepare: Any = None  # bytes until the first call
         self._warned: list[tuple[str, type[Warning], str, int]] = []
         warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
@@ -161,20 +158,18 @@ class Server:
         self._is_changed = True
 
     def _make_calls(self, calls: Calls, block: Block, packer: Packer) -> list[tuple[Any, ...]]:
-        if calls.prepare:
-            self._prepare, self._packed_prepare = None, calls.prepare
+        self._prepare = calls.prepare or self._prepare
         return [tuple(self._make_call(calls, item, block, packer, has_keywords=mark)) for item, mark in calls.items]
 
     def _make_call(self, calls: Calls, item: Any, block: Block, packer: Packer, *, has_keywords: bool) -> Answer:
         start = perf_counter_ns()
-        written_item, failure = None, None
         output_item: Any = None
+        written_item, failure = None, None
         try:
             with torch.inference_mode(mode=False):  # a write into an inference tensor is not seen
                 given = restore(item, block)
             args, kwargs = (given["args"], given["kwargs"]) if has_keywords else (given, {})
-            function = None if calls.prepare is None else self._load_prepare()
-            output, written = self._call(calls, function, args, kwargs, is_plain=type(item) is list)
+            output, written = self._call(calls, args, kwargs, is_plain=type(item) is list)
             output_item = packer.add(output, "the output")
             written_item = None if written is None else packer.add(written, "args")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
@@ -184,29 +179,18 @@ class Server:
         return Answer(output_item, written_item, failure, warned, start, perf_counter_ns())
 
     def _call(
-        self,
-        calls: Calls,
-        function: Callable[..., Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_plain: bool,
+        self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
     ) -> tuple[Any, Written | None]:
         """Return the output of a call, and its writes into tensors of its arguments."""
-        if self._device != _CPU and function is None:
+        if self._device != _CPU and calls.prepare is None:
             args, kwargs = self._place((args, kwargs))
-        contents = None
-        if is_plain:
-            given, spec = list(args), None
-        else:
-            given, spec = flatten_call(args, kwargs)
-            _refuse_generators(given)
-            contents = Contents(args, kwargs) if calls.is_whole else None
+        given, spec = (list(args), None) if is_plain else flatten_call(args, kwargs)
+        if not is_plain and any(isinstance(leaf, torch.Generator) for leaf in given):  # its new state would stay here
+            msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+            raise SessionError(msg)
+        contents = Contents(args, kwargs) if calls.is_whole and not is_plain else None
         versions = [*map(_version_of, given)]
-        if calls.is_whole:
-            output = self._run(calls.method, function, args, kwargs)
-        else:
-            output = self._run_part(calls.method, args, kwargs)
+        output = self._run(calls, args, kwargs)
         self._replicas.warn()
         if contents is not None:
             contents.check()
@@ -217,12 +201,17 @@ class Server:
             given, spec = flatten_call(args, kwargs)
         return output, find_written(given, spec, [one != other for one, other in zip(versions, now, strict=True)])
 
-    def _run(
-        self, method: str | None, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run one call from the model's state. What it writes into the model does not stay."""
-        if function is not None:
-            args, kwargs = as_call(function(*args))
+    def _run(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call from the model's state. What it writes into the model does not stay.
+
+        Raises:
+            SessionError: If the output requires a gradient; if a part of a cut call wrote buffers in training mode, or drew
+                random numbers under deterministic algorithms.
+        """
+        if calls.prepare is not None:
+            if isinstance(self._prepare, bytes):
+                self._prepare = unpack(memoryview(bytearray(self._prepare)))
+            args, kwargs = as_call(self._prepare(*args))
             if self._device != _CPU:
                 args, kwargs = self._place((args, kwargs))
         replicas = self._replicas
@@ -233,41 +222,26 @@ class Server:
         replica = replicas.all[0]
         replicas.prepare(replica)
         versions = [*map(version_of, replicas.params)]
-        target = replica.target if method is None else getattr(replica.target, method)
+        target = replica.target if calls.method is None else getattr(replica.target, calls.method)
+        numbers = None if calls.is_whole or not torch.are_deterministic_algorithms_enabled() else torch.get_rng_state()
         try:
             output = target(*args, **kwargs)
         except BaseException:
             replica.is_dirty = True
             raise
-        _refuse_graph(output)
+        leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
+        if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+            raise SessionError(GRADIENTS.format("the output"))
         replicas.settle_whole(replica, versions)
-        return output
-
-    def _run_part(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one part of a cut call.
-
-        Raises:
-            SessionError: If it wrote buffers in training mode, or drew random numbers under deterministic algorithms.
-        """
-        numbers = torch.get_rng_state() if torch.are_deterministic_algorithms_enabled() else None
-        output = self._run(method, None, args, kwargs)
-        if self._replicas.trains and self._has_written_buffers():
+        if not calls.is_whole and replicas.trains and _has_other_buffers(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)
         return output
 
-    def _has_written_buffers(self) -> bool:
-        """True if the last call wrote a buffer, perhaps without a new version, as batch norm does in C++."""
-        replica = self._replicas.all[0]
-        pairs = zip(self._replicas.survey.tensors, replica.tensors, strict=True)
-        return replica.is_written() or any(is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs)
-
-    def _load_prepare(self) -> Callable[..., Any]:
-        """Return the function that came with this message or with an earlier one."""
-        if self._prepare is None:
-            self._prepare = unpack(memoryview(bytearray(self._packed_prepare)))
-        return self._prepare  # type: ignore[no-any-return]
+    def _place(self, value: Any) -> Any:
+        leaves, spec = flatten(value)
+        return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
     def _note_warning(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
@@ -275,22 +249,12 @@ class Server:
         """Keep a warning for the launching process. Takes the place of ``warnings.showwarning``."""
         self._warned.append((str(message), category, filename, lineno))
 
-    def _place(self, value: Any) -> Any:
-        leaves, spec = flatten(value)
-        return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
-
-def _refuse_graph(output: Any) -> None:
-    leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
-    if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        raise SessionError(_GRAPH)
-
-
-def _refuse_generators(leaves: Sequence[Any]) -> None:
-    """Refuse a generator, because its new state would stay here."""
-    if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-        msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
-        raise SessionError(msg)
+def _has_other_buffers(replicas: Replicas) -> bool:
+    """True if the last call wrote a buffer, perhaps without a new version, as batch norm does in C++."""
+    replica = replicas.all[0]
+    pairs = zip(replicas.survey.tensors, replica.tensors, strict=True)
+    return replica.is_written() or any(is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs)
 
 
 def _version_of(leaf: Any) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ import torch
 from parawrap.backends import backend_of, device_of, warn_caller
 from parawrap.engine.call import Entry, Lane, Modes, here, must_run_plainly, raise_first_failure, without_autocast
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
-from parawrap.engine.device_streams import LaneFuture
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.join_rules import JoinRules
@@ -33,7 +31,7 @@ from parawrap.workers.lanes import Call, Form, Lanes, Request
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel
 from parawrap.workers.ray_workers import RayWorkers
-from parawrap.workers.worker import pack_modes
+from parawrap.workers.worker import GRADIENTS, pack_modes
 from parawrap.workers.worker_stream import WorkerStream
 
 _CPU = torch.device("cpu")
@@ -41,22 +39,17 @@ _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
 )
-_GRADIENTS = (
-    "{} requires a gradient, and gradients do not travel between processes. For inference, call inside torch.no_grad(). To "
-    "train on several processes, use @wrapper with DistributedDataParallel"
-)
 _open_sessions: weakref.WeakSet[WorkerSession] = weakref.WeakSet()
 
 
 class _SubmittedCall(Call):
     """A whole call with a future."""
 
-    __slots__ = ("future", "rows")
+    __slots__ = ("future",)
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(args, kwargs)
-        self.future = LaneFuture()
-        self.rows = rows
+        self.future: Future[Any] = Future()
 
     def begin(self) -> bool:
         return self.future.set_running_or_notify_cancel()
@@ -96,9 +89,7 @@ class WorkerSession:
         self._plain_lock = threading.RLock()  # plain calls run one at a time
         self._calls = self._plain_calls = 0
         self._has_warned_of_plan = False
-        self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._is_closed = False
-        self._process = os.getpid()
         self._end = weakref.finalize(self, self.lanes.end)
         self._end.atexit = False
         _open_sessions.add(self)
@@ -250,20 +241,15 @@ class WorkerSession:
             return
         leaves = flatten((tuple(args), dict(kwargs or {})))[0]
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise SessionError(_GRADIENTS.format("an argument"))
+            raise SessionError(GRADIENTS.format("an argument"))
         if any(parameter.requires_grad for parameter in self._model.parameters):
-            raise SessionError(_GRADIENTS.format("a parameter of the model"))
+            raise SessionError(GRADIENTS.format("a parameter of the model"))
 
     # The block
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started, and end the workers, also in the middle of a call."""
-        with self._counting:
-            futures = list(self._futures)
-        for future in futures:
-            future.cancel()
-        if self._process == os.getpid():
-            self.lanes.end()
+        self.lanes.end()
 
     def renew(self) -> None:
         """Send the model again at the next call."""
@@ -272,7 +258,7 @@ class WorkerSession:
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too. May be called again."""
         self._is_closed = True
-        if self._end.detach() is not None and self._process == os.getpid():
+        if self._end.detach() is not None and self.lanes.are_here:
             if here.lane not in self.lanes.all:  # a callback cannot wait for what its own thread receives
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()
@@ -300,7 +286,7 @@ class WorkerSession:
 
     def _is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
-        is_open = here.lane is None and not self._is_closed and self._process == os.getpid()
+        is_open = here.lane is None and not self._is_closed and self.lanes.are_here
         return is_open and not must_run_plainly(self._backend) and self._model.is_ready()
 
     def _form(self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True) -> Form:
@@ -336,22 +322,21 @@ class WorkerSession:
         """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""
         self.refuse_gradients(args, kwargs)
         rows = None if form.prepare is not None else self.count_rows(entry.method, args, kwargs)
-        call = _SubmittedCall(args, kwargs, rows or 0)
+        call = _SubmittedCall(args, kwargs)
+        call.rows = rows or 0
         if self.recorder.traces:
             call.record = partial(self.recorder.record, entry.method, entry.batch, rows)
         call.request = request = Request([call], form, self._finish_submitted)
         request.pack()
-        with self._counting:
-            self._futures.add(call.future)
         self.lanes.post(request)
-        self.lanes.receive_for(call.future)
+        self.lanes.receive()
         return call.future
 
     def _finish_submitted(self, request: Request) -> None:
         (call,) = request.calls
         assert isinstance(call, _SubmittedCall)
         future = call.future
-        if future.cancelled():
+        if future.cancel():  # it was cancelled before, or its lanes ended before it was sent
             return
         try:
             value = self.finish_output(call.load(), request.lane, call.rows)
@@ -387,5 +372,4 @@ def _is_on_cpu(leaf: Any) -> bool:
 @atexit.register  # before launches are cancelled
 def _end_open_sessions() -> None:
     for session in list(_open_sessions):
-        if session._process == os.getpid():
-            session._end()
+        session._end()

@@ -35,14 +35,13 @@ class StreamCall(Call):
     It refers to the stream weakly: the generator holds the stream, and a message in flight must not keep the block alive.
     """
 
-    __slots__ = ("_callbacks", "_is_cancelled", "_stream", "rows")
+    __slots__ = ("_callbacks", "_is_cancelled", "_stream")
 
     def __init__(self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         super().__init__(args, kwargs)
         self._stream = stream
         self._callbacks: list[Callable[[Any], object]] = []
         self._is_cancelled = False
-        self.rows = 0
 
     def begin(self) -> bool:
         return not self._is_cancelled
