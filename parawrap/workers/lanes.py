@@ -68,6 +68,9 @@ class Call:
         """Note that the call is about to be sent; False if it was cancelled."""
         return True
 
+    def end(self) -> None:
+        """Tell those who wait that the call has ended. Called in the thread that received the answer."""
+
     def pack(self, packer: Packer) -> tuple[Any, bool]:
         """Add the arguments to a message. Return their item, and True if it has keyword arguments.
 
@@ -119,16 +122,15 @@ class Call:
 
 
 class Request:
-    """A message to a worker. `on_end` is called once its calls have ended, in the thread that receives."""
+    """A message to a worker."""
 
-    __slots__ = ("answers", "block", "calls", "deaths", "failure", "form", "items", "lane", "on_end", "packer", "was_sent")
+    __slots__ = ("answers", "block", "calls", "deaths", "failure", "form", "items", "lane", "packer", "was_sent")
 
-    def __init__(self, calls: list[Call], form: Form, on_end: Callable[[Request], None] = lambda _: None) -> None:
-        self.calls = calls
+    def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
-        self.on_end = on_end
-        self.packer: Packer | None = None
+        self.calls: list[Call] = []
         self.items: list[tuple[Any, bool]] = []
+        self.packer = packer  # None if the calls must be packed again
         self.lane: WorkerLane | None = None
         self.answers: list[tuple[Any, ...]] = []
         self.block = Block(b"")  # of the answers
@@ -140,15 +142,12 @@ class Request:
     def is_done(self) -> bool:
         return bool(self.answers) or self.failure is not None
 
-    @property
-    def took_ns(self) -> int:
-        """The time that the worker took for the calls."""
-        return sum(end - start for *_, start, end in self.answers)
-
-    def pack(self) -> None:
-        """Pack the calls from their arguments. Raises UnsendableError."""
-        self.packer = Packer()
-        self.items = [call.pack(self.packer) for call in self.calls]
+    def add(self, call: Call) -> None:
+        """Add a call, and pack its arguments. Raises UnsendableError."""
+        self.packer = self.packer or Packer()
+        self.items.append(call.pack(self.packer))
+        call.request, call.place = self, len(self.calls)
+        self.calls.append(call)
 
 
 class WorkerLane(Lane):
@@ -181,6 +180,7 @@ class Lanes:
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
+        self.each_ns: float | None = None  # that a whole call takes: the average of the last messages
         self._process = os.getpid()
         self._workers = workers
         self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
@@ -188,7 +188,7 @@ class Lanes:
         self._has_reader = False
         self._receiver: threading.Thread | None = None
         self._backlog: deque[Request] = deque()
-        self._ended: deque[Request] = deque()  # their `on_end` is due
+        self._ended: deque[Request] = deque()  # their calls are not told yet
         self._is_over = False
 
     @property
@@ -300,10 +300,10 @@ class Lanes:
         try:
             if lane.worker is None:
                 lane.worker = self._workers.start(lane.index)
-            if request.packer is None:
-                request.pack()
-            assert request.packer is not None
             form = request.form
+            if request.packer is None:
+                request.packer = Packer()
+                request.items = [call.pack(request.packer) for call in request.calls]
             prepare = b"" if form.prepare is not None and form.prepare is lane.prepare else form.prepare
             model = None if form.model is lane.model else form.model
             calls = Calls(form.modes, form.method, prepare, form.is_whole, request.items)
@@ -351,7 +351,11 @@ class Lanes:
                 request.answers, request.block = received
                 request.packer, lane.has_answered = None, True
                 lane.tasks += len(request.calls)
-                lane.busy_ns += request.took_ns
+                took_ns = sum(end - start for *_, start, end in request.answers)
+                lane.busy_ns += took_ns
+                if request.form.is_whole:
+                    each_ns = took_ns / len(request.calls)
+                    self.each_ns = each_ns if self.each_ns is None else self.each_ns + (each_ns - self.each_ns) / 4
                 self._ended.append(request)
         except BaseException:  # Ctrl-C, perhaps between an answer and its request
             worker.stop(at_once=True)
@@ -367,7 +371,8 @@ class Lanes:
                 return
             here.lane = request.lane or self.all[0]
             try:
-                request.on_end(request)
+                for call in request.calls:
+                    call.end()
             finally:
                 here.lane = before
             request.calls = []  # they refer to the request, and a cycle would keep the memory of their outputs
@@ -419,10 +424,10 @@ class Lanes:
             self._fail(request, error)
         elif len(calls) > 1:
             lane.flying.popleft()
-            alone = [Request([call], request.form, request.on_end) for call in calls]
-            for call, each in zip(calls, alone, strict=True):
-                call.request, call.place, each.deaths, each.lane = each, 0, request.deaths, lane
-            lane.flying.extendleft(reversed(alone))
+            for call in reversed(calls):
+                call.request = alone = Request(request.form)
+                call.place, alone.calls, alone.deaths, alone.lane = 0, [call], request.deaths, lane
+                lane.flying.appendleft(alone)
 
 
 def _load_of(lane: WorkerLane) -> int:

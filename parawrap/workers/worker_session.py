@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, device_of, warn_caller
-from parawrap.engine.call import Entry, Lane, Modes, here, must_run_plainly, raise_first_failure, without_autocast
+from parawrap.engine.call import Entry, Modes, here, must_run_plainly, raise_first_failure, without_autocast
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join, with_originals
@@ -43,16 +43,27 @@ _open_sessions: weakref.WeakSet[WorkerSession] = weakref.WeakSet()
 
 
 class _SubmittedCall(Call):
-    """A whole call with a future."""
+    """A whole call with a future. `finish` takes the output of the worker, and returns the caller's."""
 
-    __slots__ = ("future",)
+    __slots__ = ("_finish", "future")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Callable[[Any, Call], Any]) -> None:
         super().__init__(args, kwargs)
+        self._finish = finish
         self.future: Future[Any] = Future()
 
     def begin(self) -> bool:
         return self.future.set_running_or_notify_cancel()
+
+    def end(self) -> None:
+        if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
+            return
+        try:
+            output = self._finish(self.load(), self)
+        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
+            self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
+        else:
+            self.future.set_result(output)
 
 
 class WorkerSession:
@@ -80,7 +91,6 @@ class WorkerSession:
         self.output_device = output_device
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
-        self.each_ns: float | None = None  # of the batches of the last chunks
         self._model = SentModel(target)
         self._backend = backend_of(workers.devices[0].type)
         self._prepare = b""
@@ -138,9 +148,9 @@ class WorkerSession:
         for part, lane, rows in zip(parts, self.lanes.all, plan.sizes, strict=False):
             if self.recorder.traces:
                 part.record = partial(self.recorder.record, entry.method, entry.batch, rows)
-            part.request = request = Request([part], form)
+            part.request = request = Request(form)
             try:
-                request.pack()
+                request.add(part)
                 self.lanes.post(request, lane)
             except Exception as error:  # noqa: BLE001 (the other lanes must finish before it is raised)
                 request.failure = error
@@ -216,7 +226,7 @@ class WorkerSession:
             self._plain_calls += 1
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    def finish_output(self, output: Any, lane: Lane | None, rows: int) -> Any:
+    def finish_output(self, output: Any, call: Call) -> Any:
         """Return the caller's output of a whole call, and count the call."""
         output = with_originals(output, partial(_find_original, {}))
         device = self.output_device or (None if self._model.home in (None, _CPU) else self._model.home)
@@ -224,8 +234,8 @@ class WorkerSession:
             output = join([output], (1,), self.rules, device)
         with self._counting:
             self._calls += 1
-            if lane is not None:
-                lane.rows += rows
+            if call.request is not None and call.request.lane is not None:
+                call.request.lane.rows += call.rows
         return output
 
     def count_rows(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
@@ -322,28 +332,15 @@ class WorkerSession:
         """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""
         self.refuse_gradients(args, kwargs)
         rows = None if form.prepare is not None else self.count_rows(entry.method, args, kwargs)
-        call = _SubmittedCall(args, kwargs)
+        call = _SubmittedCall(args, kwargs, self.finish_output)
         call.rows = rows or 0
         if self.recorder.traces:
             call.record = partial(self.recorder.record, entry.method, entry.batch, rows)
-        call.request = request = Request([call], form, self._finish_submitted)
-        request.pack()
+        request = Request(form)
+        request.add(call)
         self.lanes.post(request)
         self.lanes.receive()
         return call.future
-
-    def _finish_submitted(self, request: Request) -> None:
-        (call,) = request.calls
-        assert isinstance(call, _SubmittedCall)
-        future = call.future
-        if future.cancel():  # it was cancelled before, or its lanes ended before it was sent
-            return
-        try:
-            value = self.finish_output(call.load(), request.lane, call.rows)
-        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
-            future.set_exception(error.with_traceback(None))  # its frames refer to the future
-        else:
-            future.set_result(value)
 
     def _is_at_home(self) -> bool:
         return self._model.home in (None, _CPU) and self.output_device in (None, _CPU)

@@ -61,10 +61,9 @@ class StreamCall(Call):
         """Call a function once the batch has ended."""
         self._callbacks.append(function)  # before the look: another thread may receive the end
         if self.done():
-            self.call_back()
+            self.end()
 
-    def call_back(self) -> None:
-        """Call the functions that wait for the end."""
+    def end(self) -> None:
         with suppress(IndexError):  # another thread calls them
             while self._callbacks:
                 self._callbacks.pop()(self)
@@ -93,11 +92,10 @@ class WorkerStream:
             self._chunksize = 1  # the batches of a chunk must not run again because one killed the worker
         self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * count))
         self._left = size.total
-        self._size = self._chunksize or self._size_for(session.each_ns)
+        self._size = self._chunksize or self._size_for(self._lanes.each_ns)
         self._goal = 1  # batches of the open chunk
         self._form: Form | None = None
         self._chunk: Request | None = None
-        self._packer = Packer()
         self._until = 0
         self._looked_at = self._ready_since = 0
 
@@ -117,18 +115,15 @@ class WorkerStream:
                 return succeeded(session.run_plainly(entry, args, kwargs or {}, self._prepare))
             session.refuse_gradients(args, kwargs)
             call = StreamCall(self._own, args, kwargs)
-            chunk = self._chunk or self._open(self._form)
-            items = call.pack(self._packer)
             if self._prepare is None:
                 call.rows = session.count_rows(self._entry.method, args, kwargs)
             if session.recorder.traces:
                 rows = None if self._prepare is not None else call.rows
                 call.record = partial(session.recorder.record, self._entry.method, number, rows)
+            chunk = self._chunk or self._open(self._form)
+            chunk.add(call)
         except Exception as error:  # noqa: BLE001
             return failed(error)
-        call.request, call.place = chunk, len(chunk.calls)
-        chunk.calls.append(call)
-        chunk.items.append(items)
         if self._left is not None:
             self._left -= 1
         if self._is_full(chunk):
@@ -171,25 +166,20 @@ class WorkerStream:
     # Chunks
 
     def _open(self, form: Form) -> Request:
+        if self._chunksize is None:
+            self._size = min(self._size_for(self._lanes.each_ns), 4 * self._size)
         size = self._size
         if self._chunksize is None and self._left is not None:  # smaller near the end, for all workers to end together
             size = max(1, min(size, max(size // 4, self._left // (2 * len(self._lanes.all)))))
-        self._chunk = chunk = Request([], form, partial(_on_end, self._own))
-        self._packer = chunk.packer = Packer(copied=0 if size == 1 else _MOST_BYTES)
+        self._chunk = chunk = Request(form, Packer(copied=0 if size == 1 else _MOST_BYTES))
         self._goal, self._until = size, perf_counter_ns() + _TARGET_NS
         return chunk
 
     def _is_full(self, chunk: Request) -> bool:
-        if len(chunk.calls) >= self._goal or self._packer.size > _MOST_BYTES:
+        assert chunk.packer is not None
+        if len(chunk.calls) >= self._goal or chunk.packer.size > _MOST_BYTES:
             return True
         return self._chunksize is None and perf_counter_ns() > self._until  # of a source that takes its time
-
-    def note(self, chunk: Request) -> None:
-        """Adapt the size of chunks to the time of one."""
-        if self._chunksize is None:
-            each_ns, before = chunk.took_ns / len(chunk.calls), self._session.each_ns
-            self._session.each_ns = each_ns = each_ns if before is None else before + (each_ns - before) / 4
-            self._size = min(self._size_for(each_ns), 4 * self._size)
 
     def _size_for(self, each_ns: float | None) -> int:
         return 1 if not each_ns else max(1, min(self._most, int(_TARGET_NS / each_ns)))
@@ -205,21 +195,10 @@ class WorkerStream:
             self._lanes.wait(call.done)
         else:
             self._look(perf_counter_ns())
-        lane = None if call.request is None else call.request.lane
-        return self._session.finish_output(call.load(), lane, call.rows)
+        return self._session.finish_output(call.load(), call)
 
     def _look(self, now: int) -> None:
         """Receive what has arrived, unless the last look was a moment ago."""
         if now - self._looked_at > _LOOK_NS:
             self._looked_at = now
             self._lanes.look()
-
-
-def _on_end(own: weakref.ref[WorkerStream], chunk: Request) -> None:
-    """Note the end of a chunk, in the thread that received it."""
-    stream = own()
-    if stream is not None and chunk.answers:
-        stream.note(chunk)
-    for call in chunk.calls:
-        assert isinstance(call, StreamCall)
-        call.call_back()
