@@ -24,6 +24,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -210,10 +211,11 @@ class Lanes:
 
         Raises:
             LaunchError: If a worker cannot be started.
+            SessionError: If the lanes have ended.
         """
         with self._changed:
-            for lane in () if self._is_started or self._is_over else self.all:
-                lane.worker = lane.worker or self._workers.start(lane.index)
+            for lane in () if self._is_started else self.all:
+                self._start(lane)
             self._is_started = True
 
     def post(self, request: Request, lane: WorkerLane | None = None) -> None:
@@ -287,19 +289,27 @@ class Lanes:
             while lane.queue and len(lane.flying) < AHEAD:
                 self._send(lane, lane.queue.popleft())
         while self._backlog:
-            lane = min(self.all, key=_load_of)
+            lane = min(self.all, key=attrgetter("load"))
             if lane.load >= AHEAD:
                 return
             request = self._backlog.popleft()
             if any(call.begin() for call in request.calls):
                 self._send(lane, request)
 
+    def _start(self, lane: WorkerLane) -> None:
+        """Start the worker of a lane, if there is none."""
+        if lane.worker is None:
+            lane.worker = self._workers.start(lane.index)
+            if self._is_over:  # `end` in another thread may have missed it
+                lane.worker.stop(at_once=True)
+                raise _end_error()
+
     def _send(self, lane: WorkerLane, request: Request) -> None:
         request.lane, request.was_sent = lane, False
         lane.flying.append(request)
         try:
-            if lane.worker is None:
-                lane.worker = self._workers.start(lane.index)
+            self._start(lane)
+            assert lane.worker is not None
             form = request.form
             if request.packer is None:
                 request.packer = Packer()
@@ -428,10 +438,6 @@ class Lanes:
                 call.request = alone = Request(request.form)
                 call.place, alone.calls, alone.deaths, alone.lane = 0, [call], request.deaths, lane
                 lane.flying.appendleft(alone)
-
-
-def _load_of(lane: WorkerLane) -> int:
-    return lane.load
 
 
 def _copy_of(error: BaseException) -> BaseException:

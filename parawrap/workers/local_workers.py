@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Collection, Sequence
 from itertools import count
@@ -157,7 +156,7 @@ class LocalWorker:
 
 def serve(file: int, device: str, threads: int, seed: int) -> None:
     """Answer the messages that arrive at a socket. Runs as the function of a rank."""
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process also during a call, without unwinding
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     _keep_memory()
@@ -191,10 +190,3 @@ def _keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def _exit(number: int, _: object) -> None:
-    """Exit without unwinding: the launching process ends a worker that it does not need any more, also during a call."""
-    with contextlib.suppress(RuntimeError):  # the signal came during a write
-        sys.stdout.flush()
-    os._exit(128 + number)
