@@ -215,7 +215,8 @@ class Lanes:
         """
         with self._changed:
             for lane in () if self._is_started else self.all:
-                self._start(lane)
+                if lane.worker is None:
+                    self._start(lane)
             self._is_started = True
 
     def post(self, request: Request, lane: WorkerLane | None = None) -> None:
@@ -296,20 +297,18 @@ class Lanes:
             if any(call.begin() for call in request.calls):
                 self._send(lane, request)
 
-    def _start(self, lane: WorkerLane) -> None:
-        """Start the worker of a lane, if there is none."""
-        if lane.worker is None:
-            lane.worker = self._workers.start(lane.index)
-            if self._is_over:  # `end` in another thread may have missed it
-                lane.worker.stop(at_once=True)
-                raise _end_error()
+    def _start(self, lane: WorkerLane) -> LocalWorker | RayWorker:
+        lane.worker = worker = self._workers.start(lane.index)
+        if self._is_over:  # `end` in another thread may have missed it
+            worker.stop(at_once=True)
+            raise _end_error()
+        return worker
 
     def _send(self, lane: WorkerLane, request: Request) -> None:
         request.lane, request.was_sent = lane, False
         lane.flying.append(request)
         try:
-            self._start(lane)
-            assert lane.worker is not None
+            worker = lane.worker or self._start(lane)
             form = request.form
             if request.packer is None:
                 request.packer = Packer()
@@ -317,7 +316,7 @@ class Lanes:
             prepare = b"" if form.prepare is not None and form.prepare is lane.prepare else form.prepare
             model = None if form.model is lane.model else form.model
             calls = Calls(form.modes, form.method, prepare, form.is_whole, request.items)
-            lane.worker.send(tuple(calls), request.packer, model)
+            worker.send(tuple(calls), request.packer, model)
             lane.model, lane.prepare = form.model, form.prepare or lane.prepare
             request.was_sent = True
         except ConnectionError:

@@ -93,7 +93,6 @@ class WorkerSession:
         self.shards: tuple[int, ...] = ()
         self._model = SentModel(target)
         self._backend = backend_of(workers.devices[0].type)
-        self._prepare = b""
         self._reading = threading.RLock()  # of the model
         self._counting = threading.Lock()
         self._plain_lock = threading.RLock()  # plain calls run one at a time
@@ -302,7 +301,7 @@ class WorkerSession:
     def _form(self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True) -> Form:
         """Return what the calls of one message share."""
         modes = Modes.capture(self._backend.type)
-        packed = None if prepare is None else self._pack_prepare(prepare)
+        packed = None if prepare is None else pack(prepare, "prepare").to_bytes()
         return Form(pack_modes(modes), modes.inference, self._read_model(), method, packed, is_whole)
 
     def _read_model(self) -> Packed:
@@ -319,14 +318,6 @@ class WorkerSession:
             self.lanes.start()
             assert self._model.packed is not None
             return self._model.packed
-
-    def _pack_prepare(self, prepare: Prepare) -> bytes:
-        """Pack a function. An equal one is the same object, so it is not sent again."""
-        packed, before = pack(prepare, "prepare").to_bytes(), self._prepare  # another thread may pack another function
-        if packed == before:
-            return before
-        self._prepare = packed
-        return packed
 
     def _send(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form) -> Future[Any]:
         """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""

@@ -6,7 +6,6 @@ Each pool opens once: the target of `block` calls its first argument, so that ea
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
@@ -282,28 +281,6 @@ def test_prepare_runs_in_the_lane(block, kind, chunksize):
         found = list(block.map(numbers(5), prepare=prepare, chunksize=chunksize))
         assert firsts(output for output, _ in found) == [2 * (number + offset) for number in range(5)]
         assert (os.getpid() in {pid for _, pid in found}) == (kind == "thread")
-
-
-def test_streams_keep_their_own_prepare(block):
-    """Also if another thread starts a stream at any line of the packing of functions: here, the same thread does."""
-    found = []
-
-    def prepare(offset):
-        return lambda batch: (double, batch + offset)
-
-    def trace(frame, event, _arg):
-        if event == "line":
-            found.append(firsts(block.map(numbers(1), prepare=prepare(len(found)))))
-        return trace if frame.f_code.co_name == "_pack_prepare" else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        outputs = list(block.map(numbers(1), prepare=prepare(100)))
-    finally:
-        sys.settrace(before)
-    assert firsts(outputs) == [200]
-    assert found == [[2 * offset] for offset in range(len(found))]
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])
