@@ -17,15 +17,13 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 CHOICE := $(strip $(shell $(PYTHON) -V) $(TORCH))
 
 comma := ,
-XLA_VENV := .venv-xla
-XLA_STAMP := $(XLA_VENV)/.installed
 
 # Tests on real clusters start dozens of processes, and wait minutes for schedulers.
 CLUSTERS := slurm or ray
 SLOW := $(CLUSTERS) or contract or long
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-slurm test-ray test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-slurm test-ray test-long matrix fuzz lint bench bench-cuda device docs pictures tally clean
 
 help:  ## this list
 	@echo "usage: make [PYTHON=python3.12] TARGET"
@@ -99,11 +97,6 @@ LOAD := 4
 tally: $(STAMP)  ## a tier again and again under load, to find flaky tests
 	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS) --load $(LOAD)
 
-# In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
-# for the torch_neuronx that compiles models.
-test-xla: $(XLA_STAMP)  ## torch_xla, and models compiled for NeuronCores (7 GB)
-	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuroncores
-
 # Compare random models, calls, and changes with the plain call. `make test-long` runs 220 of these cases.
 fuzz: $(STAMP)  ## 20,000 random models and calls
 	$(BIN)/python -m tests.fuzz --cases 10000
@@ -146,7 +139,7 @@ pictures: $(VENV)/.with-browser  ## new pictures for the site (needs chromium)
 	$(BIN)/python docs/pictures.py
 
 clean:  ## remove the environments and what was built
-	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
 
 ifneq ($(CHOICE),$(shell cat $(VENV)/.choice 2>/dev/null))
 .PHONY: $(STAMP)
@@ -168,10 +161,3 @@ $(VENV)/.with-%: $(STAMP)
 	$(PIP) -c $(LIMITS) -e '.[$*]'
 	$(COMPILE)
 	touch $(foreach extra,$(subst $(comma), ,$*),$(VENV)/.with-$(extra)) $@
-
-$(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(XLA_VENV)
-	sed '/^torch==/d' constraints.txt > $(XLA_VENV)/constraints.txt
-	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA_VENV)/constraints.txt -e . \
-		torch==2.9.0 torch_xla==2.9.0 numpy pytest pytest-timeout
-	touch $@

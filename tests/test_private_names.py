@@ -25,7 +25,6 @@ DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_m
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
     "_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
-    "xla_backend.py": {"_XLAC", "_xla_sync_multi"},
     "geometric_graphs.py": {"_inc_dict", "_key", "_slice_dict"},
     "transformers_caches.py": {"_quantized_keys"},
     "collate.py": {"torch.utils.data._utils"},

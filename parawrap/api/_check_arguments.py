@@ -10,7 +10,7 @@ from typing_extensions import TypeIs
 
 from parawrap.backends import Devices
 from parawrap.engine.declarations import InDim, Parameters
-from parawrap.engine.join_rules import JoinRules, OutDims, PadValue
+from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.patch import original_method
 from parawrap.errors import ShardError
 from parawrap.tree import as_tree, entries_of
@@ -27,21 +27,6 @@ class Joining(TypedDict):
 
     rules: JoinRules
     output_device: torch.device | None
-
-
-def make_join_rules(
-    dim: int,
-    out_dims: OutDims,
-    reduce: Any,
-    join: Literal["cat", "list", "pad"],
-    pad_value: PadValue,
-    *,
-    compiles: bool,
-) -> JoinRules:
-    """Return the rules for joining. If each new shape costs a compilation, undeclared outputs have their rows on `dim`."""
-    if compiles and out_dims is UNSET:
-        out_dims = dim
-    return JoinRules(dim, out_dims, reduce, join, pad_value)
 
 
 def check_target(target: Any, methods: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from parawrap._public import public
-from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device, warn_caller
+from parawrap.backends import DeviceLike, device_of, resolve_device, warn_caller
 from parawrap.engine.call import Lanes
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
@@ -203,7 +203,6 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int] | None, target_d
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
-    backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
     return join(outputs, sizes, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
 

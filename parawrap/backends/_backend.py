@@ -33,9 +33,6 @@ class Backend(ABC):
     type: str
     """torch's name for the kind, as in ``torch.device(type)``."""
 
-    compiles_each_shape: bool = False
-    """True if each new input shape costs a compilation."""
-
     takes_pageable_at_once: bool = False
     """True if a non-blocking copy from pageable memory has finished reading it when the copy returns."""
 
@@ -78,10 +75,6 @@ class Backend(ABC):
     def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
         """Make `device` the thread's current device, and `stream` its current stream, inside the block."""
         return contextlib.nullcontext()
-
-    def flush(self, value: object) -> None:
-        """Start computing the tensors in `value`, if devices of this kind delay their work."""
-        return
 
     def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore the random state of the CPU and of `devices` at the end of the block."""

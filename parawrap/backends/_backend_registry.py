@@ -15,7 +15,6 @@ _MODULES = {
     "cpu": "parawrap.backends.cpu_backend",
     "cuda": "parawrap.backends.cuda_backend",
     "mps": "parawrap.backends.mps_backend",
-    "xla": "parawrap.backends.xla_backend",
 }
 CORE_KINDS = ("nc", "neuron")
 """The names of NeuronCores. "neuron" is also a torch device if torch_neuronx registers one."""
@@ -92,6 +91,8 @@ def _load(kind: str, given: str) -> Backend:
 
 def _device_module(kind: str) -> ModuleType | None:
     """Return torch's device module of this kind; None if there is none, or if it cannot count devices."""
+    if kind == "xla":  # torch_xla delays operators: lanes would build, and run, each other's graphs
+        return None
     try:
         # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
         module: ModuleType = torch.get_device_module(torch.device(kind, 0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parawrap.backends import backend_of, transfer
+from parawrap.backends import transfer
 from parawrap.engine._private_names import version_of
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 
@@ -149,7 +149,6 @@ class Away:
             vars(copy).update(vars(original))
             if isinstance(original, torch.nn.Parameter):
                 vars(copy)["_is_param"] = True  # isinstance(copy, torch.nn.Parameter) holds then
-        backend_of(self.device.type).flush(self.copies)
         self._versions = [*map(_version, self.copies)]
         return sum(map(bytes_of, self.originals))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends import backend_of, transfer, transfer_into
+from parawrap.backends import transfer, transfer_into
 from parawrap.engine._private_names import copy_all
 
 _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
@@ -21,8 +21,6 @@ class PackedTensors:
     """Tensors of one device, packed once and sent to any number of devices."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        if tensors:
-            backend_of(tensors[0].device.type).flush(tensors)  # all at once: otherwise each pack computes its part again
         self._tensors = tensors
         self._packs = [(pack, _pack([tensors[index] for index in pack])) for pack in _packs(tensors)]
         packed = {index for pack, _ in self._packs for index in pack}
@@ -48,7 +46,6 @@ def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[tor
     ]
     written = [copies[index] for index in sent]
     PackedTensors([tensors[index] for index in sent]).write(written)
-    backend_of(device.type).flush(written)
     return copies
 
 

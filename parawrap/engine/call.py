@@ -574,7 +574,6 @@ class Calls:
         if not (self.stays_on_cpu and (self.replicas.home is not None or self.output_device is not None or flat.on_cpu)):
             device = self.output_device or self.replicas.home or _first_device(flat.leaves) or self.devices[0]
             record_use(flatten(outputs)[0])
-            self.lanes.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         originals = partial(_originals_of, self.replicas.all, plan, flat, shards)
         kind = self.lanes.backend.type
         if not torch.is_autocast_enabled("cpu") and (kind == "cpu" or not torch.is_autocast_enabled(kind)):

@@ -131,9 +131,7 @@ class LaneStreams:
     def run(self, work: Callable[[], T], moment: Moment) -> T:
         """Run `work` with the lane's device and streams current, after the work that the caller had queued."""
         with self._on(moment):
-            value = work()
-            self._backend.flush(value)  # in the lane: started by the reader of the values, one lane would follow the other
-            return value
+            return work()
 
     def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
         """Run `stage` during the lane's earlier work, and then `work`; return its value, and events that it follows."""
