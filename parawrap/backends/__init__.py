@@ -1,18 +1,14 @@
 """Device backends: count devices, make one current in a thread, and parse the `devices` argument.
 
 This package handles torch's device types. It has no code for modules, calls, or processes. ``_backend.py`` defines the
-interface. ``_backend_registry.py`` maps each kind of device to a module, which it imports on first use.
+interface. ``_backend_registry.py`` maps each kind of device to its backend.
 """
 
-from parawrap.backends._backend import Backend, Stream, Traits
-from parawrap.backends._backend_registry import (
-    CORE_KINDS,
-    backend_of,
-    best_backend,
-    is_torch_device,
-    torch_kind,
-)
-from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
+from torch import Stream
+
+from parawrap.backends._backend import Backend, Traits
+from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, torch_kind
+from parawrap.backends._neuron_devices import emulates_cores, neuron_is_device, neuron_runtime_name, overriding_runtimes
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import device_of, record_use, transfer, transfer_into
 from parawrap.backends._warnings import drop_own_frames, ignore_speed_warnings, user_frames, warn_caller
@@ -28,13 +24,13 @@ __all__ = [
     "best_backend",
     "device_of",
     "drop_own_frames",
-    "emulate_cores",
     "emulates_cores",
     "ignore_speed_warnings",
     "is_torch_device",
     "names_cores",
     "neuron_is_device",
     "neuron_runtime_name",
+    "overriding_runtimes",
     "record_use",
     "resolve_device",
     "resolve_devices",

@@ -6,9 +6,12 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+from torch import Stream
+
+from parawrap.errors import DeviceUnavailableError
 
 
 class Traits(NamedTuple):
@@ -16,15 +19,6 @@ class Traits(NamedTuple):
 
     memory: int
     cores: int
-
-
-class Stream(Protocol):
-    """A queue of work on one device: torch.cuda.Stream, torch.xpu.Stream, torch.Stream."""
-
-    def record_event(self) -> Any: ...
-    def wait_event(self, event: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 class Backend(ABC):
@@ -91,3 +85,13 @@ class Backend(ABC):
     def traits(self, device: torch.device) -> Traits | None:
         """Return memory and cores, for the warning about unequal devices; None if the kind does not report them."""
         return None
+
+
+def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
+    """Return the error for a device that this process does not see. It lists the devices that the process sees."""
+    named = kind if index is None else f"{kind}:{index}"
+    several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
+    seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
+    return DeviceUnavailableError(
+        f'device {named!r} is not available: {seen}. device="auto" selects a device that this machine has'
+    )

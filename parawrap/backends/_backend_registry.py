@@ -1,27 +1,20 @@
-"""Map each kind of device to its backend. A backend is imported when its kind is first named."""
+"""Map each kind of device to its backend."""
 
 from __future__ import annotations
 
-import importlib
-import threading
 from types import ModuleType
 
 import torch
 
 from parawrap.backends._backend import Backend
+from parawrap.backends.accelerator_backend import AcceleratorBackend, CudaBackend, MpsBackend
+from parawrap.backends.cpu_backend import CpuBackend
 from parawrap.errors import DeviceUnavailableError
 
-_MODULES = {
-    "cpu": "parawrap.backends.cpu_backend",
-    "cuda": "parawrap.backends.cuda_backend",
-    "mps": "parawrap.backends.mps_backend",
-}
 CORE_KINDS = ("nc", "neuron")
 """The names of NeuronCores. "neuron" is also a torch device if torch_neuronx registers one."""
 
-_ANY_ACCELERATOR = "parawrap.backends.accelerator_backend"
-_loaded: dict[str, Backend] = {}
-_loading = threading.Lock()
+_backends: dict[str, Backend] = {"cpu": CpuBackend(), "cuda": CudaBackend("cuda"), "mps": MpsBackend()}
 
 
 def torch_kind(name: str) -> str:
@@ -42,63 +35,31 @@ def backend_of(kind: str) -> Backend:
         DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names NeuronCores that are not torch
             devices.
     """
-    backend = _loaded.get(kind)
+    backend = _backends.get(kind) or _backends.get(torch_kind(kind))
     if backend is not None:
         return backend
     name = torch_kind(kind)
-    with _loading:
-        if name not in _loaded:
-            _loaded[name] = _load(name, kind)
-        return _loaded[name]
+    if not is_torch_device(name):
+        raise DeviceUnavailableError(_cores(kind) if name in CORE_KINDS else _unknown(kind))
+    return _backends.setdefault(name, AcceleratorBackend(name))
 
 
 def best_backend() -> Backend:
     """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        return backend_of(accelerator.type)
-    return backend_of("cpu")
+    return backend_of("cpu" if accelerator is None else accelerator.type)
 
 
 def is_torch_device(kind: str) -> bool:
     """True if this process has a device module of torch that can count the devices of this kind."""
-    return _device_module(kind) is not None
-
-
-def not_there(kind: str, index: int | None, count: int, named: str | None = None) -> DeviceUnavailableError:
-    """Return the error for a device that this process does not see. It lists the devices that the process sees.
-
-    `named` is the device as the user wrote it, if that is not `kind` and `index`.
-    """
-    named = named or (kind if index is None else f"{kind}:{index}")
-    several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
-    seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
-    return DeviceUnavailableError(
-        f'device {named!r} is not available: {seen}. device="auto" selects {best_backend().type!r} on this machine'
-    )
-
-
-def _load(kind: str, given: str) -> Backend:
-    if kind in _MODULES:
-        backend = importlib.import_module(_MODULES[kind]).BACKEND
-        assert isinstance(backend, Backend)
-        return backend
-    if not is_torch_device(kind):
-        raise DeviceUnavailableError(_cores(given) if kind in CORE_KINDS else _unknown(given))
-    accelerator: Backend = importlib.import_module(_ANY_ACCELERATOR).AcceleratorBackend(kind)
-    return accelerator
-
-
-def _device_module(kind: str) -> ModuleType | None:
-    """Return torch's device module of this kind; None if there is none, or if it cannot count devices."""
     if kind == "xla":  # torch_xla delays operators: lanes would build, and run, each other's graphs
-        return None
+        return False
     try:
         # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
         module: ModuleType = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError:
-        return None
-    return module if hasattr(module, "device_count") else None
+        return False
+    return hasattr(module, "device_count")
 
 
 def _cores(kind: str) -> str:
@@ -109,5 +70,4 @@ def _cores(kind: str) -> str:
 
 
 def _unknown(kind: str) -> str:
-    known = ", ".join(sorted(_MODULES))
-    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}"
+    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: cpu, cuda, mps"

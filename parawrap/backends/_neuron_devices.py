@@ -7,12 +7,12 @@ generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 from parawrap.backends._backend_registry import is_torch_device
 
-_blocks: list[None] = []  # one entry per active block of `emulate_cores`
+overriding_runtimes: list[Any] = []
+"""The NeuronCore runtimes of active blocks, for tests and emulated cores; the last one is in effect."""
 
 
 def neuron_is_device() -> bool:
@@ -29,15 +29,5 @@ def neuron_runtime_name() -> str:
 
 
 def emulates_cores() -> bool:
-    """True if PARAWRAP_NEURON_RUNTIME=host or an `emulate_cores` block selects emulated NeuronCores."""
-    return bool(_blocks) or neuron_runtime_name() == "host"
-
-
-@contextmanager
-def emulate_cores() -> Iterator[None]:
-    """Emulate NeuronCores in the whole process inside the block."""
-    _blocks.append(None)
-    try:
-        yield
-    finally:
-        _blocks.pop()
+    """True if PARAWRAP_NEURON_RUNTIME=host or a block of `parawrap.testing.neuron_host` selects emulated NeuronCores."""
+    return bool(overriding_runtimes) or neuron_runtime_name() == "host"

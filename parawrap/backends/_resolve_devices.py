@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from parawrap.backends._backend_registry import backend_of, best_backend, not_there, torch_kind
+from parawrap.backends._backend_registry import backend_of, best_backend, torch_kind
 from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
@@ -28,18 +29,25 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
     if devices is None or (isinstance(devices, str) and devices.lower() == "auto"):
         backend = best_backend()
         return backend.first(1) if backend.type == "cpu" else backend.every_device()
-    if isinstance(devices, (bool, bytes)) or not isinstance(devices, (int, str, torch.device, Sequence)):
-        msg = (
-            f"devices={devices!r} is not a list of devices: pass a number, a kind such as 'cuda', or a sequence of devices"
-        )
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            msg = f"devices={devices}: pass a number of at least 1"
+            raise DeviceListError(msg)
+        return best_backend().first(devices)
+    if isinstance(devices, str) and ":" not in devices:
+        backend = backend_of(devices)
+        return backend.every_device() or (backend.device(None),)  # raises DeviceUnavailableError
+    if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):
+        return (resolve_device(cast("DeviceLike", devices)),)  # or refuses bytes and other values
+    if not devices:
+        msg = "devices is empty: name at least one device, or omit it to use every visible accelerator"
         raise DeviceListError(msg)
-    if isinstance(devices, int):
-        return _first(devices)
-    if isinstance(devices, str):
-        return (resolve_device(devices),) if ":" in devices else _all_of(devices)
-    if isinstance(devices, torch.device):
-        return (resolve_device(devices),)
-    return _each(devices)
+    resolved = tuple(map(resolve_device, devices))
+    kinds = sorted({device.type for device in resolved})
+    if len(kinds) > 1:
+        msg = f"devices={list(map(str, resolved))} mixes the types {kinds}: use one type for all lanes of a block"
+        raise DeviceListError(msg)
+    return resolved
 
 
 def names_cores(devices: object) -> bool:
@@ -59,60 +67,19 @@ def resolve_device(device: DeviceLike) -> torch.device:
         DeviceListError: If `device` is not a device.
         DeviceUnavailableError: If this process does not see the device.
     """
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+    if isinstance(device, torch.device):
+        return backend_of(device.type).device(device.index)
+    if isinstance(device, str):
+        kind, separator, digits = device.partition(":")
+        if not kind or (separator and not digits.isdecimal()):
+            msg = f"{device!r} is not a device: pass a kind, or a kind with an index, as in 'cuda:0'"
+            raise DeviceListError(msg)
+        return backend_of(kind).device(int(digits) if digits else None)
+    if isinstance(device, bool) or not isinstance(device, int):
         msg = f"{device!r} is not a device: pass an index, a string such as 'cuda:0', or a torch.device"
         raise DeviceListError(msg)
-    if isinstance(device, int):
-        backend = best_backend()
-        if backend.type == "cpu":
-            msg = (
-                f"device index {device} selects an accelerator, but this machine has none. Use 'cpu' for a lane on the CPU"
-            )
-            raise DeviceUnavailableError(msg)
-        return backend.device(device)
-    if isinstance(device, str):
-        return _parse_device(device)
-    return backend_of(device.type).device(device.index)
-
-
-def _parse_device(name: str) -> torch.device:
-    given, separator, digits = name.partition(":")
-    if not given or (separator and not digits.isdecimal()):
-        msg = f"{name!r} is not a device: pass a kind, or a kind with an index, as in 'cuda:0'"
-        raise DeviceListError(msg)
-    backend, index = backend_of(given), int(digits) if digits else None
-    try:
-        return backend.device(index)
-    except DeviceUnavailableError:
-        if given.lower() == backend.type:
-            raise
-        raise not_there(backend.type, index, backend.count(), name) from None  # "gpu:7", as the user wrote it
-
-
-def _all_of(kind: str) -> tuple[torch.device, ...]:
-    if not kind:
-        msg = "devices is an empty string: pass a kind such as 'cuda', or omit it to use every visible accelerator"
-        raise DeviceListError(msg)
-    backend = backend_of(kind)
-    if backend.count() == 0:
-        _parse_device(kind)  # raises DeviceUnavailableError
-    return backend.every_device()
-
-
-def _first(lanes: int) -> tuple[torch.device, ...]:
-    if lanes < 1:
-        msg = f"devices={lanes}: pass a number of at least 1"
-        raise DeviceListError(msg)
-    return best_backend().first(lanes)
-
-
-def _each(devices: Sequence[DeviceLike]) -> tuple[torch.device, ...]:
-    if not devices:
-        msg = "devices is empty: name at least one device, or omit it to use every visible accelerator"
-        raise DeviceListError(msg)
-    resolved = tuple(resolve_device(device) for device in devices)
-    kinds = sorted({device.type for device in resolved})
-    if len(kinds) > 1:
-        msg = f"devices={list(map(str, resolved))} mixes the types {kinds}: use one type for all lanes of a block"
-        raise DeviceListError(msg)
-    return resolved
+    backend = best_backend()
+    if backend.type == "cpu":
+        msg = f"device index {device} selects an accelerator, but this machine has none. Use 'cpu' for a lane on the CPU"
+        raise DeviceUnavailableError(msg)
+    return backend.device(device)

@@ -77,7 +77,7 @@ def _record(tensor: torch.Tensor) -> None:
     elif tensor.layout is torch.strided:
         stream = backend_of(tensor.device.type).stream(tensor.device)
         if stream is not None:
-            tensor.record_stream(stream)  # type: ignore[arg-type]
+            tensor.record_stream(stream)
 
 
 def _needs_staging(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Any accelerator with a torch device module (``torch.cuda``, ``torch.xpu``, a PrivateUse1 backend, ...)."""
+"""Accelerators: any with a torch device module (``torch.cuda``, ``torch.xpu``, a PrivateUse1 backend, ...), and MPS."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
+from torch import Stream
 
-from parawrap.backends._backend import Backend, Stream
-from parawrap.backends._backend_registry import not_there
+from parawrap.backends._backend import Backend, Traits, not_there
 from parawrap.backends.cpu_backend import share_of_cores
 
 
@@ -75,3 +75,27 @@ class AcceleratorBackend(Backend):
 
     def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         return torch.random.fork_rng(sorted({device.index for device in devices}), device_type=self.type)
+
+
+class CudaBackend(AcceleratorBackend):
+    """NVIDIA and, through ROCm, AMD GPUs: ``cuda:0`` to ``cuda:N-1``, numbered as CUDA_VISIBLE_DEVICES lists them."""
+
+    takes_pageable_at_once = True  # CUDA Runtime API, "API synchronization behavior"
+
+    def traits(self, device: torch.device) -> Traits:
+        properties = torch.cuda.get_device_properties(device)
+        return Traits(properties.total_memory, properties.multi_processor_count)
+
+
+class MpsBackend(Backend):
+    """The GPU of an Apple machine, which torch reports as ``mps:0``. Several lanes on it share one command queue."""
+
+    type = "mps"
+
+    def count(self) -> int:
+        return 1 if torch.backends.mps.is_available() else 0
+
+    def device(self, index: int | None) -> torch.device:
+        if self.count() == 0 or index not in (None, 0):
+            raise not_there(self.type, index, self.count())
+        return torch.device("mps", 0)

@@ -33,20 +33,14 @@ def share_of_cores(lanes: int) -> int:
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the quota in cores: cpu.max of cgroup v2, or cpu.cfs_quota_us of v1; None without a limit.
+    """Return the quota in cores, cpu.max of cgroup v2; None without a limit.
 
     A container's own group, which carries its quota, is mounted at the root.
     """
     try:
         limit, period = (root / "cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        limit = (root / "cpu/cpu.cfs_quota_us").read_text()
-        period = (root / "cpu/cpu.cfs_period_us").read_text()
-        return None if int(limit) <= 0 else int(limit) / int(period)
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # cgroup v1, or another system
         return None
 
 
@@ -75,6 +69,3 @@ class CpuBackend(Backend):
 
     def intra_op_threads(self, lanes: int) -> int | None:
         return share_of_cores(lanes)
-
-
-BACKEND = CpuBackend()

@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parawrap.backends import emulate_cores, neuron_runtime_name, warn_caller
+from parawrap.backends import neuron_runtime_name, overriding_runtimes, warn_caller
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._runtime import NeuronRuntime
-
-__all__ = ["runtime", "using"]
 
 _VENDORS = {
     "torch_neuronx": "parawrap.neuroncores._vendor_runtimes:TorchNeuronx",
@@ -21,11 +19,9 @@ _VENDORS = {
 _RUNTIMES = {"host": "parawrap.neuroncores._emulated_cores:NeuronHost", **_VENDORS}
 _PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
-_WRONG_PACKAGE = "wrong package"  # from the error of the placeholder packages on PyPI, in lower case
 
 _choosing = threading.RLock()
 _chosen: NeuronRuntime | None = None
-_overrides: list[NeuronRuntime] = []  # the runtimes of active `using` blocks; the last one is in effect
 
 
 def runtime() -> NeuronRuntime:
@@ -40,8 +36,9 @@ def runtime() -> NeuronRuntime:
     """
     global _chosen
     with _choosing:
-        if _overrides:
-            return _overrides[-1]
+        if overriding_runtimes:
+            chosen: NeuronRuntime = overriding_runtimes[-1]
+            return chosen
         if _chosen is None:
             named = neuron_runtime_name()
             _chosen = _load(named) if named else _first_installed()
@@ -51,14 +48,11 @@ def runtime() -> NeuronRuntime:
 @contextmanager
 def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
     """Use `other` as the runtime inside the block. It applies to all threads, so enter such blocks from one thread only."""
-    with emulate_cores():
-        with _choosing:
-            _overrides.append(other)
-        try:
-            yield other
-        finally:
-            with _choosing:
-                _overrides.remove(other)
+    overriding_runtimes.append(other)
+    try:
+        yield other
+    finally:
+        overriding_runtimes.remove(other)
 
 
 def _first_installed() -> NeuronRuntime:
@@ -82,20 +76,10 @@ def _load(name: str) -> NeuronRuntime:
         return make()
     except DeviceUnavailableError:
         raise
-    except Exception as error:  # the import of a vendor's package may fail in any way
-        raise DeviceUnavailableError(_with_advice(name, _fault(name, error))) from error
-
-
-def _fault(name: str, error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return "is not installed"
-    if _WRONG_PACKAGE in str(error).lower():
-        return "is installed from PyPI, which has only a placeholder of this name. Uninstall it"
-    return f"is installed, but cannot be imported ({type(error).__name__}: {error})"
-
-
-def _with_advice(name: str, fault: str) -> str:
-    return (
-        f"{name} {fault}. Install it from the vendor's index: pip install --extra-index-url {_INDEX} {_PACKAGES[name]}. "
-        "Or set PARAWRAP_NEURON_RUNTIME=host to emulate NeuronCores on the CPU"
-    )
+    except Exception as error:  # the import of a vendor's package, or of PyPI's placeholder, may fail in any way
+        msg = (
+            f"{name} cannot be imported ({type(error).__name__}: {error}). Install it from the vendor's index, as PyPI "
+            f"has only placeholders: pip install --extra-index-url {_INDEX} {_PACKAGES[name]}. Or set "
+            "PARAWRAP_NEURON_RUNTIME=host to emulate NeuronCores on the CPU"
+        )
+        raise DeviceUnavailableError(msg) from error
