@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,16 +23,17 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # print escapes for characters that the terminal's encoding does not have
-            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    given, strays = _parser().parse_known_args(words[:end])
+    parser = _parser()
+    given, strays = parser.parse_known_args(words[:end])
     given.rest = words[end + 1 :]
+    if strays:
+        msg = f"unrecognized arguments: {' '.join(strays)}"
+        if given.command == "run":
+            msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
+        parser.error(msg)
     try:
-        if strays or (given.rest and given.command != "run"):
-            _refuse(given, strays)
         code: int = given.run(given)
         if sys.stdout is not None:  # as after >&-
             sys.stdout.flush()
@@ -47,17 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return code
-
-
-def _refuse(given: argparse.Namespace, strays: Sequence[str]) -> None:
-    """Raise for words that no subcommand takes."""
-    if not strays:
-        msg = f"{given.command} takes no arguments after --"
-        raise UsageError(msg)
-    msg = f"unrecognized arguments: {' '.join(strays)}"
-    if given.command == "run":
-        msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
-    raise UsageError(msg)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,19 +17,12 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subcommand."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace, Platform(trace=...), or Chrome")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace, or of Chrome")
     parser.add_argument("-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html")
 
 
 def run(given: argparse.Namespace) -> int:
     """Write the page, and print the idle times and the slowest span."""
-    if not given.file.name:
-        msg = f"{str(given.file)!r} is a folder. Give the .json file of a trace"
-        raise UsageError(msg)
-    page: Path = given.output or given.file.with_suffix(".html")
-    if page.suffix != ".html":
-        msg = f"{str(page)!r} does not end with .html"
-        raise UsageError(msg)
     try:
         timeline = read_timeline(given.file)
     except OSError as error:
@@ -37,8 +30,8 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(msg) from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    refusal = refusal_of_path(page)
-    if refusal is not None:
+    page: Path = given.output or given.file.with_suffix(".html")
+    if refusal := refusal_of_path(page):
         raise UsageError(refusal)
     write_timeline(page, timeline)
     print(timeline)

@@ -26,9 +26,9 @@ def test_page_is_next_to_trace(trace, tmp_path, capsys):
     assert (tmp_path / "other.html").exists()
 
 
-@pytest.mark.parametrize("output", ["page.json", "gone/page.html"])
+@pytest.mark.parametrize("output", ["page.txt", "gone/page.html"])
 def test_other_places_are_refused(trace, tmp_path, output):
-    """The page ends with .html, and its folder exists. Nothing is written."""
+    """The page ends with .html or .json, and its folder exists. Nothing is written."""
     assert main(["timeline", str(trace), "-o", str(tmp_path / output)]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["lanes.json"]
 
