@@ -63,9 +63,10 @@ def trace(
         compiler: Options of the vendor's trace, such as ``compiler_args``. The emulated runtime ignores them.
 
     Raises:
-        DeviceUnavailableError: If the runtime is not installed, or its trace has no `example_kwarg_inputs`.
-        TypeError: If both or neither of `example_inputs` and `example_kwarg_inputs` are given, or if `example_inputs` is a
-            dict. On emulated cores, if an input or output holds values other than tensors in tuples, lists, and dicts.
+        DeviceUnavailableError: If the runtime is not installed.
+        TypeError: If both or neither of `example_inputs` and `example_kwarg_inputs` are given, if `example_inputs` is a
+            dict, or if the runtime's trace has no `example_kwarg_inputs`. On emulated cores, if an input or output holds
+            values other than tensors in tuples, lists, and dicts.
         Exception: Any error of the vendor's compiler or of the model.
 
     Example:

@@ -8,7 +8,6 @@ package is imported when a runtime is first needed. The newer torch_neuronx, wit
 from parawrap.neuroncores._choose_runtime import runtime, using
 from parawrap.neuroncores._core_session import LANES_PER_CORE, CoreSession, Placement
 from parawrap.neuroncores._emulated_cores import CoreStats, NeuronHost, neuron_host
-from parawrap.neuroncores._example_call import quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import (
     EMULATED_CORES,
     NeuronCore,
@@ -16,7 +15,7 @@ from parawrap.neuroncores._neuron_cores import (
     read_core_numbers,
     resolve_cores,
 )
-from parawrap.neuroncores._runtime import NeuronRuntime
+from parawrap.neuroncores._runtime import NeuronRuntime, quiet_about_torchscript
 
 __all__ = [
     "EMULATED_CORES",

@@ -88,10 +88,11 @@ class Placement:
         Raises:
             ShapeError: If dynamic batching is off, and a core would not get the compiled number of rows.
         """
-        if self.split_size is not None:
-            return self._chunks(rows, self.split_size)
         if self.why_fixed is not None:
-            return (self._rows_of_each(rows),) * len(self.cores)
+            return self._exact(rows)
+        if self.split_size is not None:
+            full, rest = divmod(rows, self.split_size)
+            return (self.split_size,) * full + ((rest,) if rest or not full else ())
         if self.compiled is None:
             return balanced_sizes(rows, len(self.cores))
         return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
@@ -114,33 +115,23 @@ class Placement:
         except ShapeError as error:
             self.why_fixed = error.message
 
-    def _chunks(self, rows: int, size: int) -> tuple[int, ...]:
-        full, rest = divmod(rows, size)
-        if self.why_fixed is not None and (rest or not full or size != (self.compiled or size)):
-            cure = f"Set split_size to {self.compiled}. " if size != (self.compiled or size) else ""
-            msg = (
-                f"{rows} rows on dim {self._dim} in chunks of {size}: without dynamic batching, every chunk must have "
-                f"{self.compiled or size} rows. {cure}{self._why_exact()}"
-            )
-            raise ShapeError(msg)
-        return (size,) * full + ((rest,) if rest or not full else ())
-
-    def _rows_of_each(self, rows: int) -> int:
+    def _exact(self, rows: int) -> tuple[int, ...]:
+        """Return the sizes without dynamic batching: the compiled number of rows for each inference."""
         cores = len(self.cores)
-        each = self.compiled or rows // cores
-        if not rows or rows != each * cores:
-            needed = f"the same number of rows. Pass a multiple of {cores}"
-            if self.compiled is not None:
-                needed = f"{each}, the compiled number of rows. Pass {each * cores} rows"
+        each = self.compiled or self.split_size or rows // cores
+        parts = cores if self.split_size is None else rows // each
+        if not rows or rows != each * parts or self.split_size not in (None, each):
+            needed = (
+                f"{each} rows. Pass {each * cores}" if self.compiled else f"the same number. Pass a multiple of {cores}"
+            )
+            chunks = "" if self.split_size is None else f", or set split_size to {each} and pass a multiple of it"
             msg = (
                 f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} per core, but without "
-                f"dynamic batching each core takes {needed}. {self._why_exact()}"
+                f"dynamic batching each inference takes {needed}{chunks}. Dynamic batching accepts any number of rows, "
+                f"but {self.why_fixed}"
             )
             raise ShapeError(msg)
-        return each
-
-    def _why_exact(self) -> str:
-        return f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
+        return (each,) * parts
 
 
 class CoreSession(Session):

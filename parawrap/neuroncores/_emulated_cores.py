@@ -15,47 +15,46 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, List
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from parawrap.errors import DeviceUnavailableError, ShapeError
 from parawrap.neuroncores._choose_runtime import using
-from parawrap.neuroncores._example_call import (
-    ExampleCall,
+from parawrap.neuroncores._neuron_cores import EMULATED_CORES, read_core_numbers
+from parawrap.neuroncores._runtime import (
+    NeuronRuntime,
+    Signature,
     copy_for_trial,
     inspect_parameters,
+    not_traced,
     quiet_about_torchscript,
+    read_examples,
+    save_to_memory,
 )
-from parawrap.neuroncores._neuron_cores import EMULATED_CORES, read_core_numbers
-from parawrap.neuroncores._runtime import NeuronRuntime, Signature, TensorSpec, not_traced, save_to_memory
-from parawrap.tree import TreeSpec, addresses, flatten, unflatten
+from parawrap.tree import TreeSpec, flatten, unflatten
 
 
 class _EmulatedProgram(torch.nn.Module):
     """A model from a list of tensors to a list of tensors, for fixed shapes and dtypes, as TorchScript.
 
-    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for, and `takes` and `gives` their
-    addresses. With `dynamic`, a call may have any number of rows: each inference gets the compiled number, and the last one
-    is filled up with rows of the batch, never with zeros. Outputs of these rows are dropped.
+    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for. With `dynamic`, a call may have any
+    number of rows: each inference gets the compiled number, and the last one is filled up with rows of the batch, never
+    with zeros. Outputs of these rows are dropped.
     """
 
     inputs: List[Tensor]
     outputs: List[Tensor]
-    takes: List[str]
-    gives: List[str]
     dtypes: List[str]
     dynamic: bool
 
-    def __init__(self, function: Any, signature: Signature, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, function: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.function = function
         self.inputs, self.outputs = list(map(_without_data, inputs)), list(map(_without_data, outputs))
-        self.takes, self.gives = [spec.address for spec in signature.inputs], [spec.address for spec in signature.outputs]
         self.dtypes = [str(tensor.dtype) for tensor in inputs]
         self.dynamic = False
 
@@ -78,19 +77,14 @@ class _EmulatedProgram(torch.nn.Module):
 
     def check(self, tensors: List[Tensor]) -> None:
         for i, (tensor, spec) in enumerate(zip(tensors, self.inputs)):
-            if tensor.dtype != spec.dtype or not tensor.is_cpu:
-                msg = (
-                    f"ShapeError: {self.takes[i]} is not a CPU tensor of {self.dtypes[i]}, as the model is compiled for. "
-                    "Convert it, or trace the model for its dtype"
-                )
-                raise RuntimeError(msg)
             fits = tensor.size() == spec.size()
             if self.dynamic and tensor.dim() == spec.dim():
                 fits = tensor.size()[1:] == spec.size()[1:] and tensor.size(0) == tensors[0].size(0)
-            if not fits:
+            if not fits or tensor.dtype != spec.dtype or not tensor.is_cpu:
                 msg = (
-                    f"ShapeError: {self.takes[i]} is {tensor.size()}, but the model is compiled for {spec.size()}. Trace "
-                    "it for this shape. With dynamic batching, dim 0 may differ, if it is the same in all inputs"
+                    f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for {spec.size()}, as a CPU "
+                    f"tensor of {self.dtypes[i]}. Convert it, or trace the model for it. With dynamic batching, dim 0 may "
+                    "differ, if it is the same in all inputs"
                 )
                 raise RuntimeError(msg)
 
@@ -109,7 +103,7 @@ class _Flat(torch.nn.Module):
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.clone())
         self.outputs, self.gives = flatten(self.model(*args, **kwargs))
-        _refuse_others(self.outputs, addresses(self.gives, ("output",)), "the model returns")
+        _refuse_others(self.outputs, "the model returns")
         return [output.clone() for output in self.outputs]
 
 
@@ -128,32 +122,18 @@ class _Compiled(torch.nn.Module):
         self.forward = forward
 
 
-class _ConstantWeights(TorchFunctionMode):
-    """Give operators the data of weights that a function closes over: constants must not require gradients."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = flatten((args, kwargs or {}))
-        args, kwargs = unflatten(
-            spec, [leaf.data if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
-        )
-        return func(*args, **kwargs)
-
-
-def _compile(model: Callable[..., Any], example: ExampleCall) -> torch.jit.ScriptModule:
+def _compile(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
     """Return a ScriptModule with the model's structure that only takes tensors of the examples' shapes and dtypes."""
-    inputs, takes = flatten(tuple(example))
-    _refuse_others(inputs, addresses(takes, ("args", "kwargs")), "the example has")
+    inputs, takes = flatten((args, kwargs))
+    _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)
-    constants = nullcontext() if isinstance(model, torch.nn.Module) else _ConstantWeights()
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
-        with constants:
-            traced: Any = torch.jit.trace(flat, ([each.clone() for each in inputs],), check_trace=False, strict=False)
+        traced: Any = torch.jit.trace(flat, ([each.clone() for each in inputs],), check_trace=False, strict=False)
         frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)  # the trace recorded train mode
         function = torch.jit.load(save_to_memory(frozen))  # shares no memory with the model
-        signature = Signature.of(inputs, takes, flat.outputs, flat.gives)
-        program = torch.jit.script(_EmulatedProgram(function, signature, inputs, flat.outputs))
-        named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in example.kwargs]
-        whole = _Compiled(program, flat.gives, named or inspect_parameters(model)[: len(example.args)]).eval()
+        program = torch.jit.script(_EmulatedProgram(function, inputs, flat.outputs))
+        named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kwargs]
+        whole = _Compiled(program, flat.gives, named or inspect_parameters(model)[: len(args)]).eval()
         args, kwargs = unflatten(takes, [each.clone() for each in inputs])
         compiled: Any = torch.jit.trace(whole, (*args, *kwargs.values()), check_trace=False, strict=False)
     outer: torch.jit.ScriptModule = compiled
@@ -169,19 +149,18 @@ def find_programs(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-def _refuse_others(leaves: Sequence[Any], where: Sequence[str], who: str) -> None:
+def _refuse_others(leaves: Sequence[Any], who: str) -> None:
     """Raise TypeError unless all leaves are CPU tensors. `who` starts the message, as in "the model returns"."""
-    if not leaves:
-        msg = f"{who} no tensors, but a compiled model takes and returns at least one"
+    others = [leaf for leaf in leaves if not (isinstance(leaf, Tensor) and leaf.is_cpu)]
+    if others or not leaves:
+        kinds = ", ".join(
+            f"a tensor on {each.device}" if isinstance(each, Tensor) else type(each).__name__ for each in others
+        )
+        msg = (
+            f"{who} {kinds or 'no tensors'}, but a compiled model takes and returns CPU tensors in tuples, lists, "
+            "and dicts. Set other arguments in a function or module around the model, and trace that"
+        )
         raise TypeError(msg)
-    for leaf, address in zip(leaves, where, strict=True):
-        if not (isinstance(leaf, Tensor) and leaf.is_cpu):
-            kind = f"tensor on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            msg = (
-                f"{who} a {kind} at {address}, but a compiled model takes and returns CPU tensors in tuples, lists, and "
-                "dicts. Set other arguments in a function or module around the model, and trace that"
-            )
-            raise TypeError(msg)
 
 
 def _without_data(tensor: Tensor) -> Tensor:
@@ -211,20 +190,17 @@ class _Core:
         self.inferences = self.loads = 0
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._latency_s = latency_s
-        self._free_at = 0.0  # the time at which the last inference ends
         self._lock = threading.Lock()
 
     def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
         """Wait until the core is free, and call a compiled model that takes this number of inferences."""
-        arrived = time.perf_counter()
         with self._lock:
-            start = max(arrived, self._free_at)  # a real core starts pending work before this thread wakes up
+            start = time.perf_counter()
             output = compiled(*args, **kwargs)
-            now = time.perf_counter()
-            self._free_at = max(now, start + inferences * self._latency_s)
             self.inferences += inferences
-            if self._free_at > now:  # a sleep of 0 s takes 50 us
-                time.sleep(self._free_at - now)
+            remaining = start + inferences * self._latency_s - time.perf_counter()
+            if remaining > 0:  # a sleep of 0 s takes 50 us
+                time.sleep(remaining)
             return output
 
 
@@ -247,9 +223,8 @@ class _OnCores(torch.nn.Module):
         first = next((leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
         rows = first.shape[0] if first is not None and first.ndim else 0
         inferences = -(-rows // self._rows) if self._rows else 1  # several, if dynamic batching cuts the rows
-        is_cast = torch.is_autocast_enabled("cpu")  # a compiled model keeps its dtypes
         try:
-            with torch.autocast("cpu", enabled=False) if is_cast else nullcontext():
+            with torch.autocast("cpu", enabled=False):  # a compiled model keeps its dtypes
                 return core.run(self.compiled, args, kwargs, inferences)
         except torch.jit.Error as error:
             _, is_misfit, message = str(error).rpartition("ShapeError: ")
@@ -302,11 +277,10 @@ class NeuronHost(NeuronRuntime):
     def trace(
         self, model: Callable[..., Any], example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
     ) -> torch.jit.ScriptModule:
-        """Compile a model for the shapes and dtypes of the examples. The signature names the inputs ``args[0]`` and so on.
+        """Compile a model for the shapes and dtypes of the examples.
 
         A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
-        these buffers, and its writes to them do not persist. A function may close over modules; their weights become
-        constants. Warnings and errors of `torch.jit.trace` reach the caller.
+        these buffers, and its writes to them do not persist. Warnings and errors of `torch.jit.trace` reach the caller.
 
         Args:
             model: a module or function that takes and returns tensors, or tuples, lists, and dicts of tensors.
@@ -319,19 +293,12 @@ class NeuronHost(NeuronRuntime):
             TypeError: If an input or output is not a tensor, or is not on the CPU. Also if both or neither kind of examples
                 are given, or if a dict is given by position.
         """
-        return _compile(model, ExampleCall.of(model, example_inputs, example_kwarg_inputs))
+        return _compile(model, *read_examples(model, example_inputs, example_kwarg_inputs))
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
         """Return the signature of a compiled model, also after saving or copying; None for a module around one."""
         programs = find_programs(model) if isinstance(model, (torch.jit.ScriptModule, _OnCores)) else []
-        if not programs:
-            return None
-        program = programs[0]
-        takes, gives = zip(program.takes, program.inputs, strict=True), zip(program.gives, program.outputs, strict=True)
-        return Signature(
-            tuple(TensorSpec(address, tuple(tensor.shape)) for address, tensor in takes),
-            tuple(TensorSpec(address, tuple(tensor.shape)) for address, tensor in gives),
-        )
+        return Signature.of(programs[0].inputs, programs[0].outputs) if programs else None
 
     def stats(self) -> tuple[CoreStats, ...]:
         """Return the counters of each core, in the order of the cores.

@@ -16,8 +16,6 @@ import torch
 from parawrap.backends import CORE_KINDS
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-__all__ = ["EMULATED_CORES", "NeuronCore", "count_listed_cores", "find_runs", "read_core_numbers", "resolve_cores"]
-
 EMULATED_CORES = 2
 """The number of emulated cores, unless the environment sets another: an inf2.xlarge has two."""
 
@@ -63,9 +61,11 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
             "once; num_workers of parawrap.neuron.DataParallel sets the number of threads"
         )
         raise DeviceListError(msg)
-    for core in cores:
-        if core.index >= visible:
-            raise DeviceUnavailableError(_unavailable(core, visible))
+    missing = [core for core in cores if core.index >= visible]
+    if missing:
+        seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "only nc:0" if visible else "no NeuronCore"
+        msg = f"'{missing[0]}' is not available: this process sees {seen}, counted from zero within the process. {_ADVICE}"
+        raise DeviceUnavailableError(msg)
     return cores
 
 
@@ -84,7 +84,7 @@ def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | N
     environ = os.environ if environ is None else environ
     listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if listed:
-        return [core for span in _read_spans(listed) for core in span]
+        return _read_spans(listed)
     number = environ.get("NEURON_RT_NUM_CORES", "").strip()
     if not number:
         return None
@@ -104,22 +104,21 @@ def count_listed_cores() -> int:
         DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
     """
     tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER)
-    if tool is None:
-        msg = f"neuron-ls is neither on PATH nor in {_LS_FOLDER}"
-        raise _unknown_count(msg)
-    try:
-        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        msg = f"{tool} cannot be run ({error})"
-        raise _unknown_count(msg) from error
-    if ended.returncode != 0:
-        msg = f"{tool} --json-output exited with status {ended.returncode}: {ended.stderr.strip()[-200:]!r}"
-        raise _unknown_count(msg)
-    try:
-        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
-    except (KeyError, TypeError, ValueError) as error:
-        msg = f"{tool} --json-output did not print a list of devices with an nc_count each: {ended.stdout[:200]!r}"
-        raise _unknown_count(msg) from error
+    why = f"neuron-ls is neither on PATH nor in {_LS_FOLDER}"
+    if tool is not None:
+        try:
+            ended = subprocess.run(
+                [tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True
+            )
+            return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
+        except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
+            said = getattr(error, "stderr", None) or error
+            why = f"{tool} --json-output printed no list of devices with an nc_count each ({said!s})"
+    msg = (
+        f"the number of NeuronCores of this process is unknown: {why}. Set NEURON_RT_NUM_CORES or "
+        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which includes neuron-ls"
+    )
+    raise DeviceUnavailableError(msg)
 
 
 def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
@@ -137,27 +136,20 @@ def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _read_spans(listed: str) -> list[range]:
-    spans: list[range] = []
+def _read_spans(listed: str) -> list[int]:
+    """Return the cores in "0,2-4"."""
+    cores: list[int] = []
     for part in listed.split(","):
-        span = _read_span(part.strip())
-        why = "is neither a core nor a range" if span is None else "runs backwards" if not span else ""
-        if span and any(max(span.start, other.start) < min(span.stop, other.stop) for other in spans):
-            why = "repeats a core"
-        if why or span is None:
+        span = _SPAN.fullmatch(part.strip())
+        found = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
+        if not found or not set(found).isdisjoint(cores):
             msg = (
-                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} {why}. List cores and ranges, each core once, as in "
-                "'0-6', '3' or '0,2-4'"
+                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a range of further cores. "
+                "List cores and ranges, each core once, as in '0-6', '3' or '0,2-4'"
             )
             raise DeviceListError(msg)
-        spans.append(span)
-    return spans
-
-
-def _read_span(part: str) -> range | None:
-    """Parse "3" or "0-6" into a range, empty if it runs backwards; None if `part` is neither a core nor a range."""
-    found = _SPAN.fullmatch(part)
-    return None if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
+        cores += found
+    return cores
 
 
 def _read_index(entry: Any) -> int:
@@ -172,16 +164,3 @@ def _read_index(entry: Any) -> int:
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
     msg = f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"
     raise DeviceListError(msg)
-
-
-def _unavailable(core: NeuronCore, visible: int) -> str:
-    seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "only nc:0" if visible else "no NeuronCore"
-    return f"{str(core)!r} is not available: this process sees {seen}, counted from zero within the process. {_ADVICE}"
-
-
-def _unknown_count(why: str) -> DeviceUnavailableError:
-    msg = (
-        f"the number of NeuronCores of this process is unknown: {why}. Set NEURON_RT_NUM_CORES or "
-        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which includes neuron-ls"
-    )
-    return DeviceUnavailableError(msg)

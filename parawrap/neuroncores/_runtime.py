@@ -1,45 +1,48 @@
-"""The interface of NeuronCore runtimes, of the vendor's and of the double; and what a model was compiled for."""
+"""The base of NeuronCore runtimes, of the vendor's and of the double; and what a model was compiled for."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import io
+import threading
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.errors import ReplicaError, ShapeError
-from parawrap.neuroncores._example_call import quiet_about_torchscript
-from parawrap.tree import TreeSpec, addresses
 
-
-class TensorSpec(NamedTuple):
-    """The address of one tensor in a call or an output, and the shape that it was compiled for."""
-
-    address: str
-    shape: tuple[int, ...]
+# Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
+_filtering = threading.RLock()
 
 
 class Signature(NamedTuple):
-    """The inputs and outputs that a model was compiled for, in the order of `parawrap.tree.flatten`."""
+    """The shapes of the inputs and outputs that a model was compiled for, in the order of `parawrap.tree.flatten`."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, inputs: Sequence[Any], takes: TreeSpec, outputs: Sequence[Any], gives: TreeSpec) -> Signature:
-        """Return the signature of a call with these leaves and structures. Values other than tensors have no spec."""
-        return cls(_specs(inputs, addresses(takes, ("args", "kwargs"))), _specs(outputs, addresses(gives, ("output",))))
+    def of(cls, inputs: Iterable[Any], outputs: Iterable[Any]) -> Signature:
+        """Return the signature of a call with these leaves. Values other than tensors are left out."""
+        shapes = [
+            tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)) for leaves in (inputs, outputs)
+        ]
+        return cls(*shapes)
 
     @property
     def most_dims(self) -> int:
         """The largest number of dims of an input."""
-        return max((len(spec.shape) for spec in self.inputs), default=0)
+        return max(map(len, self.inputs), default=0)
 
     def rows(self, dim: int) -> int | None:
         """Return the compiled number of rows on `dim`, next to single rows; None if the inputs disagree on it."""
-        sizes = {spec.shape[dim] for spec in self.inputs if -len(spec.shape) <= dim < len(spec.shape)}
+        sizes = {shape[dim] for shape in self.inputs if -len(shape) <= dim < len(shape)}
         if len(sizes) > 1:
             sizes.discard(1)
         return sizes.pop() if len(sizes) == 1 else None
@@ -48,15 +51,15 @@ class Signature(NamedTuple):
         """Return the reason why the model only takes batches of the compiled size; None if it takes any size."""
         if not self.inputs:
             return "it takes no tensors"
-        first = self.inputs[0]
-        for spec in (*self.inputs, *self.outputs):
-            if not spec.shape:
-                return f"{spec.address} has no batch dimension: its compiled shape is ()"
-            if spec.shape[0] == 0:
-                return f"{spec.address} is compiled for 0 rows"
-            if spec.shape[0] != first.shape[0]:
-                rows = f"{first.shape[0]} rows on dim 0, and {spec.address} for {spec.shape[0]}"
-                return f"{first.address} is compiled for {rows}"
+        for kind, shapes in (("input", self.inputs), ("output", self.outputs)):
+            for number, shape in enumerate(shapes):
+                if not shape:
+                    return f"{kind} {number} has no batch dimension: its compiled shape is ()"
+                if shape[0] == 0:
+                    return f"{kind} {number} is compiled for 0 rows"
+                if shape[0] != self.inputs[0][0]:
+                    rows = f"{self.inputs[0][0]} rows on dim 0, and {kind} {number} for {shape[0]}"
+                    return f"input 0 is compiled for {rows}"
         return None
 
 
@@ -72,29 +75,17 @@ class NeuronRuntime(ABC):
 
     @abstractmethod
     def core_count(self) -> int:
-        """Return the number of NeuronCores allocated to this process.
-
-        Raises:
-            DeviceUnavailableError: If the number cannot be determined. The message says how to set it.
-            DeviceListError: If NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES is malformed.
-        """
+        """Return the number of NeuronCores allocated to this process. For the errors see `parawrap.neuron.core_count`."""
 
     @abstractmethod
     def trace(
         self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
     ) -> torch.jit.ScriptModule:
-        """Compile a module or function for the shapes and dtypes of the examples: a tensor or tuple, or a dict by name.
-
-        `compiler` holds options of the runtime's compiler.
-
-        Raises:
-            TypeError: If both or neither kind of examples are given, or a dict is given by position.
-            DeviceUnavailableError: If the runtime cannot trace inputs by name.
-        """
+        """Compile a module or function for the shapes and dtypes of the examples, as `parawrap.neuron.trace` does."""
 
     @abstractmethod
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the inputs and outputs that the model was compiled for; None if the runtime does not report them."""
+        """Return the shapes that the model was compiled for; None if the runtime does not report them."""
 
     @abstractmethod
     def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
@@ -124,10 +115,12 @@ class NeuronRuntime(ABC):
         """Let a model take batches of any size on dim 0, in place, and return it.
 
         Raises:
-            ReplicaError: If the model has no part compiled for NeuronCores.
+            ReplicaError: If the model has no part compiled for NeuronCores. The vendor's functions ignore such a module.
             ShapeError: If a part cannot take other batch sizes. The message says why.
         """
-        parts = _find_compiled(model)
+        parts = dict.fromkeys(_find_compiled(model))
+        if not parts:
+            raise not_traced(model)
         for part in parts:
             signature = self.signature(part)
             why = None if signature is None else signature.why_fixed()
@@ -158,29 +151,65 @@ def save_to_memory(part: torch.jit.ScriptModule) -> io.BytesIO:
     return file
 
 
-def _find_compiled(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
-    """Return the outermost ScriptModules in a module, which may be the module itself, each once.
+def _find_compiled(module: torch.nn.Module) -> list[torch.jit.ScriptModule]:
+    """Return the outermost ScriptModules in a module, which may be the module itself."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [module]
+    return [part for child in module.children() for part in _find_compiled(child)]
+
+
+# --- the example call of a trace ---
+
+
+def read_examples(
+    function: Callable[..., Any], example_inputs: Any, example_kwarg_inputs: Any
+) -> tuple[tuple[Any, ...], OrderedDict[str, Any]]:
+    """Return the arguments of the call that a trace records: either positional arguments or keyword arguments.
+
+    As in torch.jit.trace, a tuple or list holds all arguments, and any other value is one. Keyword arguments are in the
+    order of the function's parameters, so flattening gives the same order as for a positional call. A plain dict would be
+    flattened in the order of its keys.
 
     Raises:
-        ReplicaError: If the module has none. The vendor's functions silently ignore such a module.
+        TypeError: If both or neither are given, or a dict is given by position.
     """
-    found: list[torch.jit.ScriptModule] = []
-    waiting, seen = [model], set[int]()
-    while waiting:
-        module = waiting.pop()
-        if isinstance(module, torch.jit.ScriptModule):
-            found.append(module)
-        elif isinstance(module, torch.nn.Module):
-            waiting += [child for child in module.children() if id(child) not in seen]
-            seen.update(map(id, module.children()))
-    if not found:
-        raise not_traced(model)
-    return found
+    if (example_inputs is None) == (example_kwarg_inputs is None):
+        given = "neither" if example_inputs is None else "both"
+        msg = f"trace got {given} of example_inputs and example_kwarg_inputs. Give one of them"
+        raise TypeError(msg)
+    if isinstance(example_inputs, Mapping):
+        msg = (
+            f"example_inputs is a {type(example_inputs).__name__}. To trace inputs by name, use example_kwarg_inputs=. If "
+            "forward takes one dict, give a tuple that holds it: (inputs,)"
+        )
+        raise TypeError(msg)
+    if example_kwarg_inputs is None:
+        return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,), OrderedDict()
+    order = [parameter.name for parameter in inspect_parameters(function)]
+    names = sorted(example_kwarg_inputs, key=lambda name: order.index(name) if name in order else len(order))
+    return (), OrderedDict((name, example_kwarg_inputs[name]) for name in names)
 
 
-def _specs(leaves: Sequence[Any], where: Sequence[str]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(address, tuple(leaf.shape))
-        for leaf, address in zip(leaves, where, strict=True)
-        if isinstance(leaf, torch.Tensor)
-    )
+def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a module or function; an empty list if Python cannot inspect its signature."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except (TypeError, ValueError):
+        return []
+    return list(signature.parameters.values())
+
+
+def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a module that shares its parameters: a trial call leaves the state of the module as it is."""
+    return copy.deepcopy(model, {id(weight): weight for weight in getattr(model, "parameters", list)()})
+
+
+@contextmanager
+def quiet_about_torchscript() -> Iterator[None]:
+    """Hide the warning that torch.jit is deprecated: the vendor's compilers still return a ScriptModule.
+
+    Only one thread at a time runs inside this block.
+    """
+    with _filtering, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")
+        yield

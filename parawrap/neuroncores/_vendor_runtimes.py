@@ -7,11 +7,10 @@ They use only names that the vendor documents. A vendor's compiled model reports
 from __future__ import annotations
 
 import importlib
-import inspect
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -19,9 +18,16 @@ from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_cores import find_programs
-from parawrap.neuroncores._example_call import ExampleCall, copy_for_trial, quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import count_listed_cores, read_core_numbers
-from parawrap.neuroncores._runtime import NeuronRuntime, Signature, no_dynamic_batching, save_to_memory
+from parawrap.neuroncores._runtime import (
+    NeuronRuntime,
+    Signature,
+    copy_for_trial,
+    no_dynamic_batching,
+    quiet_about_torchscript,
+    read_examples,
+    save_to_memory,
+)
 from parawrap.tree import flatten
 
 # The vendor's placement context is per process: "using multiple core placement contexts from multiple threads may not
@@ -36,19 +42,13 @@ _NO_TRACE = (
 )
 
 
-class _Traced(NamedTuple):
-    """The record of a traced model. `signature` is None if the model cannot run on the CPU."""
-
-    signature: Signature | None
-    options: Mapping[str, Any]
-
-
 class _VendorRuntime(NeuronRuntime):
     """A vendor's package, which the constructor imports."""
 
     def __init__(self) -> None:
         self._vendor: Any = importlib.import_module(self.name)
-        self._traced: WeakKeyDictionary[torch.nn.Module, _Traced] = WeakKeyDictionary()
+        self._signatures: WeakKeyDictionary[torch.nn.Module, Signature | None] = WeakKeyDictionary()
+        self._dynamic: WeakSet[torch.nn.Module] = WeakSet()  # traced with torch_neuron's option for dynamic batching
         self._cores_listed: int | None = None
 
     def core_count(self) -> int:
@@ -63,22 +63,19 @@ class _VendorRuntime(NeuronRuntime):
         self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
     ) -> torch.jit.ScriptModule:
         """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
-        example = ExampleCall.of(model, example_inputs, example_kwarg_inputs)
-        trace = self._find_documented("trace")
-        if example_kwarg_inputs is not None:
-            self._refuse_without(trace, "example_kwarg_inputs")
-        signature = _observe(model, example)
+        signature = _observe(model, *read_examples(model, example_inputs, example_kwarg_inputs))
         options = self._options(compiler, signature)
         given = (example_inputs,) if example_kwarg_inputs is None else ()
         named = {} if example_kwarg_inputs is None else {"example_kwarg_inputs": example_kwarg_inputs}
-        compiled: torch.jit.ScriptModule = trace(model, *given, **named, **options)
-        self._traced[compiled] = _Traced(signature, options)
+        compiled: torch.jit.ScriptModule = self._find_documented("trace")(model, *given, **named, **options)
+        self._signatures[compiled] = signature
+        if options.get("dynamic_batch_size"):
+            self._dynamic.add(compiled)
         return compiled
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
         """Return the recorded signature for models that `trace` returned and for copies that `load` made of them."""
-        traced = self._traced.get(model)
-        return None if traced is None else traced.signature
+        return self._signatures.get(model)
 
     def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
         """Load each model in the placement context, which the vendor documents as the most efficient way."""
@@ -93,22 +90,15 @@ class _VendorRuntime(NeuronRuntime):
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded: list[torch.nn.Module] = [torch.jit.load(file) for file in files]
         for part, copied in zip(parts, loaded, strict=True):
-            if part in self._traced:
-                self._traced[copied] = self._traced[part]
+            if part in self._signatures:
+                self._signatures[copied] = self._signatures[part]
+            if part in self._dynamic:
+                self._dynamic.add(copied)
         return loaded
 
     def _options(self, compiler: dict[str, Any], signature: Signature | None) -> dict[str, Any]:
         """Return the options for the vendor's trace."""
         return compiler
-
-    def _refuse_without(self, trace: Any, name: str) -> None:
-        """Raise DeviceUnavailableError unless the vendor's trace has the parameter. `**options` would not use it."""
-        if name not in inspect.signature(trace).parameters:
-            msg = (
-                f"the trace of this release of {self.name} has no {name}. Give the inputs by position, in the order of "
-                "forward: trace(model, (first, second)). If forward needs names, trace a module that calls it with them"
-            )
-            raise DeviceUnavailableError(msg)
 
     def _find_documented(self, name: str) -> Any:
         """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
@@ -162,24 +152,19 @@ class TorchNeuron(_VendorRuntime):
         return {"dynamic_batch_size": True, **compiler} if is_eligible else compiler
 
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
-        traced = self._traced.get(part)
-        if traced is None:
+        if part not in self._dynamic:
             why = (
-                "it is from a file or from another trace. Trace it in this process with parawrap.neuron.trace. If it was "
-                "traced with dynamic_batch_size=True, use it as it is: it takes any number of rows already"
+                "only its trace can enable it. Trace it in this process with parawrap.neuron.trace and "
+                "dynamic_batch_size=True. If it is from a file, and was traced so, use it as it is: it takes any rows"
             )
             raise no_dynamic_batching(why)
-        if not traced.options.get("dynamic_batch_size"):
-            why = "it was traced without dynamic_batch_size. Trace it with dynamic_batch_size=True"
-            raise no_dynamic_batching(why)
 
 
-def _observe(model: Any, example: ExampleCall) -> Signature | None:
+def _observe(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
     """Run the model once on the CPU and return its signature; None if it fails."""
     try:
         with torch.no_grad():
-            returned = copy_for_trial(model)(*example.args, **example.kwargs)
+            returned = copy_for_trial(model)(*args, **kwargs)
     except Exception:  # noqa: BLE001 (the model may have kernels for NeuronCores only; the vendor's trace reports mistakes)
         return None
-    inputs, takes = flatten(tuple(example))
-    return Signature.of(inputs, takes, *flatten(returned))
+    return Signature.of(flatten((args, kwargs))[0], flatten(returned)[0])

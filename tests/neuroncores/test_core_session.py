@@ -98,7 +98,7 @@ def test_options_of_the_block(host):
     with parallel(model, TWO, in_dims={"table": None}, reduce="sum") as p:
         torch.testing.assert_close(p(x, table), (x @ table, x.sum()))
         torch.testing.assert_close(p.submit(x[:2], table).result(), (x[:2] @ table, x[:2].sum()))
-        with pytest.raises(ShapeError, match=r"args\[0\] is \[4, 3\], but the model is compiled for \[2, 3\]"):
+        with pytest.raises(ShapeError, match=r"input 0 is \[4, 3\], but the model is compiled for \[2, 3\]"):
             p.submit(x, table).result()
     with parallel(compiled_linear()[1], TWO, join="list") as p:
         assert [len(output) for output in p(torch.randn(8, 3))] == [2] * 4

@@ -33,8 +33,8 @@ def linear():
     ("function", "example", "says"),
     [
         (torch.neg, (), "the example has no tensors"),
-        (torch.neg, torch.zeros(2, device="meta"), r"the example has a tensor on meta at args\[0\]"),
-        (lambda x: (x, None), A, r"the model returns a NoneType at output\[1\]"),
+        (torch.neg, torch.zeros(2, device="meta"), "the example has a tensor on meta"),
+        (lambda x: (x, None), A, "the model returns NoneType"),
         (lambda x: (), A, "the model returns no tensors"),
     ],
     ids=["empty", "device", "output", "no output"],

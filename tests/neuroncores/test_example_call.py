@@ -44,7 +44,7 @@ def test_inputs_by_name(host, through):
         assert_close(net(given["x"], given["mask"], given["bias"]), weighed(**given))
     few = {"bias": torch.ones(2, 5), "x": torch.ones(2, 3)}  # mask keeps its default
     assert_close(neuron.trace(weighed, example_kwarg_inputs=few)(**few), weighed(**few))
-    with pytest.raises(ShapeError, match=r'kwargs\["mask"\] is \[2, 2\], but the model is compiled for \[2, 1\]'):
+    with pytest.raises(ShapeError, match=r"input 1 is \[2, 2\], but the model is compiled for \[2, 1\]"):
         net(**{**inputs(8), "mask": torch.zeros(8, 2)})
     net.close()
 
@@ -64,11 +64,10 @@ def test_examples_by_position(host):
         (({"x": torch.zeros(2, 3)},), {}, r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)"),
         ((), {}, "got neither of example_inputs and example_kwarg_inputs"),
         ((torch.zeros(2, 3),), {"example_kwarg_inputs": {}}, "got both of example_inputs and example_kwarg_inputs"),
-        ((), {"example_kwarg_inputs": (torch.zeros(2, 3),)}, "example_kwarg_inputs is a tuple. Give a dict"),
-        ((), {"example_kwarg_inputs": {"x": torch.zeros(2, 3), "mask": None}}, r'a NoneType at kwargs\["mask"\]'),
+        ((), {"example_kwarg_inputs": {"x": torch.zeros(2, 3), "mask": None}}, "the example has NoneType"),
         ((), {"example_kwarg_inputs": {"z": torch.zeros(2, 3)}}, "unexpected keyword argument 'z'"),
     ],
-    ids=["dict", "neither", "both", "tuple", "None", "unknown"],
+    ids=["dict", "neither", "both", "None", "unknown"],
 )
 def test_wrong_examples_are_refused(host, args, kwargs, words):
     with pytest.raises(TypeError, match=words):

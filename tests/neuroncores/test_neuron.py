@@ -68,8 +68,8 @@ def assert_reported(output, rows):
             [5, 5],
             ["on [0, 1]\n", "refused: 'nc:4' is not available: this process sees nc:0 to nc:3"],
         ),
-        ("neuron_dim", None, [8], ["refused: ", "7 rows on dim 1 over 2 NeuronCores are 3.5 per core", "Pass 8 rows"]),
-        ("neuron_fixed_batch", 4, [2], ["refused: ", "4 rows on dim 0 over 2 NeuronCores are 2 per core", "Pass 2 rows"]),
+        ("neuron_dim", None, [8], ["refused: ", "7 rows on dim 1 over 2 NeuronCores are 3.5 per core", "Pass 8."]),
+        ("neuron_fixed_batch", 4, [2], ["refused: ", "4 rows on dim 0 over 2 NeuronCores are 2 per core", "Pass 2."]),
     ],
 )
 def test_examples_of_the_vendor_run(run, name, cores, rows, parts):

@@ -82,19 +82,19 @@ def test_variables_set_the_cores(monkeypatch, visible, number, cores):
 
 
 @pytest.mark.parametrize(
-    ("listed", "part", "why"),
+    ("listed", "part"),
     [
-        *((each, each, "is neither a core nor a range") for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
-        ("0,", "", "is neither a core nor a range"),
-        ("0-3,5-4", "5-4", "runs backwards"),
-        ("0-3,2-5", "2-5", "repeats a core"),
+        *((each, each) for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
+        ("0,", ""),
+        ("0-3,5-4", "5-4"),
+        ("0-3,2-5", "2-5"),
     ],
 )
-def test_malformed_visible_cores(listed, part, why):
-    """The error shows the variable with its value, the malformed part, the reason, and valid spellings."""
+def test_malformed_visible_cores(listed, part):
+    """The error shows the variable with its value, the malformed part, and valid spellings."""
     with pytest.raises(DeviceListError) as refused:
         read_core_numbers({"NEURON_RT_VISIBLE_CORES": listed})
-    assert str(refused.value).startswith(f"NEURON_RT_VISIBLE_CORES={listed!r}: {part!r} {why}")
+    assert str(refused.value).startswith(f"NEURON_RT_VISIBLE_CORES={listed!r}: {part!r} is neither")
     assert "'0-6', '3' or '0,2-4'" in str(refused.value)
 
 
@@ -151,10 +151,10 @@ def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("stdout", "stderr", "code", "said"),
     [
-        ("not json", "", 0, "did not print a list of devices with an nc_count each: 'not json'"),
-        ('[{"nc_count": null}]', "", 0, "did not print a list"),
-        ("", "unknown flag: --json-output\n", 1, "exited with status 1: 'unknown flag: --json-output'"),
-        ("", "", None, "neuron-ls cannot be run ([Errno 8] Exec format error"),
+        ("not json", "", 0, "printed no list of devices with an nc_count each (Expecting value"),
+        ('[{"nc_count": null}]', "", 0, "printed no list"),
+        ("", "unknown flag: --json-output\n", 1, "(unknown flag: --json-output"),
+        ("", "", None, "([Errno 8] Exec format error"),
     ],
 )
 def test_unusable_output_of_the_tool(runtime, tool, stdout, stderr, code, said):
