@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from parawrap.errors import PlatformError
+from parawrap.errors import GatherError, PlatformError
 from parawrap.launch import Platform, current_rank, inside_a_rank
 
 T = TypeVar("T")
@@ -52,17 +52,12 @@ def gather_objects(value: T) -> list[T]:
     return found
 
 
-def find_difference(lists: Sequence[Sequence[str]]) -> tuple[int, str, str] | None:
-    """Compare the ranks' lists with that of rank 0.
-
-    Returns:
-        The first rank with another list, an item that only rank 0 has, and an item that only this rank has. None without
-        a difference.
-    """
-    first = lists[0]
-    for rank, other in enumerate(lists):
-        if other != first:
-            here = next((item for item in first if item not in other), "nothing else")
-            there = next((item for item in other if item not in first), "nothing else")
-            return rank, here, there
-    return None
+def check_equal(helper: str, descriptions: Sequence[str | None], cure: str) -> None:
+    """Raise GatherError if two ranks describe their values differently. None is a rank whose values do not count."""
+    described = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
+    for rank, description in described:
+        first, expected = described[0]
+        if description != expected:
+            found = f"rank {first} has {expected}, but rank {rank} has {description}"
+            msg = f"{helper}: the ranks' values differ: {found}. {cure}"
+            raise GatherError(msg)

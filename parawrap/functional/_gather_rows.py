@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import find_difference, gather_objects, require_group
+from parawrap.functional._collectives import check_equal, gather_objects, require_group
 from parawrap.functional._rank_samplers import RankSampler
 from parawrap.tree import WholeLeaf, addresses, flatten, replace_nodes, unflatten
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-
-
-class _Report(NamedTuple):
-    """What a rank sends to the others: the indices of its rows, and the addresses and columns of its results."""
-
-    indices: list[int]
-    places: list[str]
-    columns: list[Any]
 
 
 def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
@@ -70,18 +62,14 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     leaves, spec = flatten(replace_nodes(tree, lambda value: type(value) is list, WholeLeaf))
     places = addresses(spec, ("tree",))
     columns = [_check_column(leaf, place, len(indices)) for leaf, place in zip(leaves, places, strict=True)]
-    reports = gather_objects(_Report(indices, places, [_move(column, _CPU) for column in columns]))
-    if difference := find_difference([report.places for report in reports]):
-        rank, here, there = difference
-        msg = f"gather_rows: rank 0 has {here}, but rank {rank} has {there}. Give all ranks the same structure."
-        raise GatherError(msg)
-    order = _find_order([index for report in reports for index in report.indices], length)
-    with_rows = {rank: report.columns for rank, report in enumerate(reports) if report.indices}
-    found = [
-        _put_in_order({rank: parts[number] for rank, parts in with_rows.items()}, order, column, place)
-        for number, (column, place) in enumerate(zip(columns, places, strict=True))
-    ]
-    return unflatten(spec, found)  # type: ignore[no-any-return]
+    reports = gather_objects((indices, places, [_move(column, _CPU) for column in columns]))
+    check_equal("gather_rows", [", ".join(places) for _, places, _ in reports], "Give all ranks the same structure.")
+    order = _find_order([index for indices, _, _ in reports for index in indices], length)
+    kinds = [", ".join(map(_describe, places, parts)) if indices else None for indices, _, parts in reports]
+    check_equal("gather_rows", kinds, "If rows differ in shape, give a list with one item per row, such as list(tensor).")
+    with_rows = [parts for indices, _, parts in reports if indices] or [columns]
+    gathered = [_put_in_order(list(parts), order, column) for *parts, column in zip(*with_rows, columns, strict=True)]
+    return unflatten(spec, gathered)  # type: ignore[no-any-return]
 
 
 # --- the order of rows ---
@@ -111,17 +99,11 @@ def _find_order(indices: list[int], length: int) -> list[int]:
     for position, index in enumerate(indices):
         first.setdefault(index, position)
     missing = [index for index in range(length) if index not in first]
-    if missing:
-        some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+    if missing or len(first) > length:
         msg = (
-            f"gather_rows: {len(missing)} row(s) of the dataset are missing on all ranks: {some}. "
-            "Use a sampler with drop_last=False, and the same number of epochs on every rank."
-        )
-        raise GatherError(msg)
-    if len(first) > length:
-        msg = (
-            f"gather_rows: another rank has row {max(first)}, but this rank's dataset has {length} row(s). "
-            "Give all ranks one dataset."
+            f"gather_rows: {len(missing)} row(s) of the dataset are missing on all ranks, and "
+            f"{len(first) - length + len(missing)} row(s) are not in this rank's dataset. Give all ranks one dataset, a "
+            "sampler with drop_last=False, and the same number of epochs."
         )
         raise GatherError(msg)
     return [first[index] for index in range(length)]
@@ -133,20 +115,12 @@ def _find_order(indices: list[int], length: int) -> list[int]:
 def _check_column(leaf: Any, place: str, rows: int) -> Any:
     """Return a tensor or a list of this many rows."""
     column = leaf.value if isinstance(leaf, WholeLeaf) else leaf
-    is_tensor = isinstance(column, Tensor)
-    if is_tensor and column.layout is torch.strided and not column.is_nested and not hasattr(column, "full_tensor"):
-        if column.dim() == 0:
-            msg = (
-                f"{place} is a tensor without dims. Give a list with one tensor per row, or stack them; "
-                "functional.reduce_metrics takes single numbers."
-            )
-            raise GatherError(msg)
-    elif type(column) is not list:
-        what = f"a tensor of {column.layout}" if is_tensor else f"a {type(column).__qualname__}"
-        msg = f"{place} is {what}. gather_rows takes dense tensors with the rows on dim 0, and lists with one item per row"
+    kind = type(column).__qualname__
+    is_dense = isinstance(column, Tensor) and column.layout is torch.strided and not column.is_nested
+    if type(column) is not list and (not is_dense or column.dim() == 0 or hasattr(column, "full_tensor")):
+        msg = f"{place} is a {kind}. gather_rows takes dense tensors with rows on dim 0, and lists with one item per row"
         raise TypeError(msg)
     if len(column) != rows:
-        kind = "tensor" if is_tensor else "list"
         msg = (
             f"{place} is a {kind} of {len(column)} row(s), but the sampler gave this rank {rows}. Give the results of one "
             "whole epoch, from a loader with drop_last=False: one list item per row, the outputs of batches concatenated, "
@@ -161,24 +135,17 @@ def _move(column: Any, device: torch.device) -> Any:
     return replace_nodes(column, lambda node: isinstance(node, Tensor), lambda tensor: tensor.detach().to(device))
 
 
-def _put_in_order(parts: dict[int, Any], order: list[int], own: Any, place: str) -> Any:
-    """Return the rows of the ranks that have some, in the order of the dataset, on the device of this rank's column."""
-    kinds = {rank: _kind_of(part) for rank, part in parts.items()}
-    first = next(iter(parts), 0)
-    for rank, kind in kinds.items():
-        if kind != kinds[first]:
-            msg = (
-                f"{place}: a row is {kinds[first]} on rank {first}, but {kind} on rank {rank}. Give all ranks the same "
-                "structure and dtype. If rows differ in shape, give a list with one item per row, such as list(tensor)."
-            )
-            raise GatherError(msg)
+def _describe(place: str, column: Any) -> str:
+    """Describe the rows of a column. Lists may hold rows of different shapes."""
+    if isinstance(column, Tensor):
+        return f"{place} with rows of {column.dtype} and shape {tuple(column.shape[1:])}"
+    return f"a list {place}"
+
+
+def _put_in_order(parts: list[Any], order: list[int], own: Any) -> Any:
+    """Return the rows of the ranks in the order of the dataset, on the device of this rank's column."""
     device = next((leaf.device for leaf in flatten(own)[0] if isinstance(leaf, Tensor)), _CPU)
-    columns = list(parts.values()) or [own]
-    if isinstance(columns[0], Tensor):
-        return torch.cat(columns)[order].detach().to(device)
-    items = [item for column in columns for item in column]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[order].detach().to(device)
+    items = [item for column in parts for item in column]
     return _move([items[position] for position in order], device)
-
-
-def _kind_of(column: Any) -> str:
-    return f"{column.dtype} {tuple(column.shape[1:])}" if isinstance(column, Tensor) else "an item of a list"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class RankSampler(DistributedSampler[Any]):
     """torch's DistributedSampler, which also works without padding, and if the default device is not the CPU.
 
     Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by at most one; the longer
-    ones come first. The length of the dataset may change between epochs.
+    ones come first.
 
     With `counts_epochs`, each iteration is the epoch after the previous one, unless `set_epoch` was called in between.
     """
@@ -74,9 +73,9 @@ class RankSampler(DistributedSampler[Any]):
         counts_epochs: bool = False,
     ) -> None:
         super().__init__(dataset, world_size, rank, shuffle, seed, drop_last)
-        self._is_padded = pad
         self._counts_epochs = counts_epochs
         self._has_begun = False
+        self._is_padded = pad
 
     @property
     def next_epoch(self) -> int:
@@ -93,21 +92,22 @@ class RankSampler(DistributedSampler[Any]):
         return iter(self.rows())
 
     def __len__(self) -> int:
-        share, rest = divmod(len(self.dataset), self.num_replicas)  # type: ignore[arg-type]
-        if self._is_padded:
-            return share + (rest > 0 and not self.drop_last)
-        return share + (self.rank < rest)
+        return super().__len__() if self._is_padded else len(self._share())
 
     def rows(self) -> list[int]:
         """Return the indices of this rank's rows in the current epoch."""
-        length = len(self.dataset)  # type: ignore[arg-type]  # the constructor needed its length
-        order = list(range(length))
-        if self.shuffle:
+        with torch.device("cpu"):
+            if self._is_padded:
+                return list(super().__iter__())
+            share = self._share()
+            if not self.shuffle:
+                return list(share)
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator, device="cpu").tolist()
-        count = len(self)
-        if self._is_padded:
-            return list(islice(cycle(order), self.rank, self.rank + count * self.num_replicas, self.num_replicas))
-        share, rest = divmod(length, self.num_replicas)
+            order = torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
+        return order[share.start : share.stop]
+
+    def _share(self) -> range:
+        """Return the positions of this rank's rows without padding."""
+        share, rest = divmod(len(self.dataset), self.num_replicas)  # type: ignore[arg-type]  # a dataset with a length
         start = self.rank * share + min(self.rank, rest)
-        return order[start : start + count]
+        return range(start, start + share + (self.rank < rest))

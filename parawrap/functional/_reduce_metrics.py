@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from parawrap.errors import GatherError
-from parawrap.functional._collectives import find_difference, gather_objects, require_group
+from parawrap.functional._collectives import check_equal, gather_objects, require_group
 from parawrap.tree import addresses, flatten, unflatten
 
 T = TypeVar("T")
-
-
-class _Report(NamedTuple):
-    """What a rank sends to the others: its op, the addresses and shapes of its values, its weight, and the values."""
-
-    signature: list[str]
-    weight: float
-    numbers: list[Tensor]
 
 
 def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
@@ -39,12 +30,12 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
 
     Returns:
         The structure of `values`: floats for Python numbers, and for tensors, tensors of the same shape, dtype, and device
-        without an autograd graph. Sums of integer tensors are int64, as in torch.sum, or float64 if a weight is not an
-        integer.
+        without an autograd graph. Sums of integer tensors are int64, as in torch.sum. Their means, and sums with a weight
+        that is not an integer, are float64.
 
     Raises:
-        GatherError: If the ranks' structures, shapes, or `op` differ. The message names the first difference.
-        TypeError: If a value is not a real number, or is an integer tensor with op="mean".
+        GatherError: If the ranks' structures, shapes, or `op` differ. The message shows both.
+        TypeError: If a value is not a real number, or a dense tensor of real numbers.
         ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
@@ -67,76 +58,45 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         raise ValueError(msg)
     leaves, spec = flatten(values)
     places = addresses(spec, ("values",))
-    numbers = [_as_tensor(leaf, place, op) for leaf, place in zip(leaves, places, strict=True)]
+    numbers = [_as_tensor(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
     shapes = [f"{place} {tuple(each.shape)}" for place, each in zip(places, numbers, strict=True)]
     require_group("reduce_metrics")
-    reports = gather_objects(_Report([f"op={op!r}", *shapes], own_weight, numbers))
-    _check_signatures([report.signature for report in reports])
-    counted = [report for report in reports if report.weight]
+    reports = gather_objects((", ".join([f"op={op!r}", *shapes]), own_weight, numbers))
+    cure = "Give all ranks the same structure, shapes, and op. A rank with weight=0 does not count."
+    check_equal("reduce_metrics", [description for description, _, _ in reports], cure)
+    counted = [(weight, numbers) for _, weight, numbers in reports if weight]
     if op == "mean" and not counted:
         msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call out, or give op='sum'."
         raise ValueError(msg)
-    weights = [report.weight for report in counted]
-    reduced = []
-    for number, leaf in enumerate(leaves):
-        total = _reduce([report.numbers[number] for report in counted], weights, op, numbers[number])
-        reduced.append(_like(leaf, total))
+    weights = [weight for weight, _ in counted]
+    columns = [[numbers[place] for _, numbers in counted] for place in range(len(leaves))]
+    reduced = [_reduce(*each, weights, op) for each in zip(leaves, numbers, columns, strict=True)]
     return unflatten(spec, reduced)  # type: ignore[no-any-return]
 
 
-def _as_tensor(leaf: Any, place: str, op: str) -> Tensor:
+def _as_tensor(leaf: Any, place: str) -> Tensor:
     """Return a value as an integer or float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
         return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
-    if not isinstance(leaf, Tensor):
-        msg = f"{place} is a {type(leaf).__qualname__}, not a number or a tensor. Leave it out of reduce_metrics."
+    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested or hasattr(leaf, "full_tensor"):
+        kind = type(leaf).__qualname__
+        msg = f"{place} is a {kind}, not a number or a dense tensor. Leave it out, or give its full_tensor()."
         raise TypeError(msg)
-    if hasattr(leaf, "full_tensor"):
-        msg = f"{place} is a DTensor, and this rank has only a part. Give reduce_metrics its .full_tensor()."
-        raise TypeError(msg)
-    if leaf.dtype is torch.bool or leaf.is_complex() or leaf.layout is not torch.strided or leaf.is_nested:
-        msg = (
-            f"{place} is a tensor of {leaf.dtype} and {leaf.layout}. "
-            "Give reduce_metrics dense real numbers, for example with .double()."
-        )
-        raise TypeError(msg)
-    if op == "mean" and not leaf.is_floating_point():
-        msg = f"{place} is a tensor of {leaf.dtype}, which cannot hold a mean. Give its .double(), or op='sum'."
+    if leaf.dtype is torch.bool or leaf.is_complex():
+        msg = f"{place} is a tensor of {leaf.dtype}. Give reduce_metrics real numbers, for example with .double()."
         raise TypeError(msg)
     return leaf.detach().to("cpu").to(torch.float64 if leaf.is_floating_point() else torch.int64)
 
 
-def _check_signatures(signatures: list[list[str]]) -> None:
-    """Raise if a rank's values differ from those of rank 0. The message names the first difference."""
-    difference = find_difference(signatures)
-    if difference is None:
-        return
-    rank, here, there = difference
-    found = f"rank 0 has {here}, rank {rank} has {there}"
-    if here.startswith("op="):
-        msg = f"reduce_metrics: {found}. Use the same op on all ranks."
-    else:
-        msg = (
-            f"reduce_metrics: the ranks' values differ in structure or shape: {found}. Give all ranks the same "
-            "structure. A rank with weight=0 does not count."
-        )
-    raise GatherError(msg)
-
-
-def _reduce(parts: list[Tensor], weights: list[float], op: str, own: Tensor) -> Tensor:
-    """Return the weighted mean or sum of one value over the ranks with a weight."""
+def _reduce(leaf: Any, own: Tensor, parts: list[Tensor], weights: list[float], op: str) -> Any:
+    """Return the weighted mean or sum of one value over the ranks with a weight, in the form of the value."""
+    if op == "sum" and not own.is_floating_point() and all(weight.is_integer() for weight in weights):
+        weighted = [part * int(weight) for part, weight in zip(parts, weights, strict=True)]  # exact
+        return sum(weighted, torch.zeros_like(own)).to(leaf.device)
+    weighted = [part.double() * weight for part, weight in zip(parts, weights, strict=True)]
+    total = sum(weighted, torch.zeros_like(own, dtype=torch.float64))
     if op == "mean":
-        if len(parts) == 1:
-            return parts[0]
-        return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0) / sum(weights)
-    if not own.is_floating_point() and all(weight.is_integer() for weight in weights):
-        return sum((part * int(weight) for part, weight in zip(parts, weights, strict=True)), torch.zeros_like(own))
-    zero = torch.zeros_like(own, dtype=torch.float64)
-    return sum((part.double() * weight for part, weight in zip(parts, weights, strict=True)), zero)
-
-
-def _like(leaf: Any, numbers: Tensor) -> Any:
-    """Return a result in the form of the value that was given."""
+        total = total / sum(weights) if len(parts) > 1 else parts[0].double()
     if not isinstance(leaf, Tensor):
-        return float(numbers)
-    return numbers.to(leaf.dtype if leaf.is_floating_point() else numbers.dtype).to(leaf.device)
+        return float(total)
+    return total.to(leaf.device, leaf.dtype if leaf.is_floating_point() else torch.float64)

@@ -71,16 +71,6 @@ def has_batch_norm(module: nn.Module) -> bool:
 @overload
 def to(
     module: T,
-    local_rank: int | None,
-    sync_modules: Literal[False],
-    device: Device | torch.device | str | int | None = ...,
-    **options: Any,
-) -> T: ...
-
-
-@overload
-def to(
-    module: T,
     local_rank: int | None = ...,
     *,
     sync_modules: Literal[False],
@@ -174,18 +164,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:
-    if isinstance(device, (int, torch.device)):
-        return torch.device(device)
     rank = current_rank() if inside_a_rank() else None
     index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
-        return rank_device(Device(rank.platform.device) if rank else Device(Platform().device), index)
-    kind, _, digits = device.lower().partition(":")
-    if kind not in (*Device, "cuda"):
-        return torch.device(device.lower())
-    if digits.isdecimal():
-        return rank_device(Device.from_str(kind), int(digits))
-    return rank_device(Device(Platform(device=cast("Device", device)).device), index)
+        return rank_device(Device(rank.platform.device if rank else Platform().device), index)
+    if isinstance(device, str) and device.lower() in (*Device, "cuda"):
+        return rank_device(Device(Platform(device=cast("Device", device)).device), index)
+    return torch.device(device.lower() if isinstance(device, str) else device)
 
 
 def device(module: nn.Module) -> torch.device:

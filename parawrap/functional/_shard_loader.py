@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from parawrap.functional._collectives import find_place, gather_objects, require_group
 from parawrap.functional._rank_samplers import RankSampler
+from parawrap.launch import preserved_generators
 
 L = TypeVar("L", bound="DataLoader[Any]")
 
@@ -74,7 +75,9 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
         drop_last=drop_last,
         counts_epochs=True,
     )
-    sharded: L = _new_loader(type(loader))
+    plain: Any = type(loader)
+    kind = _class_with_own_numbers(plain)
+    sharded: L = kind.__new__(kind)
     vars(sharded).update(vars(loader), sampler=share, generator=torch.Generator(), _iterator=None)
     if batches is not None:
         vars(sharded)["batch_sampler"] = BatchSampler(share, batches.batch_size, drop_last)
@@ -103,15 +106,11 @@ def _find_sampler(loader: Any) -> Any:
         return sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return sampler
-    name = type(sampler).__qualname__
-    if hasattr(sampler, "num_replicas") or hasattr(getattr(sampler, "sampler", None), "num_replicas"):
-        msg = f"the loader's sampler, {name}, is already sharded. Use the loader as it is."
-    else:
-        msg = (
-            f"shard_loader shards loaders with shuffle=True or shuffle=False, and this one has a {name}. Make a loader "
-            "with a sampler, or batch sampler, that yields the share of this rank: current_rank().global_rank of "
-            "current_rank().world_size."
-        )
+    msg = (
+        f"shard_loader shards loaders with shuffle=True or shuffle=False, and this one has a {type(sampler).__qualname__}. "
+        "If that is already sharded, use the loader as it is. If not, make a loader with a sampler, or batch sampler, that "
+        "yields the share of this rank: current_rank().global_rank of current_rank().world_size."
+    )
     raise TypeError(msg)
 
 
@@ -142,15 +141,6 @@ class _OwnNumbers:
         batches = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
         return batches if loader.num_workers else _Batches(batches, seed)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_loader, (type(self).__bases__[1],), vars(self)  # a class that is made here has no importable name
-
-
-def _new_loader(kind: Any) -> Any:
-    """Return a sharded loader of this class, without attributes."""
-    made = _class_with_own_numbers(kind)
-    return made.__new__(made)
-
 
 @functools.cache
 def _class_with_own_numbers(kind: type) -> Any:
@@ -162,44 +152,16 @@ class _Batches:
 
     def __init__(self, batches: Iterator[Any], seed: int) -> None:
         self._batches = batches
-        self._seed = seed
-        self._own: tuple[Any, ...] | None = None
+        self._seeds = random.Random(seed)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        others = _get_states()
-        if self._own is None:
-            _seed(self._seed)
-        else:
-            _set_states(self._own)
-        try:
+        with preserved_generators(torch.device("cpu")):
+            seed = self._seeds.randrange(_SEEDS)
+            random.seed(seed)
+            torch.default_generator.manual_seed(seed)  # without those of accelerators
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed % 2**32)
             return next(self._batches)
-        finally:
-            self._own = _get_states()
-            _set_states(others)
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # torch's iterator has a length
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # without those of accelerators
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def _get_states() -> tuple[Any, ...]:
-    """Return the states of the generators of Python, of torch on the CPU, and of numpy if it is loaded."""
-    numpys = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    return random.getstate(), torch.get_rng_state(), numpys
-
-
-def _set_states(states: tuple[Any, ...]) -> None:
-    pythons, torchs, numpys = states
-    random.setstate(pythons)
-    torch.set_rng_state(torchs)
-    if numpys is not None:
-        sys.modules["numpy"].random.set_state(numpys)

@@ -9,7 +9,7 @@ from parawrap.launch._launcher import launch, launch_array, preview, runs_here
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch._seeds import seed_all
+from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch.inline import run_inline
 from parawrap.launch.launch import Launch, cancel_all, cancel_launches
 from parawrap.launch.ranks import OneRank, Ranks
@@ -35,6 +35,7 @@ __all__ = [
     "launch",
     "launch_array",
     "make_current",
+    "preserved_generators",
     "preview",
     "rank_device",
     "run_inline",

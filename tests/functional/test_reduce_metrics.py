@@ -44,6 +44,8 @@ def test_means_are_weighted_by_rows(reduced):
     assert (tree["loss"], tree["pair"]) == (2.0, (2.0, [torch.tensor(3.0)]))
     assert (type(tree["loss"]), type(tree["pair"][0])) == (float, float)
     assert reduced([2.0, 4.0], [torch.tensor(1), torch.tensor(3.0)]) == 3.5
+    found = reduced([torch.tensor(1), torch.tensor(2)])
+    assert (found.item(), found.dtype) == (1.5, torch.float64)
 
 
 def test_sums_are_weighted_too(reduced):
@@ -84,14 +86,14 @@ def test_weight_0_ignores_values(ranks, reduced):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([{"loss": 1.0}, {"acc": 1.0}], r'rank 0 has values\["loss"\] \(\), rank 1 has values\["acc"\] \(\)'),
-        ([1.0, torch.ones(2000)], r"rank 0 has values \(\), rank 1 has values \(2000,\)"),
-        ([[1.0], [1.0, 2.0]], r"rank 0 has nothing else, rank 1 has values\[1\]"),
+        ([{"loss": 1.0}, {"acc": 1.0}], r'rank 0 has .*values\["loss"\] \(\), but rank 1 has .*values\["acc"\] \(\)'),
+        ([1.0, torch.ones(2000)], r"rank 0 has .*values \(\), but rank 1 has .*values \(2000,\)"),
+        ([[1.0], [1.0, 2.0]], r"but rank 1 has .*values\[1\]"),
     ],
     ids=["keys", "shapes", "numbers"],
 )
 def test_trees_that_differ_are_refused(reduced, values, message):
-    """Every rank raises, and the error names the first difference."""
+    """Every rank raises, and the error shows the values of both."""
     found = reduced(values)
     assert found.startswith("GatherError")
     assert re.search(message, found), found
@@ -101,7 +103,7 @@ def test_ranks_must_agree(ranks, lone_ranks, reduced):
     """Ranks with another `op`, only weights of 0, and no process group are refused on every rank."""
 
     def use_another_op():
-        with pytest.raises(ValueError, match="rank 0 has op='mean', rank 1 has op='sum'"):
+        with pytest.raises(ValueError, match=r"rank 0 has op='mean', .* rank 1 has op='sum'"):
             functional.reduce_metrics(1.0, op=("mean", "sum")[current_rank().global_rank])
 
     def use_no_group():
@@ -119,13 +121,12 @@ def test_ranks_must_agree(ranks, lone_ranks, reduced):
         ({"a": "text"}, {}, TypeError, r'values\["a"\] is a str'),
         ([1.0, None], {}, TypeError, r"values\[1\] is a NoneType"),
         (torch.ones(2, dtype=torch.bool), {}, TypeError, "torch.bool"),
-        (torch.eye(2).to_sparse(), {}, TypeError, "sparse_coo"),
-        (torch.tensor(3), {}, TypeError, r"values is a tensor of torch.int64, which cannot hold a mean.*op='sum'"),
+        (torch.eye(2).to_sparse(), {}, TypeError, "not a number or a dense tensor"),
         (1.0, {"weight": 0}, ValueError, "weight is 0 on every rank"),
         (1.0, {"weight": NAN}, ValueError, "weight=nan"),
         (1.0, {"op": "max"}, ValueError, "op='max'.*'mean' or 'sum'"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_other_values_are_refused(values, options, error, message):
     with pytest.raises(error, match=message):
