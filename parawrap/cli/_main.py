@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from parawrap import __version__
 from parawrap.cli import _doctor, _run, _trace_to_page
@@ -35,14 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(msg)
     try:
         code: int = given.run(given)
-        if sys.stdout is not None:  # as after >&-
-            sys.stdout.flush()
     except UsageError as error:
         print(f"parawrap {given.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as in `parawrap doctor | head -1`
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # for the flush at the exit
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

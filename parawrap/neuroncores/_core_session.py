@@ -44,13 +44,10 @@ class Placement:
     def __init__(
         self, model: Any, cores: Sequence[NeuronCore], dim: int = 0, *, dynamic: bool = True, split_size: int | None = None
     ) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            msg = f"dim={dim!r} is not an integer. Give one, such as dim=0"
-            raise ShardError(msg)
         self._runtime = runtime()
         signature = self._runtime.signature(model) if isinstance(model, torch.nn.Module) else None
-        if signature is not None and not -signature.most_dims <= dim < signature.most_dims:
-            msg = f"dim={dim} is out of range: the model is compiled for inputs with at most {signature.most_dims} dims"
+        if signature is not None and dim not in range(-signature.most_dims, signature.most_dims):
+            msg = f"dim={dim!r} is out of range: the model is compiled for inputs with at most {signature.most_dims} dims"
             raise ShardError(msg)
         self.cores = tuple(cores)
         self.compiled = None if signature is None else signature.rows(dim)
@@ -61,10 +58,11 @@ class Placement:
         elif dim != 0:
             self.why_fixed = f"dynamic batching is off because dim={dim}: it works only on dim 0"
         self._dim = dim
-        self._loaded: dict[int, tuple[torch.nn.Module, list[torch.nn.Module]]] = {}
+        self._parts: list[torch.nn.Module] = []
+        self._copies: list[list[torch.nn.Module]] = []  # of the parts, for each core
 
     def copies_in_lanes(self, lanes: int, survey: Survey) -> list[dict[int, Any]]:
-        """Return, for each lane, the copies of compiled models on its core. Load those that are on no core yet.
+        """Return, for each lane, the copies of compiled models on its core. Load them if they are others.
 
         Raises:
             ReplicaError: If the target has no part compiled for NeuronCores.
@@ -72,13 +70,15 @@ class Placement:
         """
         if not survey.scripts:
             raise not_traced(survey.target)
-        self._loaded = {id(part): self._loaded[id(part)] for part in survey.scripts if id(part) in self._loaded}
-        self._load([part for part in survey.scripts if id(part) not in self._loaded])
-        return [{key: copies[lane % len(self.cores)] for key, (_, copies) in self._loaded.items()} for lane in range(lanes)]
+        if self._parts != [*survey.scripts]:
+            self.unload()
+            self._copies, self._parts = self._load(survey.scripts), [*survey.scripts]
+        on_cores = [{id(part): copied for part, copied in zip(self._parts, copies, strict=True)} for copies in self._copies]
+        return [on_cores[lane % len(self.cores)] for lane in range(lanes)]
 
     def unload(self) -> None:
         """Drop the copies. Their memory on the cores is free when no call uses them any more."""
-        self._loaded = {}
+        self._parts, self._copies = [], []
 
     def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
         """Return the sizes of a call's parts. There may be more parts than lanes.
@@ -97,23 +97,17 @@ class Placement:
             return balanced_sizes(rows, len(self.cores))
         return sizes_in_units(rows, max(lanes, len(self.cores)), self.compiled)
 
-    def _load(self, parts: Sequence[torch.jit.ScriptModule]) -> None:
-        if not parts:
-            return
+    def _load(self, parts: Sequence[torch.jit.ScriptModule]) -> list[list[torch.nn.Module]]:
         on_core: dict[int, list[torch.nn.Module]] = {}
         for start, count in find_runs(core.index for core in self.cores):
             copies = self._runtime.load(parts, start, count)
             on_core.update(dict.fromkeys(range(start, start + count), copies))
-            self._make_dynamic(copies)
-        for at, part in enumerate(parts):
-            self._loaded[id(part)] = part, [on_core[core.index][at] for core in self.cores]
-
-    def _make_dynamic(self, copies: Sequence[torch.nn.Module]) -> None:
-        try:
-            for copied in copies if self.why_fixed is None else ():
-                self._runtime.dynamic_batch(copied)
-        except ShapeError as error:
-            self.why_fixed = error.message
+            try:
+                for copied in copies if self.why_fixed is None else ():
+                    self._runtime.dynamic_batch(copied)
+            except ShapeError as error:
+                self.why_fixed = error.message
+        return [on_core[core.index] for core in self.cores]
 
     def _exact(self, rows: int) -> tuple[int, ...]:
         """Return the sizes without dynamic batching: the compiled number of rows for each inference."""

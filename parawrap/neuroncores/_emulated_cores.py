@@ -277,21 +277,10 @@ class NeuronHost(NeuronRuntime):
     def trace(
         self, model: Callable[..., Any], example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
     ) -> torch.jit.ScriptModule:
-        """Compile a model for the shapes and dtypes of the examples.
+        """Compile a model, as `parawrap.neuron.trace` does. The options of a vendor's compiler are ignored.
 
         A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
         these buffers, and its writes to them do not persist. Warnings and errors of `torch.jit.trace` reach the caller.
-
-        Args:
-            model: a module or function that takes and returns tensors, or tuples, lists, and dicts of tensors.
-            example_inputs: its positional arguments as a tuple, or its only argument. Their shapes are fixed.
-            example_kwarg_inputs: its keyword arguments, instead of `example_inputs`. A positional call of the compiled
-                model takes these, and no others, in the order of the model's parameters.
-            compiler: options of a vendor's compiler. They are ignored here, so code for NeuronCores runs unchanged.
-
-        Raises:
-            TypeError: If an input or output is not a tensor, or is not on the CPU. Also if both or neither kind of examples
-                are given, or if a dict is given by position.
         """
         return _compile(model, *read_examples(model, example_inputs, example_kwarg_inputs))
 
