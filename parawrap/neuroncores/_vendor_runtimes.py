@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from parawrap._documentation import cite
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_cores import find_programs
@@ -102,15 +101,7 @@ class _VendorRuntime(NeuronRuntime):
 
     def _find_documented(self, name: str) -> Any:
         """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
-        for module in (self._vendor, getattr(self._vendor, "experimental", None)):
-            found = getattr(module, name, None)
-            if found is not None:
-                return found
-        msg = (
-            f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. "
-            f"For the packages and what they offer, see {cite('neuron_hardware')}"
-        )
-        raise DeviceUnavailableError(msg)
+        return getattr(self._vendor, name, None) or getattr(self._vendor.experimental, name)
 
 
 class TorchNeuronx(_VendorRuntime):

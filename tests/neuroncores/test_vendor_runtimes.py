@@ -109,13 +109,3 @@ def test_trace_with_keyword_inputs(recorded, monkeypatch):
     assert recorded.runtime.signature(compiled).inputs == ((2, 2), (2, 2))
     x, y = numbers(5)
     torch.testing.assert_close(recorded.runtime.dynamic_batch(compiled)(y=y, x=x), model(x, y))
-
-
-@neuronx_only
-def test_release_without_a_context(recorded, monkeypatch):
-    """The error gives both documented names and advice."""
-    monkeypatch.delattr(recorded.double.package, "neuron_cores_context")
-    compiled = recorded.runtime.trace(mlp(), rows(2))
-    said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*NeuronCore hardware"
-    with pytest.raises(DeviceUnavailableError, match=said):
-        recorded.runtime.place(compiled, 0, 1)
