@@ -28,7 +28,7 @@ ALLOWED = {
     "neuron": {"api", "neuroncores", "backends"},
     "functional": {"launch", "processes", "tree"},
     "testing": {"api", "neuroncores"},
-    "cli": {"displays", "api", "launch", "neuroncores", "backends", "."},
+    "cli": {"displays", "api", "launch", "backends", "."},
     "__main__": {"cli"},
     ".": {"_version", "cpu", "api", "launch", "engine", "functional", "neuron", "workers"},
 }

@@ -34,7 +34,7 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
             msg = f"devices={devices}: pass a number of at least 1"
             raise DeviceListError(msg)
         return best_backend().first(devices)
-    if isinstance(devices, str) and ":" not in devices:
+    if isinstance(devices, str) and devices and ":" not in devices:
         backend = backend_of(devices)
         return backend.every_device() or (backend.device(None),)  # raises DeviceUnavailableError
     if isinstance(devices, (str, bytes)) or not isinstance(devices, Sequence):

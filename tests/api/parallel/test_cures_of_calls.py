@@ -30,8 +30,8 @@ DEVICES = {
     # the message: wrong devices, and devices of the cure
     "devices=0: pass a number of at least 1": ([0], [1]),
     "devices is empty: name at least one device, or omit it": ([[]], [["cpu"], None]),
-    "devices is an empty string: pass a kind such as 'cuda', or omit it": ([""], ["cpu", None]),
-    "pass a number, a kind such as 'cuda', or a sequence of devices": ([1.5, True], [2, "cpu", TWO]),
+    "'' is not a device: pass a kind": ([""], ["cpu", None]),
+    r"(1\.5|True) is not a device: pass an index, a string such as": ([1.5, True], ["cpu", torch.device("cpu")]),
     "None is not a device: pass an index, a string such as 'cuda:0', or a torch.device": (
         [[None]],
         [[torch.device("cpu")]],
