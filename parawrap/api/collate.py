@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
@@ -11,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
-import wrapt
 
 from parawrap._public import public
 from parawrap.api._containers import Parts, check_kinds, columns, is_container, items_of, plain_tuple, rebuilt
-from parawrap.api._pickle_decorated import is_global, own_class, register_with_cloudpickle
+from parawrap.api._decorated import Decorated
 from parawrap.engine.cut import balanced_sizes
 from parawrap.errors import ShardError
 
@@ -148,7 +146,7 @@ class _DefaultCollate:
                 pass
             else:
                 return _cut_batch(batch, _sizes(len(samples), self._ndevices))
-        return _collate_in_parts(self._ndevices, self._whole, None, (samples,), {})
+        return _collate_in_parts(self._ndevices, self._whole, (samples,), {})
 
     def __repr__(self) -> str:
         return f"default_collate({self._ndevices})"
@@ -179,51 +177,11 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
 
 
-class _BoundTupleCollate(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A decorated bound method. Each attribute access makes a new one, as Python does for bound methods."""
-
-    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return getattr, (self._owner(), self.__name__)
-
-    def __copy__(self) -> _BoundTupleCollate:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return getattr(copy.deepcopy(self._owner(), memo), self.__name__)
-
-    def _owner(self) -> Any:
-        """Return the instance or class that the method is bound to, else the class that defines it."""
-        bound_to = getattr(self.__wrapped__, "__self__", None)
-        return self._self_owner if bound_to is None else bound_to
-
-
-class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+class _TupleCollate(Decorated):
     """A decorated collate function. Stateless and thread-safe."""
 
-    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
-    __bound_function_wrapper__ = _BoundTupleCollate
-
-    def __init__(self, collate: Callable[..., object], ndevices: int) -> None:
-        super().__init__(collate, functools.partial(_collate_in_parts, ndevices))
-        self._self_ndevices = ndevices
-
-    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        return self.__qualname__ if is_global(self) else _reduce_by_value(self)
-
-    def __copy__(self) -> _TupleCollate:
-        return _TupleCollate(self.__wrapped__, self._self_ndevices)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TupleCollate:
-        return _TupleCollate(copy.deepcopy(self.__wrapped__, memo), self._self_ndevices)
-
-
-def _reduce_by_value(collate: _TupleCollate) -> tuple[Any, ...]:
-    return _TupleCollate, (collate.__wrapped__, collate._self_ndevices)
-
-
-register_with_cloudpickle(_TupleCollate, _reduce_by_value)
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return _collate_in_parts(self._setting, self.__wrapped__, args, kwargs)
 
 
 def _check_ndevices(ndevices: object, face: str) -> None:
@@ -243,10 +201,7 @@ def _check_collate(collate: object) -> None:
         raise ShardError(msg)
 
 
-def _collate_in_parts(
-    ndevices: int, collate: Callable[..., Any], _instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run the decorated function. wrapt passes all parameters after ``ndevices``."""
+def _collate_in_parts(ndevices: int, collate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     samples, args, kwargs = _split_arguments(collate, args, kwargs)
     cuts = _cut(samples, ndevices)
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)

@@ -5,16 +5,16 @@ This module checks, binds, and pickles functions. `parawrap.launch` starts the p
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeGuard, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import cloudpickle
 
 from parawrap._public import public
+from parawrap.api._decorated import Decorated, is_global, look_up
 from parawrap.api._launch_map import launch_each
-from parawrap.api._pickle_decorated import Undecorated, is_global, reduce_by_name, register_with_cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
     DECORATED,
@@ -33,6 +33,7 @@ from parawrap.launch import (
     preview,
     run_inline,
 )
+from parawrap.processes.pickling import is_importable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,39 +45,17 @@ R = TypeVar("R", covariant=True)
 T = TypeVar("T")
 
 
-_METHODS = """Decorated with parawrap.wrapper: the call runs the function once per rank. Other ways to run it:
-
-- submit(...) starts the ranks and returns a handle without waiting.
-- map(items) launches the function once per item.
-- dry_run(...) describes the launch without starting it.
-- inline(...) runs the function in this process, for use with a debugger."""
-
-
-class Launchable(Generic[P, R]):
-    """A function or bound method decorated with ``@wrapper(platform)``. It has no state and is thread-safe.
-
-    Other attributes are those of the function. Its docstring gains a paragraph that names the methods, for ``help``.
-    """
-
-    if TYPE_CHECKING:
-        __wrapped__: Callable[..., Any]
-        _platform: Platform
-        _defined: Launchable[..., Any]
+class Launchable(Decorated, Generic[P, R]):
+    """A function or bound method decorated with ``@wrapper(platform)``. It has no state and is thread-safe."""
 
     def __init__(self, function: Callable[P, R], platform: Platform, defined: Launchable[..., Any] | None = None) -> None:
-        vars(self).update(
-            __wrapped__=function,
-            __module__=getattr(function, "__module__", None),
-            __doc__="\n\n".join([*filter(None, [inspect.cleandoc(function.__doc__ or "")]), _METHODS]),
-            __annotations__=getattr(function, "__annotations__", {}),
-            _platform=platform,
-            _defined=self if defined is None else defined,  # for a bound method, the decorated function in its class
-        )
+        super().__init__(function, platform, defined)
 
     @property
     def platform(self) -> Platform:
         """The platform of the decorator."""
-        return self._platform
+        platform: Platform = self._setting
+        return platform
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function once per rank, wait, and return the value of each rank."""
@@ -128,55 +107,12 @@ class Launchable(Generic[P, R]):
     def __get__(self, instance: None, owner: Any = None) -> Launchable[P, R]: ...
     @overload
     def __get__(self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Launchable[Q, R]: ...
-    def __get__(self, instance: Any, owner: Any = None) -> Launchable[..., R]:
-        """Bind the function as Python does: to the instance, or to the class of a classmethod."""
-        bind = getattr(type(self.__wrapped__), "__get__", None)
-        bound = self.__wrapped__ if bind is None else bind(self.__wrapped__, instance, owner)
-        return Launchable(bound, self._platform, self) if isinstance(bound, types.MethodType) else self
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            function = vars(self)["__wrapped__"]
-            try:
-                return getattr(function, name)
-            except AttributeError:
-                methods = [each for each in dir(Launchable) if not each.startswith("_")]
-                close = difflib.get_close_matches(name, methods, 1)
-                hint = f": did you mean {close[0]!r}?" if close else ""
-                shown = getattr(function, "__qualname__", function)
-                msg = f"{shown}, decorated with wrapper, has no attribute {name!r}{hint}"
-                raise AttributeError(msg, name=name) from None
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if hasattr(Launchable, name):
-                super().__setattr__(name, value)
-            else:
-                setattr(self.__wrapped__, name, value)  # travels with the function
-
-        def __delattr__(self, name: str) -> None:
-            if hasattr(Launchable, name):
-                super().__delattr__(name)
-            else:
-                delattr(self.__wrapped__, name)
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return super().__get__(instance, owner)
 
     def __repr__(self) -> str:
         name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
-        return f"<{name} on {self._platform.world_size} ranks of {self._platform.device}>"
-
-    def __eq__(self, other: object) -> bool:
-        """Compare as Python's methods do: each access to a method makes a new object."""
-        if not isinstance(other, Launchable):
-            return NotImplemented
-        return self._defined is other._defined and self.__wrapped__ == other.__wrapped__
-
-    def __hash__(self) -> int:
-        return hash(self.__wrapped__)
-
-    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        if self._defined is not self:
-            return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]
-        return reduce_by_name(self) if is_global(self) else _reduce_by_value(self)
+        return f"<{name} on {self.platform.world_size} ranks of {self.platform.device}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Return one call. A method is sent as its function and its object, because a rank would decorate it again."""
@@ -184,28 +120,40 @@ class Launchable(Generic[P, R]):
         bound_to: tuple[Any, ...] = ()
         if isinstance(function, types.MethodType):
             function, bound_to = function.__func__, (function.__self__,)
-        elif self._is_classmethod_of(args):
-            bound_to, args = args[:1], args[1:]
-        return Job(self._platform, function, args, kwargs, Undecorated.of(self._defined), bound_to)
-
-    def _is_classmethod_of(self, args: tuple[Any, ...]) -> bool:
-        """True if a classmethod passed its class as the first argument. Since Python 3.13 it does not call ``__get__``."""
-        if not args or not isinstance(args[0], type):
-            return False
-        found = inspect.getattr_static(args[0], getattr(self.__wrapped__, "__name__", ""), None)
-        return isinstance(found, classmethod) and found.__func__ is self
+        return Job(self.platform, function, args, kwargs, _Undecorated.of(self._defined or self), bound_to)
 
 
-def is_launchable(function: object) -> TypeGuard[Launchable[..., Any]]:
-    """True for a function that `wrapper` decorated."""
-    return isinstance(function, Launchable)
+class _Undecorated:
+    """A stand-in for the function inside a global decorated one. It unpickles as that function.
+
+    Pickled by value, the function would take along every global that it uses, such as locks and open files.
+    """
+
+    def __init__(self, decorated: Decorated) -> None:
+        self._place = (decorated.__module__, decorated.__qualname__)
+
+    @classmethod
+    def of(cls, decorated: Decorated) -> _Undecorated | None:
+        """Return a stand-in, or None if another process cannot import the function or should receive it by value."""
+        module = decorated.__module__
+        goes_by_name = module != "__main__" and is_global(decorated) and not _is_sent_by_value(module)
+        return cls(decorated) if goes_by_name and is_importable(module) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _look_up_undecorated, self._place
 
 
-def _reduce_by_value(launchable: Launchable[..., Any]) -> tuple[Any, ...]:
-    return Launchable, (launchable.__wrapped__, launchable.platform)
+def _is_sent_by_value(module: str) -> bool:
+    """True if the user registered the module, or a package that contains it, with cloudpickle for pickling by value."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return any(module == each or module.startswith(f"{each}.") for each in by_value)
 
 
-register_with_cloudpickle(Launchable, _reduce_by_value)
+def _look_up_undecorated(module: str, qualname: str) -> Any:
+    bare = look_up(module, qualname).__wrapped__
+    return getattr(bare, "__func__", bare)  # the function of a classmethod or staticmethod
+
+
 DECORATED[Launchable] = Launchable._job
 
 

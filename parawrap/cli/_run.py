@@ -159,7 +159,7 @@ def _reads_argv(function: Any) -> bool:
 
 def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     """Return the decorated function. Options change the platform that it has, or make one."""
-    from parawrap.api.wrapper import is_launchable, wrapper
+    from parawrap.api.wrapper import Launchable, wrapper
     from parawrap.launch import Platform
 
     options = {"device": given.device, "n_nodes": given.nodes, "launcher": "local" if given.local else None}
@@ -171,7 +171,7 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
             raise UsageError(msg)
         changes[field] = _python_value(value)
     make_platform: Callable[..., Platform] = Platform
-    if is_launchable(function):
+    if isinstance(function, Launchable):
         function, make_platform = function.__wrapped__, partial(replace, function.platform)
     if given.n is not None:
         changes["n_cpus" if make_platform(**changes).device == "cpu" else "n_gpus"] = given.n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 from collections import OrderedDict, UserDict, namedtuple
@@ -95,11 +94,10 @@ def test_metadata_and_arguments():
     [
         tp_collate(2)(plain),
         Collator().collate,
-        functools.partial(Collator.collate, Collator()),
         Collator().of_class,
         default_collate(2),
     ],
-    ids=["function", "method", "unbound", "classmethod", "default"],
+    ids=["function", "method", "classmethod", "default"],
 )
 def test_copies_still_cut(collate):
     for duplicate in (

@@ -564,10 +564,6 @@ def test_cures_of_functions():
         ):
             wrapper(CPU)(function)
     assert wrapper(CPU)(lambda: [*numbers()])() == ([1],)
-    for function in (launched, wrapper(CPU)(lambda: 0), Trainer().train):
-        with says(rf"{function.__qualname__}.* has no attribute 'sumbit': did you mean 'submit'"):
-            function.sumbit()
-    assert launched.submit().results() == (1,)
     for wrong in (0, -1):
         with says(f"max_parallel={wrong} is too small. Use 1 or more, or None for the default"):
             wrapper(CPU)(abs).map([-1], max_parallel=wrong)

@@ -74,14 +74,11 @@ class Small(Model):
 
 @pytest.mark.parametrize("kind", ["above", "unchained", "below", "static_above", "static_below"])
 def test_methods_run_on_their_class(kind):
-    """Through an object, a subclass, or a pickle. Addresses of arguments do not count the class."""
+    """Through an object, a subclass, or a pickle."""
     bias = 0 if kind.startswith("static") else 10
     assert getattr(Model(), kind)(1) == (bias + 1,)
     method = getattr(Small, kind)
     assert method(1) == pickle.loads(pickle.dumps(method))(1) == (1,)
-    with pytest.raises(UnsendableError) as caught:
-        method([0, threading.Lock()])
-    assert str(caught.value).startswith("args[0][1] cannot be sent to another process: lock")
     if isinstance(method, types.MethodType):  # Python does not pass the class to `submit`
         with pytest.raises(TypeError, match=r"@wrapper.*@classmethod|@classmethod.*@wrapper"):
             method.submit(1)
@@ -106,14 +103,10 @@ def test_methods_run_on_their_object():
 
 
 def test_method_keeps_its_metadata():
-    """The same method of the same object is equal, also as a key."""
     method = Model().method
     assert (method.__name__, method.__qualname__) == ("method", "Model.method")
-    assert method.__doc__.startswith("A method.")
+    assert method.__doc__ == "A method."
     assert str(inspect.signature(method)) == "(x)"
-    model = Model()
-    assert {model.method: 1}[model.method] == 1
-    assert model.method not in (Model().method, 1)
 
 
 def test_addresses_do_not_count_self():

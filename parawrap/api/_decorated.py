@@ -1,0 +1,75 @@
+"""Decorated functions and methods: their metadata, how they bind, and how they are pickled."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+_Reduction = tuple[Any, ...]
+
+
+class Decorated:
+    """A decorated function or bound method. Attributes that its class lacks are those of the function.
+
+    It is pickled by name if its name leads to it, as after ``@decorator`` in a module, and by value otherwise. cloudpickle
+    also sends by value what ``__main__`` defines.
+    """
+
+    if TYPE_CHECKING:
+        __wrapped__: Callable[..., Any]
+        __name__: str
+        __qualname__: str
+
+    def __init__(self, function: Callable[..., Any], setting: Any, defined: Any = None) -> None:
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]
+        self._setting = setting  # of the decorator
+        self._defined = defined  # for a bound method, the decorated function in its class
+
+    def __init_subclass__(cls) -> None:
+        cloudpickle.CloudPickler.dispatch_table[cls] = _reduce_for_cloudpickle  # pyright: ignore[reportIndexIssue]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind the function as Python does: to the instance, or to the class of a classmethod."""
+        bind = getattr(type(self.__wrapped__), "__get__", None)
+        bound = self.__wrapped__ if bind is None else bind(self.__wrapped__, instance, owner)
+        return type(self)(bound, self._setting, self) if isinstance(bound, types.MethodType) else self
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(vars(self)["__wrapped__"], name)
+
+    def __reduce_ex__(self, protocol: object) -> _Reduction:
+        if self._defined is not None:
+            return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]
+        return (look_up, (self.__module__, self.__qualname__)) if is_global(self) else _reduce_by_value(self)
+
+
+def _reduce_by_value(decorated: Decorated) -> _Reduction:
+    return type(decorated), (decorated.__wrapped__, decorated._setting)
+
+
+def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
+    is_of_main = decorated.__module__ == "__main__" and decorated._defined is None
+    return _reduce_by_value(decorated) if is_of_main else decorated.__reduce_ex__(4)
+
+
+def is_global(decorated: Any) -> bool:
+    """True if the name of a decorated function leads to it."""
+    module, name = getattr(decorated, "__module__", None), getattr(decorated, "__qualname__", "")
+    return module in sys.modules and look_up(module, name) is decorated
+
+
+def look_up(module: str, qualname: str) -> Any:
+    """Return the object with a qualified name, without binding it to its class; None if there is none."""
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = inspect.getattr_static(found, name, None)
+    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
