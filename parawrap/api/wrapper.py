@@ -14,7 +14,7 @@ import cloudpickle
 
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
-from parawrap.api._launch_map import launch_each
+from parawrap.api._launch_map import launch_each, run
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
     DECORATED,
@@ -63,7 +63,13 @@ class Launchable(Decorated, Generic[P, R]):
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Start the ranks and return a handle without waiting."""
-        return _start(self._job(args, kwargs))
+        job = self._job(args, kwargs)
+        _check(job)
+        try:
+            return launch(job)
+        except BaseException:  # Ctrl-C before the caller has the handle
+            cancel_launches(job)
+            raise
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:
         """Launch ``function(item)`` once per item, and yield the results of each launch in order.
@@ -275,20 +281,8 @@ def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
 
 
 def _run(job: Job) -> RankResults[Any]:
-    try:
-        return _start(job).results()
-    except BaseException:  # also Ctrl-C before this function has the handle
-        cancel_launches(job)
-        raise
-
-
-def _start(job: Job) -> Launch[Any]:
     _check(job)
-    try:
-        return launch(job)
-    except BaseException:
-        cancel_launches(job)
-        raise
+    return run(job)
 
 
 def _check(job: Job) -> None:
