@@ -11,27 +11,20 @@ import torch
 
 from parawrap._public import public
 from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
-from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, parallel_apply, replicate, vector
+from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate, vector
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter, balanced_sizes
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.session import Session
-from parawrap.errors import DeviceListError
+from parawrap.errors import DeviceUnavailableError
 from parawrap.tree import flatten
 
 T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
-
-
-class Outputs(list[Any]):
-    """The outputs of a call, with the row counts of their shards, or the possible row counts, if these are known."""
-
-    row_counts: Sequence[int] | None = None
-    possible_rows: Sequence[set[int]] | None = None
 
 
 @public
@@ -134,21 +127,15 @@ class DataParallel(torch.nn.DataParallel[T]):
             if not self.device_ids or here.lane is not None or not self._session().lanes.is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
-            if len(self.device_ids) > 1 and any(map(_has_rows, inputs)) and all(map(self._inherits, _VERBS)):
+            if len(self.device_ids) > 1 and _have_rows(inputs, kwargs) and all(map(self._inherits, _VERBS)):
                 return self._session().call(Entry(self.module), inputs, kwargs)
-            return self._forward_by_verbs(inputs, kwargs)
-
-    def _forward_by_verbs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the same with the four methods, which a subclass may override, or for a call without tensors to cut."""
-        args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-        if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
-            args, module_kwargs = ((),), ({},)
-        if len(self.device_ids) == 1:
-            return self.module(*args[0], **module_kwargs[0])
-        row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
-        outputs = Outputs(self._run_shards(args, module_kwargs))
-        outputs.row_counts = row_counts
-        return self.gather(outputs, self.output_device)
+            # With the four methods, which a subclass may override. torch gives a call without rows to every device.
+            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
+                args, module_kwargs = ((),), ({},)
+            if len(self.device_ids) == 1:
+                return self.module(*args[0], **module_kwargs[0])
+            return self.gather(self._run_shards(args, module_kwargs), self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.
@@ -175,8 +162,7 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
-        row_counts = outputs.row_counts if isinstance(outputs, Outputs) else None
-        return gather_outputs(outputs, row_counts, output_device, self.dim)
+        return gather(outputs, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
         """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""
@@ -186,14 +172,6 @@ class DataParallel(torch.nn.DataParallel[T]):
         calls = as_calls([self.module] * min(len(args), len(self.device_ids)), args, kwargs)
         parts, named = [call.args for call in calls], [call.keywords for call in calls]
         return self._session().apply_replicas(Entry(self.module), parts, named) if calls else []
-
-    def _row_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], shards: int) -> Sequence[int] | None:
-        """Return the row count of each shard; None if an overridden `scatter` made them, or if the call has no rows."""
-        if not self._inherits("scatter"):
-            return None
-        cutter = self._session().cutters[None]
-        sizes = cutter.plan(cutter.flatten(args, kwargs), len(self.device_ids)).sizes
-        return sizes if len(sizes) == shards else None
 
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
@@ -271,37 +249,22 @@ def data_parallel(
         face.close()
 
 
+def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(map(_has_rows, inputs)) or any(map(_has_rows, flatten((inputs, kwargs))[0]))
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """Return the device of each lane, or nothing if calls run the module directly."""
-    if device_ids is not None and not isinstance(device_ids, (str, int, torch.device)) and len(device_ids) == 0:
-        msg = "device_ids is empty. Name at least one device, or leave it out to use every visible one"
-        raise DeviceListError(msg)
-    no_accelerator = best_backend().type == "cpu"
-    if no_accelerator and not _names_available_kind(device_ids):
+    """Return the device of each lane. As in torch, calls run the module directly if this machine has no accelerator."""
+    if best_backend().type != "cpu":
+        return resolve_devices(device_ids)
+    try:
+        return () if device_ids is None else resolve_devices(device_ids)
+    except DeviceUnavailableError:
         return ()
-    return resolve_devices(device_ids)
-
-
-def _names_available_kind(device_ids: Any) -> bool:
-    """Return True if an entry names a kind of device that this machine has. Refuse entries that are not devices."""
-    entries = [device_ids] if isinstance(device_ids, (str, int, torch.device)) else device_ids or []
-    kinds = set()
-    for entry in entries:
-        if isinstance(entry, torch.device):
-            kinds.add(entry.type)
-        elif isinstance(entry, str) and entry:
-            kinds.add(backend_of(entry.partition(":")[0]).type)
-        elif isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
-            msg = (
-                f"device_ids holds {entry!r}, which is not a device. "
-                "Use indices, strings such as 'cuda:0', or torch devices"
-            )
-            raise DeviceListError(msg)
-    return any(backend_of(kind).count() for kind in kinds)
 
 
 def _as_id(device: torch.device) -> Any:

@@ -191,11 +191,6 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
         torch.Size([3, 3])
     """
-    return gather_outputs(outputs, None, target_device, dim)
-
-
-def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
-    """Join the outputs of shards of those sizes like `gather`. Lists of values need the sizes."""
     if isinstance(outputs, Mapping | str | bytes):
         msg = f"gather got a {type(outputs).__name__}, which is one output. Give a list with one output per device"
         raise GatherError(msg)
@@ -204,7 +199,7 @@ def gather_outputs(outputs: Sequence[Any], sizes: Sequence[int] | None, target_d
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
-    return join(outputs, sizes, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
+    return join(outputs, None, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import wrapt
 
 from parawrap._public import public
 from parawrap.api._containers import Parts, container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
-from parawrap.api.data_parallel import DataParallel, Outputs
+from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
 from parawrap.api.tuples import cat, cat_rows, tensors_beside_lists
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
@@ -129,21 +129,19 @@ class TupleParallel(DataParallel[T]):
         """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            outputs = Outputs(self._outputs(args, module_kwargs))
-            outputs.possible_rows = _possible_rows(args, module_kwargs) if _cat_dim(self.reduction) is not None else None
-            return self.gather(outputs, self.output_device if self._lanes else None)
+            outputs, dim = self._outputs(args, module_kwargs), _cat_dim(self.reduction)
+            if dim is None:
+                return self.gather(outputs, self.output_device if self._lanes else None)
+            possible_rows = _possible_rows(args, module_kwargs)
+            return cat_rows(self._together(outputs, self.output_device if self._lanes else None), dim, possible_rows)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
-        possible_rows = outputs.possible_rows if isinstance(outputs, Outputs) else None
-        if self.transfer_output and self._lanes:
-            outputs = recursive_to(
-                list(outputs), torch.device(output_device) if isinstance(output_device, str) else output_device
-            )
-        together, dim = _together(outputs), _cat_dim(self.reduction)
-        if dim is not None:
-            return cat_rows(together, dim, possible_rows)
+        together = self._together(outputs, output_device)
         return together if self.reduction is None else self.reduction(together)
+
+    def _together(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        return _together(recursive_to(list(outputs), output_device) if self.transfer_output and self._lanes else outputs)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         if not self._lanes or here.lane is not None or not self._session().lanes.is_ready():

@@ -314,11 +314,11 @@ class MovesAndReturns(Moves):
 
 
 def test_cures_of_data_parallel():
-    with says("device_ids is empty. Name at least one device, or leave it out to use every visible one"):
+    with says("devices is empty: name at least one device, or omit it to use every visible accelerator"):
         DataParallel(Double(), [])
     assert_same([DataParallel(Double(), ["cpu"])(X), DataParallel(Double())(X).cpu()], [2 * X, 2 * X])
     for wrong in (None, 1.5):
-        with says(f"holds {wrong}, which is not a device. Use indices, strings such as 'cuda:0', or torch devices"):
+        with says(f"{wrong} is not a device: pass an index, a string such as 'cuda:0', or a torch.device"):
             DataParallel(Double(), [wrong])
     assert_same(DataParallel(Double(), [torch.device("cpu")] * 2)(X), 2 * X)
     mean = Calls(lambda x: (2 * x).mean())
