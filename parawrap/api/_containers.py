@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -58,17 +58,12 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
         return like._make(items.values())
     if isinstance(like, tuple):
         return tuple(items.values())
-    if isinstance(like, (MutableSequence, MutableMapping)):
-        clone = copy.copy(like)  # a subclass may carry more than its items
-        for key, item in items.items():
-            clone[key] = item
-        return clone
-    make: Callable[[Any], Any] = type(like)
-    content = items if isinstance(like, Mapping) else list(items.values())
-    try:
-        return make(content)
-    except TypeError:  # the class cannot be built from its items
-        return content
+    if not isinstance(like, (list, MutableMapping)):
+        return type(like)(items)
+    clone = copy.copy(like)  # a subclass may carry more than its items
+    for key, item in items.items():
+        clone[key] = item
+    return clone
 
 
 def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, NoReturn, ParamSpec
 
 import torch
 
@@ -16,46 +15,15 @@ from parawrap.api._containers import Parts, check_kinds, columns, is_container, 
 from parawrap.api._decorated import Decorated
 from parawrap.engine.cut import balanced_sizes
 from parawrap.errors import ShardError
+from parawrap.tree import flatten, unflatten
 
 P = ParamSpec("P")
-A = TypeVar("A")
-B = TypeVar("B")
-K = TypeVar("K")
-R = TypeVar("R")
 
 _sizes = functools.lru_cache(maxsize=64)(balanced_sizes)  # the batches of a DataLoader have at most two lengths
 
 
-class _TpCollate(Protocol):
-    """The type of the decorator. The result for a list or another mapping is Any."""
-
-    @overload
-    def __call__(self, collate: Callable[P, tuple[A, B]], /) -> Callable[P, tuple[tuple[A, ...], tuple[B, ...]]]: ...
-    @overload
-    def __call__(self, collate: Callable[P, tuple[A, ...]], /) -> Callable[P, tuple[tuple[A, ...], ...]]: ...
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, collate: Callable[P, dict[K, A]], /
-    ) -> Callable[P, dict[K, tuple[A, ...]]]: ...  # pyright: ignore[reportOverlappingOverload]
-    @overload
-    def __call__(self, collate: Callable[P, list[Any] | Mapping[Any, Any]], /) -> Callable[P, Any]: ...
-    @overload
-    def __call__(self, collate: Callable[P, R], /) -> Callable[P, tuple[R, ...]]: ...
-
-
-class _Collate(Protocol):
-    """The type of `default_collate(n)`, by the type of a sample."""
-
-    @overload
-    def __call__(self, samples: Sequence[torch.Tensor | float], /) -> tuple[torch.Tensor, ...]: ...
-    @overload
-    def __call__(self, samples: Sequence[tuple[Any, Any]], /) -> tuple[tuple[Any, ...], tuple[Any, ...]]: ...
-    @overload
-    def __call__(self, samples: Sequence[Any], /) -> Any: ...
-
-
 @public
-def tp_collate(ndevices: int) -> _TpCollate:
+def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Make a collate function return one part per device, in the format of ``TupleParallel``.
 
     The decorated function cuts the samples, in order, into ``min(ndevices, len(samples))`` parts and collates each part.
@@ -74,8 +42,8 @@ def tp_collate(ndevices: int) -> _TpCollate:
     Only the outermost level is transposed. A dict or namedtuple can be passed to ``TupleParallel`` whole, and a dict also
     as ``model(**batch)``. A tuple is passed as ``model(*batch)``.
 
-    Methods may be decorated. A decorated function pickles if the undecorated one does, so it works in DataLoader workers
-    with every start method.
+    The samples are the first positional argument. Methods may be decorated. A decorated function pickles if the undecorated
+    one does, so it works in DataLoader workers with every start method.
 
     Args:
         ndevices: The number of devices.
@@ -94,15 +62,18 @@ def tp_collate(ndevices: int) -> _TpCollate:
     """
     _check_ndevices(ndevices, "tp_collate")
 
-    def decorate(collate: Callable[..., object]) -> Any:
-        _check_collate(collate)
-        return _TupleCollate(collate, ndevices)
+    def decorate(collate: Callable[P, Any]) -> Callable[P, Any]:
+        if not callable(collate) and not isinstance(collate, classmethod):
+            msg = f"tp_collate cannot decorate {collate!r}, which is not callable. Give it a collate function"
+            raise ShardError(msg)
+        decorated: Any = _TupleCollate(collate, ndevices)
+        return decorated  # type: ignore[no-any-return]
 
-    return cast("_TpCollate", decorate)
+    return decorate
 
 
 @public
-def default_collate(ndevices: int) -> _Collate:
+def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
     """Return ``torch.utils.data.default_collate``, decorated by ``tp_collate(ndevices)``.
 
     Use it as ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. It is picklable for DataLoader
@@ -146,7 +117,7 @@ class _DefaultCollate:
                 pass
             else:
                 return _cut_batch(batch, _sizes(len(samples), self._ndevices))
-        return _collate_in_parts(self._ndevices, self._whole, (samples,), {})
+        return _collate_in_parts(self._ndevices, self._whole, samples)
 
     def __repr__(self) -> str:
         return f"default_collate({self._ndevices})"
@@ -163,14 +134,13 @@ def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
     return rebuilt(plain_tuple(batch), {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()})
 
 
-def _cut_rows(value: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
     """Cut a nested value into parts. Its leaves, tensors and sequences of strings, have one row per sample."""
     if isinstance(value, torch.Tensor):
         return Parts(value.split_with_sizes(sizes))
-    if _is_strings(value):
-        return Parts(_slice(value, sizes))
-    cut = {key: _cut_rows(item, sizes) for key, item in items_of(value).items()}
-    return Parts(rebuilt(value, {key: parts[i] for key, parts in cut.items()}) for i in range(len(sizes)))
+    leaves, spec = flatten(value, _is_strings)
+    cut = [leaf.split_with_sizes(sizes) if isinstance(leaf, torch.Tensor) else _slice(leaf, sizes) for leaf in leaves]
+    return Parts(unflatten(spec, [parts[i] for parts in cut]) for i in range(len(sizes)))
 
 
 def _is_strings(value: Any) -> bool:
@@ -180,38 +150,26 @@ def _is_strings(value: Any) -> bool:
 class _TupleCollate(Decorated):
     """A decorated collate function. Stateless and thread-safe."""
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return _collate_in_parts(self._setting, self.__wrapped__, args, kwargs)
+    def __call__(self, samples: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _collate_in_parts(self._setting, self.__wrapped__, samples, *args, **kwargs)
 
 
 def _check_ndevices(ndevices: object, face: str) -> None:
-    if callable(ndevices):
-        name = getattr(ndevices, "__qualname__", repr(ndevices))
-        msg = f"{face} got the callable {name} instead of a number of devices. Write {face}(2), with parentheses"
-        raise ShardError(msg)
     if not isinstance(ndevices, int) or isinstance(ndevices, bool) or ndevices < 1:
         value = reprlib.repr(ndevices)  # shortened: collate_fn=default_collate, without (2), passes a whole batch
-        msg = f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such as len(device_ids)"
+        msg = f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such as {face}(2)"
         raise ShardError(msg)
 
 
-def _check_collate(collate: object) -> None:
-    if not callable(collate) and not isinstance(collate, classmethod):
-        msg = f"tp_collate cannot decorate {collate!r}, which is not callable. Give it a collate function"
+def _collate_in_parts(ndevices: int, collate: Callable[..., Any], samples: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
+        msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
         raise ShardError(msg)
-
-
-def _collate_in_parts(ndevices: int, collate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    samples, args, kwargs = _split_arguments(collate, args, kwargs)
-    cuts = _cut(samples, ndevices)
+    cuts = _slice(samples, _sizes(len(samples), ndevices))
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
-    is_single = parts[0] is cuts[0] or not is_container(parts[0])  # a list of strings collates to itself
     check_kinds(parts, "part", _refuse_parts)
-    return Parts(parts) if is_single else _rows_of_parts(parts)
-
-
-def _rows_of_parts(parts: Sequence[Any]) -> Any:
-    """Return the container that the collate function returned, with the parts of each item in its place."""
+    if parts[0] is cuts[0] or not is_container(parts[0]):  # a list of strings collates to itself
+        return Parts(parts)
     items = {key: Parts(column) for key, column in columns(parts, "part", _refuse_parts).items()}
     return rebuilt(plain_tuple(parts[0]), items)
 
@@ -219,25 +177,6 @@ def _rows_of_parts(parts: Sequence[Any]) -> Any:
 def _refuse_parts(reason: str) -> NoReturn:
     msg = f"the collate function's parts differ: {reason}. Return the same structure for any number of samples"
     raise ShardError(msg)
-
-
-def _split_arguments(
-    collate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the samples and the other arguments. The samples are the first parameter, by position or by name."""
-    if args:
-        return args[0], args[1:], kwargs
-    name = next(iter(inspect.signature(collate).parameters), "")
-    if name not in kwargs:
-        collate(**kwargs)  # raises Python's own TypeError about the missing argument
-    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
-
-
-def _cut(samples: Any, ndevices: int) -> list[Any]:
-    if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
-        msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
-        raise ShardError(msg)
-    return _slice(samples, _sizes(len(samples), ndevices))
 
 
 def _slice(sequence: Any, sizes: tuple[int, ...]) -> list[Any]:

