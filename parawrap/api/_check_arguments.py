@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from typing_extensions import TypeIs
 
 from parawrap.backends import Devices
 from parawrap.engine.declarations import InDim, Parameters
-from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.patch import original_method
 from parawrap.errors import ShardError
 from parawrap.tree import as_tree, entries_of
@@ -18,31 +17,11 @@ from parawrap.tree import as_tree, entries_of
 if TYPE_CHECKING:
     from parawrap.launch import Platform
 
-UNSET: Any = JoinRules().out_dims
-"""The default of `out_dims`: the sizes of outputs show which of them follow the rows."""
 
-
-class Joining(TypedDict):
-    """How a session joins outputs."""
-
-    rules: JoinRules
-    output_device: torch.device | None
-
-
-def check_target(target: Any, methods: Sequence[str]) -> None:
-    """Refuse a target that cannot be called."""
+def check_target(target: Any) -> None:
     if not callable(target):
-        bound = "" if isinstance(methods, str) else _write_bound(target, methods)
-        what = f"Pass its method instead: {bound}" if bound else "Give parallel a module or another callable"
-        msg = f"target={target!r} is not callable. {what}"
+        msg = f"target={target!r} is not callable. Give parallel a module, a method, or another callable"
         raise ShardError(msg)
-
-
-def _write_bound(target: Any, methods: Sequence[str]) -> str:
-    """Return the blocks on the methods that an object has, as code."""
-    name = type(target).__name__.lower()
-    has = [str(method) for method in methods if callable(getattr(target, str(method), None))]
-    return " and ".join(f"parallel({name}.{method}, ...)" for method in has)
 
 
 def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
@@ -51,9 +30,8 @@ def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
         raise ShardError(msg)
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
-            msg = f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out"
-            if bound := _write_bound(target, methods):
-                msg += f", or pass the method itself: {bound}"
+            kind = type(target).__name__
+            msg = f"methods={methods!r} needs a module, and the target is a {kind}. Pass the method itself as the target"
             raise ShardError(msg)
         return methods
     for name in methods:

@@ -18,8 +18,6 @@ import wrapt
 
 from parawrap._public import public
 from parawrap.api._check_arguments import (
-    UNSET,
-    Joining,
     check_dim,
     check_in_dims,
     check_methods,
@@ -40,6 +38,7 @@ from parawrap.engine.session import Session
 from parawrap.engine.stats import Stats
 from parawrap.engine.trace import Trace
 from parawrap.errors import SessionError, ShardError
+from parawrap.tree import UNDECLARED
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -136,7 +135,7 @@ class Parallel(Streams, Generic[TargetT]):
         *,
         dim: int = 0,
         in_dims: Mapping[str, InDim] | None = None,
-        out_dims: OutDims = UNSET,
+        out_dims: OutDims = UNDECLARED,
         methods: Sequence[str] = ("forward",),
         output_device: DeviceLike | None = None,
         reduce: Reduce | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | None = None,
@@ -146,7 +145,7 @@ class Parallel(Streams, Generic[TargetT]):
         workers: Literal["thread", "process"] = "thread",
         retries: int = 1,
     ) -> None:
-        check_target(target, methods)
+        check_target(target)
         self.target = target
         self._cores: tuple[NeuronCore, ...] = ()
         self._devices: tuple[torch.device, ...] = ()
@@ -172,13 +171,14 @@ class Parallel(Streams, Generic[TargetT]):
         self._dim = check_dim(dim)
         self._in_dims = in_dims
         self._parameters = parameters
-        if self._cores and out_dims is UNSET:  # the shapes of a compiled model are fixed, so sizes cannot prove the rows
+        if self._cores and out_dims is UNDECLARED:  # the shapes of a compiled model are fixed, so sizes cannot prove the rows
             out_dims = dim
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
         self._unit = check_unit(unit, on_cores=bool(self._cores))
         sizes = uneven_sizes if rules.needs_proof else balanced_sizes
         self._device_cutters = self._cutters(sizes) if self._devices else {}
-        self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
+        output_device = None if output_device is None else resolve_device(output_device)
+        self._joining: dict[str, Any] = {"rules": rules, "output_device": output_device}
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block
