@@ -66,32 +66,20 @@ class Comparison:
         return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
 
     def __str__(self) -> str:
-        return f"{self._table(self.title)}{self._remark()}"
+        return str(self._table())
 
     def _repr_html_(self) -> str:
-        return self._table(self.title + self._remark()).html()
+        return self._table().html()
 
-    def _table(self, title: str) -> Table:
+    def _table(self) -> Table:
         rows = []
-        fastest = self._fastest(are_plain=True)[1]
+        fastest = min(way.quartiles[1] for way in self.ways if way.name.startswith("plain"))
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
             speed_up = f"{fastest / way.quartiles[1]:.2f}"
             rows.append((way.name, median, f"{low} to {high}", speed_up, str(way.outputs), str(way.gradients)))
         columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
-        return Table(title, _HEADER[:columns], [row[:columns] for row in rows])
-
-    def _remark(self) -> str:
-        """Return a line if the times show no difference."""
-        plain, lanes = self._fastest(are_plain=True), self._fastest(are_plain=False)
-        if plain[0] <= lanes[2] and lanes[0] <= plain[2]:
-            return "\nThe middle halves of lanes and of the fastest plain way overlap: the difference is not significant"
-        return ""
-
-    def _fastest(self, *, are_plain: bool) -> list[float]:
-        """Return the quartiles of the fastest plain way, or of the fastest way with lanes."""
-        found = [way.quartiles for way in self.ways if way.name.startswith("plain") is are_plain]
-        return min(found, key=lambda quartiles: quartiles[1])
+        return Table(self.title, _HEADER[:columns], [row[:columns] for row in rows])
 
 
 def difference(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Difference:

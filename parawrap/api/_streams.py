@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,16 +22,14 @@ if TYPE_CHECKING:
     from parawrap.workers import WorkerSession
 
 
-class Streams(ABC):
+class Streams:
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
-    @abstractmethod
-    def _open_session(self) -> Session | WorkerSession:
-        """Return the session of the block; open it on first use."""
+    _open_session: Callable[[], Session | WorkerSession]
+    """Returns the session of the block, and opens it on first use."""
 
-    @abstractmethod
-    def _entry(self) -> tuple[Entry, str]:
-        """Return the entry of the method, and its name."""
+    _entry: Callable[[], tuple[Entry, str]]
+    """Returns the entry of the method, and its name."""
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit one whole call to a lane, and return a future of its output.

@@ -24,8 +24,8 @@ def get_wrapped_attribute(
     Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.
 
     Raises:
-        AttributeError: If the module lacks the attribute. If a property of the wrapper or of the module raised an
-            AttributeError, that error. `missing` for special names, and before the wrapper has a module.
+        AttributeError: If the module lacks the attribute. If a property of the wrapper raised an AttributeError, that
+            error. `missing` for special names, and before the wrapper has a module.
     """
     if name.startswith("__") and name.endswith("__"):
         raise missing
@@ -33,9 +33,4 @@ def get_wrapped_attribute(
         return object.__getattribute__(wrapper, name)  # Python drops the error of a property before `__getattr__`
     if module is None:  # before __init__, as during unpickling
         raise missing
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        if not hasattr(type(module), name):
-            raise
-    return object.__getattribute__(module, name)  # torch.nn.Module.__getattr__ hides the error of a property
+    return getattr(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -61,7 +61,7 @@ class _Collected(torch.nn.Module):
         self.training = model.training  # not train(), which would set the layers too
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        outputs: dict[str, list[_Kept]] = {name: [] for name in self.layers}
+        outputs: dict[str, list[tuple[Any, list[int]]]] = {name: [] for name in self.layers}  # with versions of tensors
         hooks = [self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name])) for name in outputs]
         try:
             self.model(*args, **kwargs)
@@ -72,26 +72,20 @@ class _Collected(torch.nn.Module):
             if len(kept) != 1:
                 msg = f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run once"
                 raise GatherError(msg)
-            if kept[0].versions != _versions(kept[0].output):
+            output, versions = kept[0]
+            if versions != _versions(output):
                 msg = (
                     f"a later layer wrote the output of {name!r} in place, as ReLU(inplace=True) does. Name the later layer"
                 )
                 raise GatherError(msg)
-        return {name: kept.output for name, (kept,) in outputs.items()}
+        return {name: output for name, ((output, _),) in outputs.items()}
 
 
-class _Kept(NamedTuple):
-    """An output of a layer, and the versions of its tensors when the layer returned it."""
-
-    output: Any
-    versions: list[int]
-
-
-def _keep(outputs: list[_Kept], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+def _keep(outputs: list[tuple[Any, list[int]]], _module: torch.nn.Module, _args: Any, output: Any) -> None:
     if torch.is_inference_mode_enabled():  # tensors have no versions there
         leaves, spec = flatten(output)
         output = unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-    outputs.append(_Kept(output, _versions(output)))
+    outputs.append((output, _versions(output)))
 
 
 def _versions(output: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""`compare`: measure a call as a plain call and in lanes. torch.utils.benchmark times it."""
+"""`compare`: measure a call as a plain call and in lanes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from parawrap._public import public
 from parawrap.api._comparison_table import Comparison, Way, difference
@@ -42,8 +41,8 @@ def compare(
     and "map" is a batch of its `map`, where each batch runs whole in one lane. On the CPU, "plain, 1 thread" is the plain
     call with one thread per operator. Speed-ups are against the fastest plain way.
     The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`, and torch random states,
-    and restores them at its end. Its first calls are not timed. A remark below the table says if the times of lanes and of
-    the plain call overlap. Stop other programs before: they slow torch's threads more than lanes.
+    and restores them at its end. Its first calls are not timed. Stop other programs before: they slow torch's threads more
+    than lanes.
 
     The returned object has the fields `title` and `ways`. Each way has `name`, `seconds` (per call, in each round),
     `quartiles` of these, `outputs`, and `gradients`.
@@ -164,14 +163,11 @@ class _Compared:
 
     def time(self, name: str, calls: int) -> float:
         """Return the seconds per call."""
-        if name == "map":
-            start = self._clock()
-            for _ in self._block.map([self._batch] * calls):
-                pass
-            return (self._clock() - start) / calls
-        given = {"call": self._call, "name": name}
-        timer = Timer("call(name)", timer=self._clock, globals=given, num_threads=torch.get_num_threads())
-        return timer.timeit(calls).median
+        start = self._clock()
+        called = self._block.map([self._batch] * calls) if name == "map" else (self._call(name) for _ in range(calls))
+        for _ in called:
+            pass
+        return (self._clock() - start) / calls
 
     def _call(self, name: str) -> Any:
         for leaf in self._leaves:

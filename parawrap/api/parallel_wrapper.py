@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -19,8 +18,8 @@ _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 class ParallelWrapper(torch.nn.Module):
     """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
 
-    Reading or setting an attribute reads or sets it on the model. ``len``, ``iter``, and indexing also go to the model. A
-    `ParallelWrapper` can be pickled and deep-copied. Calls are thread-safe.
+    Reading or setting an attribute reads or sets it on the model. A `ParallelWrapper` can be pickled and deep-copied. Calls
+    are thread-safe.
 
     Args:
         model: Any module.
@@ -107,15 +106,3 @@ class ParallelWrapper(torch.nn.Module):
             super().__delattr__(name)
         else:
             delattr(self._inner(), name)
-
-    def __len__(self) -> int:
-        return len(self._inner())  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._inner())  # type: ignore[call-overload, no-any-return]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._inner()[key]  # type: ignore[index]
-
-    def __bool__(self) -> bool:
-        return bool(self._inner()) if hasattr(type(self._inner()), "__len__") else True

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parawrap._public import public
-from parawrap.errors import add_note
 
 
 @public
@@ -17,8 +16,7 @@ class Tuplewise:
     it on each item. A call passes the same arguments to each item. ``iter`` and ``len`` apply to the sequence itself:
     ``list(t)[1]`` is the second item. Names of the form ``__x__`` are not forwarded.
 
-    If an item raises, the exception keeps its type and gains a note with the item's position. A `Tuplewise` is thread-safe,
-    picklable, and copyable if its items are.
+    A `Tuplewise` is thread-safe, picklable, and copyable if its items are.
 
     >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0] == [0, 2, 4]
     True
@@ -65,12 +63,4 @@ class Tuplewise:
         return type(self), (self.__seq,)
 
     def __each(self, operation: Callable[[Any], Any]) -> Tuplewise:
-        return type(self)(self.__apply(operation))
-
-    def __apply(self, operation: Callable[[Any], Any]) -> Iterator[Any]:
-        for position, item in enumerate(self.__seq):
-            try:
-                yield operation(item)
-            except Exception as error:
-                add_note(error, f"in item {position} of a Tuplewise of {len(self)}")
-                raise
+        return type(self)(map(operation, self.__seq))

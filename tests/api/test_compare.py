@@ -18,7 +18,6 @@ SHORT = {"rounds": 2, "calls": 1, "show": False}
 SAME = Difference(0.0, 0.0)
 SLOW = Way("plain", (0.004, 0.004, 0.004), SAME, None)
 FAST = dataclasses.replace(SLOW, name="lanes", seconds=(0.001, 0.002, 0.003))
-CLOSE = dataclasses.replace(SLOW, name="lanes", seconds=(0.003, 0.004, 0.005))
 
 
 # -- the table
@@ -49,13 +48,6 @@ def test_a_table_of_known_numbers():
         "lanes      2.000  1.500 to 2.500      2.00  5.0e-01 (2.5e-01)          inf (inf)\n"
         "lanes      2.000  1.500 to 2.500      2.00                  0  1.0e-07 (1.0e-08)"
     )
-
-
-def test_overlapping_times_are_named():
-    one_thread = dataclasses.replace(FAST, name="plain, 1 thread")
-    for ways, is_clear in (((SLOW, FAST), True), ((SLOW, CLOSE), False), ((SLOW, one_thread, FAST), False)):
-        for text in (str(Comparison("title", ways)), Comparison("title", ways)._repr_html_()):
-            assert ("overlap: the difference is not significant" in text) is not is_clear
 
 
 # -- calls

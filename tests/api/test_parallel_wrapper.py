@@ -77,17 +77,6 @@ def test_setting_reaches_the_model():
     assert not hasattr(net.model, "new")
 
 
-def test_items_are_those_of_the_model():
-    """A model without them raises TypeError, and its wrapper is truthy."""
-    net = on_cpu()
-    assert (len(net), list(net), net[0]) == (1, [net.linear], net.linear)
-    net = ParallelWrapper(nn.Linear(4, 2), device="cpu")
-    assert net
-    for use in (lambda: len(net), lambda: iter(net), lambda: net[0]):
-        with pytest.raises(TypeError):
-            use()
-
-
 def test_trains_like_the_model():
     """Modes, parameters, and the state_dict are the model's."""
     one, two = on_cpu(), on_cpu()

@@ -39,8 +39,7 @@ def test_can_be_copied():
     assert copy.deepcopy(parts) == pickle.loads(pickle.dumps(parts)) == [[1], [2]]
 
 
-def test_error_names_the_item():
-    with pytest.raises(AttributeError) as caught:
+def test_errors_are_those_of_the_items():
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'shape'"):
         _ = Tuplewise([torch.zeros(1), 3]).shape
-    assert caught.value.__notes__ == ["in item 1 of a Tuplewise of 2"]
     assert not hasattr(Tuplewise([1]), "__array__")
