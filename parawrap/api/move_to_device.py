@@ -106,27 +106,32 @@ def on_lane(value: Any, device: torch.device) -> Any:
     Copies to the CPU block until they are complete. Classes that torch and parawrap do not define need no option of
     ``.to``.
     """
-
-    def moves(node: Any) -> bool:
-        return _has_method(node, "to")
-
-    def move(leaf: Any) -> Any:
-        is_known = isinstance(leaf, (torch.Tensor, PackedSequence, Batch))
-        options = {"non_blocking": True} if is_known and device.type != "cpu" else {}
-        return _not_none(leaf.to(device, **options), leaf, "to")
-
-    return replace_nodes(value, moves, move)
+    options = {} if device.type == "cpu" else {"non_blocking": True}
+    return _call_on_leaves(value, {"to": (device,)}, options, takers=(torch.Tensor, PackedSequence, Batch))
 
 
-def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Any:
-    """Replace each leaf by the result of its first method in ``methods``, which maps names to arguments."""
+def _call_on_leaves(
+    value: Any,
+    methods: Mapping[str, tuple[Any, ...]],
+    kwargs: Mapping[str, Any],
+    takers: type | tuple[type, ...] = object,
+) -> Any:
+    """Replace each leaf by the result of its first method in `methods`, which maps names to arguments.
+
+    `takers` are the classes whose methods get `kwargs`.
+    """
 
     def moves(node: Any) -> bool:
         return any(_has_method(node, name) for name in methods)
 
     def call(leaf: Any) -> Any:
         name = next(name for name in methods if _has_method(leaf, name))
-        return _not_none(getattr(leaf, name)(*methods[name], **kwargs), leaf, name)
+        moved = getattr(leaf, name)(*methods[name], **(kwargs if isinstance(leaf, takers) else {}))
+        if moved is None:
+            cls = type(leaf).__qualname__
+            msg = f"{cls}.{name}() returned None. End it with `return self`, or return the moved {cls}"
+            raise TypeError(msg)
+        return moved
 
     return replace_nodes(value, moves, call)
 
@@ -134,14 +139,6 @@ def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: 
 def _has_method(value: Any, name: str) -> bool:
     """True if ``value.name`` is callable. False for classes, which hold no value to move."""
     return not isinstance(value, type) and callable(getattr(value, name, None))
-
-
-def _not_none(result: T | None, value: Any, name: str) -> T:
-    if result is None:
-        cls = type(value).__qualname__
-        msg = f"{cls}.{name}() returned None. End it with `return self`, or return the moved {cls}"
-        raise TypeError(msg)
-    return result
 
 
 def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:

@@ -88,14 +88,13 @@ class TupleParallel(DataParallel[T]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
-        _check_transfers(transfer_output, transfer_input, output_device)
-        _check_joining(reduction, dim)
         super().__init__(module, device_ids, output_device)
-        if self._lanes:
-            self.module.to(self._lanes[0])
         self.transfer_input = transfer_input
         self.transfer_output = transfer_output
         self.reduction = reduction
+        _check_options(self, output_device, dim)
+        if self._lanes:
+            self.module.to(self._lanes[0])
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
@@ -337,24 +336,21 @@ def _refuse_outputs(reason: str) -> NoReturn:
     raise GatherError(msg)
 
 
-def _check_transfers(transfer_output: object, transfer_input: object, output_device: object) -> None:
-    if not isinstance(transfer_output, bool):
-        msg = (
-            f"transfer_output={transfer_output!r} is not True or False. To name the device of outputs, use "
-            f"transfer_output=True, output_device={transfer_output!r}"
-        )
-        raise ShardError(msg)
-    if not isinstance(transfer_input, bool):
-        msg = f"transfer_input={transfer_input!r} is not True or False. Parts move to device_ids"
-        raise ShardError(msg)
-    if output_device is not None and not transfer_output:
+def _check_options(net: TupleParallel[Any], output_device: object, dim: int) -> None:
+    """Refuse options that have no effect, or values that they do not take."""
+    for name in ("transfer_output", "transfer_input"):
+        value = getattr(net, name)
+        if not isinstance(value, bool):
+            msg = (
+                f"{name}={value!r} is not True or False. Parts move to device_ids. To name the device of outputs, use "
+                f"transfer_output=True, output_device={value!r}"
+            )
+            raise ShardError(msg)
+    if output_device is not None and not net.transfer_output:
         msg = f"output_device={output_device!r} has no effect without transfer_output=True. Give both, or none"
         raise ShardError(msg)
-
-
-def _check_joining(reduction: object, dim: int) -> None:
-    if reduction is not None and not callable(reduction):
-        msg = f"reduction={reduction!r} is not callable. Give a function of the tuple of outputs, such as parawrap.cat"
+    if net.reduction is not None and not callable(net.reduction):
+        msg = f"reduction={net.reduction!r} is not callable. Give a function of the tuple of outputs, such as parawrap.cat"
         raise ShardError(msg)
     if dim != 0:
         msg = (
