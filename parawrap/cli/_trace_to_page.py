@@ -17,7 +17,7 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subcommand."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace, or of Chrome")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace")
     parser.add_argument("-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from collections import Counter
@@ -113,10 +112,8 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
         unfinished.touch()
         unfinished.unlink()
     except (OSError, ValueError) as error:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not path.parent.is_dir():
-            return f"the folder of {str(path)!r} does not exist. Create {str(path.parent)!r} first"
         why = error.strerror if isinstance(error, OSError) else error
-        return f"{str(path)!r} cannot be written: {why}. Give another path"
+        return f"{str(path)!r} cannot be written: {why}. Create its folder, or give another path"
     return None
 
 
@@ -137,51 +134,35 @@ def _temporary_path(path: Path) -> Path:
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Read a trace with complete events, such as one of `write_timeline`.
+    """Read a trace that `write_timeline` wrote.
 
     Raises:
-        ValueError: If the file is not a trace, or has no complete events.
+        ValueError: If the file is not such a trace, or has no spans.
     """
-    path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=str)
-        listed = content if isinstance(content, list) else content["traceEvents"]
-        events = [event for event in listed if event.get("ph") == "X"]
-        named = {_track_of(event): event["args"]["name"] for event in listed if event.get("name") == "thread_name"}
-        numbers = {key: number for number, key in enumerate(dict.fromkeys((*named, *map(_track_of, events))))}
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        events, other = content["traceEvents"], content["otherData"]
+        tracks = [event["args"]["name"] for event in events if event["ph"] == "M"]
         spans = [
             Span(
-                numbers[_track_of(event)],
+                range(len(tracks))[event["tid"]],
                 start := round(event["ts"] * _US),
                 start + round(event["dur"] * _US),
-                str(event["name"]),
-                str(event.get("cat") or event["name"]),
-                dict(event.get("args", {})),
+                event["name"],
+                event["cat"],
+                event["args"],
             )
             for event in events
+            if event["ph"] == "X"
         ]
-        other = content.get("otherData", {}) if isinstance(content, dict) else {}
-        title, without_idle = str(other.get("title", path.name)), list(other.get("without_idle", ()))
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        msg = (
-            f"{str(path)!r} is not a trace in Chrome's format. Give a .json file that p.trace or Platform(trace=...) wrote"
-        )
+        timeline = Timeline(other["title"], tracks, spans, other["without_idle"])
+    except (ValueError, LookupError, TypeError) as error:
+        msg = f"{os.fspath(path)!r} is not a trace of parawrap. Give a .json file that p.trace wrote"
         raise ValueError(msg) from error
     if not spans:
-        msg = f"{str(path)!r} has no complete events (ph is 'X'), so there is nothing to show"
+        msg = f"{os.fspath(path)!r} has no spans, so there is nothing to show"
         raise ValueError(msg)
-    tracks = [str(named.get(key, f"track {key[1]}")) for key in numbers]
-    return Timeline(title, tracks, spans, without_idle)
-
-
-def _finite(text: str) -> float | str:
-    """Return a number, or its text if it is infinite: JSON for a page has no infinite numbers."""
-    number = float(text)
-    return number if math.isfinite(number) else text
-
-
-def _track_of(event: Mapping[str, Any]) -> tuple[Any, Any]:
-    return event.get("pid"), event.get("tid")
+    return timeline
 
 
 def _trace(timeline: Timeline) -> dict[str, Any]:

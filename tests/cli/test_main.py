@@ -45,7 +45,7 @@ assert "torch" not in sys.modules
         ((), "the following arguments are required: COMMAND"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
         (("timeline", "."), "'.' cannot be read: Is a directory"),
-        (("timeline", "train.py"), "is not a trace in Chrome's format"),
+        (("timeline", "train.py"), "is not a trace of parawrap"),
     ],
 )
 def test_wrong_usage_has_one_line(here, args, message):
