@@ -24,7 +24,7 @@ ALLOWED = {
     "processes": {"displays", "backends"},
     "launch": {"displays", "processes", "neuroncores", "tree", "backends"},
     "workers": {"engine", "launch", "processes", "tree", "backends"},
-    "api": {"displays", "workers", "neuroncores", "engine", "launch", "tree", "backends"},
+    "api": {"displays", "workers", "neuroncores", "engine", "launch", "processes", "tree", "backends"},
     "neuron": {"api", "neuroncores", "backends"},
     "functional": {"launch", "processes", "tree"},
     "testing": {"api", "neuroncores"},

@@ -1,6 +1,5 @@
 """Pages, traces, and tables for people. This package knows names and numbers, but not lanes, ranks, or tensors."""
 
-from parawrap.displays._last_shown_line import last_shown_line
 from parawrap.displays._table import Table, safe_repr, shorten
 from parawrap.displays._timeline import TIMELINE_SUFFIXES, Span, Timeline, read_timeline, refusal_of_path, write_timeline
 
@@ -9,7 +8,6 @@ __all__ = [
     "Span",
     "Table",
     "Timeline",
-    "last_shown_line",
     "read_timeline",
     "refusal_of_path",
     "safe_repr",

@@ -18,7 +18,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from parawrap.displays import last_shown_line
 from parawrap.errors import LaunchError
 
 _log = logging.getLogger("parawrap.launch")
@@ -28,6 +27,7 @@ _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _LAST_WORDS = 4000  # bytes, enough for a traceback
 _LONGEST_LINE = 1 << 16  # characters that are held back; a longer line is shown in parts
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
+_ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor
 _PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on then
 
 
@@ -181,8 +181,9 @@ class Transcript:
         return self._read(0).decode(errors="replace")
 
     def last_line(self) -> str:
-        """Return the last line of output that is not blank, or the end of a long one, as a terminal shows it."""
-        return last_shown_line(self._read(self._size - _LAST_LINE).decode(errors="replace"))
+        """Return the last line of output that is not blank, or the end of a long one, without escape codes."""
+        text = _ESCAPE_CODE.sub("", self._read(self._size - _LAST_LINE).decode(errors="replace"))
+        return next((line.strip() for line in reversed(_LINE_END.split(text)) if line.strip()), "")
 
     def begin_call(self) -> None:
         """Leave the output so far out of `last_words`."""

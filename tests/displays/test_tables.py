@@ -11,7 +11,6 @@ from nbclient import NotebookClient
 from torch import nn
 
 from parawrap import Platform, RankResults, Wrapper, current_rank, parallel, wrapper
-from parawrap.displays import last_shown_line
 from tests.helpers.waiting import eventually
 
 TWO = ["cpu", "cpu"]
@@ -90,23 +89,6 @@ def test_launch_shows_its_state_now(tmp_path):
     shown = html(launch)
     assert shown["caption"][0].endswith("failed")
     assert shown["td"][-3:] == ["1", "ValueError: <b>", "ValueError: <b>"]
-
-
-@pytest.mark.parametrize(
-    ("output", "line"),
-    [
-        ("", ""),
-        ("a\n\n  \n\x1b[0m\n", "a"),
-        ("old text\rnew", "new text"),
-        ("long text\rnew\x1b[K", "new"),
-        ("50%\r\x1b[32m100%\x1b[0m\r\n", "100%"),
-        ("\router 1\n\rinner bar 1\x1b[A\router 2", "outer 2"),
-        ("\x1b]0;title\x07a\x1b[1;31mb\x1b(B\x00c\x1b[3", "abc"),
-    ],
-)
-def test_last_shown_line(output, line):
-    """Carriage returns write over the line, erased text is gone, and escape codes and blank lines are not shown."""
-    assert last_shown_line(output) == line
 
 
 def test_reprs_are_one_short_line(tmp_path):
