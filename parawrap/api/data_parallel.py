@@ -12,7 +12,7 @@ import torch
 from parawrap._public import public
 from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
 from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate, vector
-from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
+from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, names_cores, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter, balanced_sizes
 from parawrap.engine.declarations import Parameters
@@ -264,6 +264,8 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
     try:
         return () if device_ids is None else resolve_devices(device_ids)
     except DeviceUnavailableError:
+        if names_cores(device_ids):
+            raise
         return ()
 
 

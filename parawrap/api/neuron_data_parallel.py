@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -179,7 +178,7 @@ class DataParallel(torch.nn.Module):
             self._dim,
             parameters=Parameters(getattr(self.module, "forward", self.module)),
             lists_are_shared=True,
-            sizes=partial(_sizes, placement),
+            sizes=placement.cut,
         )
         rules = JoinRules(self._dim, reduce=vector, as_torch=True)
         return CoreSession(self.module, placement, self._num_workers, cutters={None: cutter}, rules=rules)
@@ -190,19 +189,3 @@ def _at_least_one(name: str, value: Any) -> int:
         msg = f"{name}={value!r} is not a valid number. Use an integer of at least 1"
         raise ShardError(msg)
     return value.__index__()
-
-
-def _sizes(placement: Placement, rows: int, lanes: int) -> tuple[int, ...]:
-    """Return the sizes of the shards. Warn if they leave cores idle."""
-    sizes = placement.cut(rows, lanes)
-    cores = len(placement.cores)
-    each = placement.split_size or placement.compiled or 1
-    busy = -(-rows // each)
-    if 0 < busy < cores:
-        keeps = "1 row keeps" if rows == 1 else f"{rows} rows keep"
-        smaller = "" if placement.split_size is None else ", or set a smaller split_size"
-        warn_caller(
-            f"{keeps} {busy} of {cores} NeuronCores busy. To use all cores evenly, give a multiple of {cores * each} rows"
-            f"{smaller}"
-        )
-    return sizes

@@ -613,13 +613,6 @@ def test_cures_on_neuroncores():
         with says("split_size=0 is not a valid number. Use an integer of at least 1"):
             on_cores(split_size=0)
         assert_same(on_cores(split_size=1), -torch.ones(4, 3))
-        with says("2 rows keep 1 of 2 NeuronCores busy. To use all cores evenly, give a multiple of 4 rows"):
-            on_cores(2)
-        assert_same(on_cores(4), -torch.ones(4, 3))
-        with says("4 rows keep 1 of 2 .*give a multiple of 8 rows, or set a smaller split_size"):
-            on_cores(4, split_size=4)
-        assert_same(on_cores(8, split_size=4), -torch.ones(8, 3))
-        assert_same(on_cores(4, split_size=2), -torch.ones(4, 3))
         with says('workers="process" is not supported on NeuronCores. Leave workers out'):
             block_on_cores(workers="process")
         with says("unit is not supported on NeuronCores: .*Leave unit out"):

@@ -29,7 +29,6 @@ def inputs(rows):
     return {"bias": torch.randn(rows, 5), "x": torch.randn(rows, 3), "mask": torch.rand(rows, 1)}
 
 
-@pytest.mark.filterwarnings("ignore:.* NeuronCores busy")
 @pytest.mark.parametrize("through", [copy.deepcopy, saved_and_loaded], ids=["copied", "loaded"])
 def test_inputs_by_name(host, through):
     """Alone, and for any number of rows over the cores, also by position. Copied and loaded models keep the names."""

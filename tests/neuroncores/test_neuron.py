@@ -78,14 +78,3 @@ def test_examples_of_the_vendor_run(run, name, cores, rows, parts):
     assert_reported(found, rows)
     for part in parts:
         assert part in found
-
-
-def test_idle_cores_warn(run):
-    """On four cores, each batch that is too small warns at the example's own line, with the rows that use all cores."""
-    with pytest.warns(UserWarning, match="NeuronCores busy") as warned:
-        found = run("neuron_dynamic_batching", cores=4)
-    assert_reported(found, [2, 3, 4, 5, 6, 3, 4, 5, 6])
-    said = re.compile(r"(\d+) rows keep (\d) of 4 NeuronCores busy\. .* a multiple of (\d+) rows")
-    busy = [tuple(map(int, said.match(str(each.message)).groups())) for each in warned]
-    assert busy == [(2, 2, 4), (3, 3, 4), (3, 2, 8), (4, 2, 8), (5, 3, 8), (6, 3, 8)]
-    assert {each.filename for each in warned} == {str(EXAMPLES / "neuron_dynamic_batching.py")}

@@ -13,7 +13,6 @@ from parawrap import ShapeError, ShardError, neuron
 from tests.helpers.neuron_doubles import assert_equal, counts
 
 FREE = [0] * 4
-ignore_idle = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
 
 
 class Around(nn.Module):
@@ -77,7 +76,6 @@ def test_closing_frees_the_cores(host):
         gc.enable()
 
 
-@ignore_idle
 @pytest.mark.parametrize(("workers", "split_size"), [(1, 3), (3, 1), (8, 100)])
 def test_workers_and_chunks(host, split_size, workers):
     plain, _, net = net_of(batch=2)

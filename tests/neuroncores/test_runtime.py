@@ -16,8 +16,6 @@ from parawrap import ShapeError, neuron, parallel
 from parawrap.neuroncores import using
 from tests.helpers.neuron_doubles import Around, Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
-
 
 @pytest.fixture
 def serving(subject):
