@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from warnings import catch_warnings, simplefilter
 
 import torch
 
@@ -182,11 +181,7 @@ def _stream_to_folder(
 def _draw_bar(outputs: Iterator[Any], total: int | None, desc: str | None) -> Iterator[Any]:
     """Return the outputs, with a tqdm bar for the terminal or for a notebook."""
     try:
-        from tqdm import TqdmWarning
-
-        with catch_warnings():
-            simplefilter("ignore", TqdmWarning)  # about ipywidgets; without them, a bar of text is shown
-            from tqdm.auto import tqdm
+        from tqdm.auto import tqdm
     except ImportError as error:
         msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap-torch[cli]'"
         raise ImportError(msg) from error

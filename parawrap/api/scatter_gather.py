@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,18 +19,7 @@ from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.tree import flatten
 
 T = TypeVar("T", bound=torch.nn.Module)
-InputsT = TypeVar("InputsT")
 _CPU = torch.device("cpu")
-
-
-@overload
-def scatter(  # type: ignore[overload-overlap]  # the first overload that fits is used
-    inputs: torch.Tensor, target_gpus: Sequence[DeviceLike], dim: int = ...
-) -> tuple[torch.Tensor, ...]: ...
-
-
-@overload
-def scatter(inputs: InputsT, target_gpus: Sequence[DeviceLike], dim: int = ...) -> list[InputsT]: ...
 
 
 @public

@@ -5,7 +5,7 @@ The public names are those of the library tuple_parallel, the predecessor of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import optree
@@ -25,10 +25,10 @@ from parawrap.api._containers import (
     transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
-from parawrap.engine.concatenate import have_one_scale
+from parawrap.engine.concatenate import have_one_scale, other_sizes, shapes_of
 from parawrap.engine.torch_lists import are_auxiliary
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import tensors_in
+from parawrap.tree import flatten, tensors_in
 
 
 @public
@@ -136,13 +136,10 @@ def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
     return sizes if all(len(each) == 1 for each in sizes) else None
 
 
-def tensors_beside_lists(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in tuples and mappings, but not in lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_container(value) and type(value) is not list:
-        for item in items_of(value).values():
-            yield from tensors_beside_lists(item)
+def tensors_beside_lists(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in tuples and mappings, but not in lists."""
+    leaves, _ = flatten(value, lambda node: type(node) is list or not is_container(node))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
@@ -208,9 +205,8 @@ class _Join:
 
 
 def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
-    if len({_shape_except(part, dim) for part in parts}) > 1:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        msg = f"cannot join {place}: shapes {shapes} differ beyond dim {dim}. Pad them, or do not join them"
+    if len({(part.dim(), other_sizes(part.shape, dim)) for part in parts}) > 1:
+        msg = f"cannot join {place}: shapes {shapes_of(parts)} differ beyond dim {dim}. Pad them, or do not join them"
         raise GatherError(msg)
     here = [part.to(parts[0].device) for part in parts]
     if not have_one_scale(here):
@@ -223,9 +219,3 @@ def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torc
         msg = f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}. Give a dim that it has"
         raise GatherError(msg)
     return torch.cat(here, dim)
-
-
-def _shape_except(tensor: torch.Tensor, dim: int) -> tuple[int | None, ...]:
-    """Return the shape with None in place of ``dim``. Tensors with equal results can be joined on ``dim``."""
-    joined = dim % max(tensor.dim(), 1)
-    return tuple(None if position == joined else size for position, size in enumerate(tensor.shape))

@@ -309,11 +309,6 @@ def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
 
 
 def _check_platform(platform: object, face: str) -> None:
-    if callable(platform):
-        name = getattr(platform, "__qualname__", repr(platform))
-        usage = f"@{face}(Platform(...)) above {name}" if face == "wrapper" else f"{face}(Platform(...)).start({name})"
-        msg = f"{face} got the callable {name} instead of a platform. Write {usage}"
-        raise PlatformError(msg)
     if not isinstance(platform, Platform):
         msg = f"{face} got {platform!r} instead of a platform. Write {face}(Platform(device=...))"
         raise PlatformError(msg)
