@@ -122,13 +122,7 @@ class Streams:
         if buffersize is not None and chunksize != "auto" and buffersize < chunksize:
             msg = f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at least as many"
             raise ShardError(msg)
-        if prepare is not None and not callable(prepare):
-            msg = f"prepare={prepare!r} is not callable. Give a function of one batch that returns the model's arguments"
-            raise ShardError(msg)
         _refuse_single_batch(batches)
-        if key is not None and not callable(key):
-            msg = f"key={key!r} is not callable. Give a function of one batch that returns its name or its number"
-            raise ShardError(msg)
         if key is not None and resume is None:
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)

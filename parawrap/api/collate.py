@@ -49,8 +49,7 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
         ndevices: The number of devices.
 
     Raises:
-        ShardError: If ``ndevices`` is not an int of at least 1, or the decorated object is not callable; at the call, if
-            the parts differ in structure.
+        ShardError: If ``ndevices`` is not an int of at least 1; at the call, if the parts differ in structure.
 
     >>> import torch
     >>> @tp_collate(2)
@@ -63,9 +62,6 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     _check_ndevices(ndevices, "tp_collate")
 
     def decorate(collate: Callable[P, Any]) -> Callable[P, Any]:
-        if not callable(collate) and not isinstance(collate, classmethod):
-            msg = f"tp_collate cannot decorate {collate!r}, which is not callable. Give it a collate function"
-            raise ShardError(msg)
         decorated: Any = _TupleCollate(collate, ndevices)
         return decorated  # type: ignore[no-any-return]
 

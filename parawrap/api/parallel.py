@@ -6,8 +6,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -333,8 +332,13 @@ class Parallel(Streams, Generic[TargetT]):
 
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._open_session()
-        with self._rewritten():
+        with self._lock:
+            self._rewrite()
+        try:
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
+        finally:
+            with self._lock:
+                self._write_back()
 
     def _detach_session(self) -> Session | WorkerSession | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
@@ -396,16 +400,6 @@ class Parallel(Streams, Generic[TargetT]):
         if self._depth == 1 and self._in_place is not None:
             self._in_place.uninstall()
         self._depth = max(0, self._depth - 1)
-
-    @contextmanager
-    def _rewritten(self) -> Iterator[None]:
-        with self._lock:
-            self._rewrite()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._write_back()
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
         self._was_used = True

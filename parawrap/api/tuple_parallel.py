@@ -349,9 +349,6 @@ def _check_options(net: TupleParallel[Any], output_device: object, dim: int) -> 
     if output_device is not None and not net.transfer_output:
         msg = f"output_device={output_device!r} has no effect without transfer_output=True. Give both, or none"
         raise ShardError(msg)
-    if net.reduction is not None and not callable(net.reduction):
-        msg = f"reduction={net.reduction!r} is not callable. Give a function of the tuple of outputs, such as parawrap.cat"
-        raise ShardError(msg)
     if dim != 0:
         msg = (
             f"dim={dim!r} has no effect: parts are not cut. Leave it out. To join outputs on another dim, use "
