@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
+from parawrap.api._wrapped_attributes import WrappedAttributes
 from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate, vector
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, names_cores, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
@@ -28,7 +28,7 @@ _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 @public
-class DataParallel(torch.nn.DataParallel[T]):
+class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
     """Split each batch over several devices: a subclass of torch.nn.DataParallel with the same API.
 
     Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and joins the outputs on
@@ -106,12 +106,6 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as missing:
-            return get_wrapped_attribute(self, submodule(self, "module"), name, missing)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.

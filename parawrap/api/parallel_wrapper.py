@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
+from parawrap.api._wrapped_attributes import WrappedAttributes
 from parawrap.api.data_parallel import DataParallel
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
@@ -15,7 +15,7 @@ _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
 @public
-class ParallelWrapper(torch.nn.Module):
+class ParallelWrapper(WrappedAttributes, torch.nn.Module):
     """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
 
     Reading or setting an attribute reads or sets it on the model. A `ParallelWrapper` can be pickled and deep-copied. Calls
@@ -83,20 +83,12 @@ class ParallelWrapper(torch.nn.Module):
         is_torch_name = not isinstance(device, str) or device.partition(":")[0] == resolved.type
         self.device = device if is_torch_name else str(resolved)
 
-    def _inner(self) -> torch.nn.Module:
-        model = submodule(self, "model")
-        inner = model.module if isinstance(model, DataParallel) else model
-        assert isinstance(inner, torch.nn.Module)
-        return inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as missing:
-            return get_wrapped_attribute(self, submodule(self, "model") and self._inner(), name, missing)
+    def _inner(self) -> Any:
+        model = self.__dict__.get("_modules", {}).get("model")
+        return model.module if isinstance(model, DataParallel) else model
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or submodule(self, "model") is None or name in self.__dict__:
+        if name in _OWN or self._inner() is None or name in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self._inner(), name, value)

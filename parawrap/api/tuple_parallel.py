@@ -125,11 +125,10 @@ class TupleParallel(DataParallel[T]):
         """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            outputs, dim = self._outputs(args, module_kwargs), _cat_dim(self.reduction)
-            if dim is None:
-                return self.gather(outputs, self.output_device if self._lanes else None)
-            possible_rows = _possible_rows(args, module_kwargs)
-            return cat_rows(self._together(outputs, self.output_device if self._lanes else None), dim, possible_rows)
+            outputs, output_device = self._outputs(args, module_kwargs), self.output_device if self._lanes else None
+            if self.reduction is not cat:
+                return self.gather(outputs, output_device)
+            return cat_rows(self._together(outputs, output_device), 0, _possible_rows(args, module_kwargs))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
@@ -304,13 +303,6 @@ def _together(outputs: Sequence[Any]) -> Any:
     if outputs and are_sequences and not all(map(is_list_per_row, outputs)):
         return transpose_rows(outputs, "output", _refuse_outputs)
     return tuple(outputs)
-
-
-def _cat_dim(reduction: object) -> int | None:
-    """Return the dim on which a reduction joins rows, if it is `cat`, or a partial of it."""
-    if isinstance(reduction, functools.partial) and reduction.func is cat and not reduction.args:
-        return int(reduction.keywords.get("dim", 0))
-    return 0 if reduction is cat else None
 
 
 def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]] | None:
