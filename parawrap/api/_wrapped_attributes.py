@@ -17,7 +17,7 @@ class WrappedAttributes(_Base):  # type: ignore[misc]
 
     def _inner(self) -> Any:
         """Return the wrapped module; None before the wrapper has it, as before ``__init__`` and during unpickling."""
-        return self.__dict__.get("_modules", {}).get("module")
+        return submodule(self, "module")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -28,3 +28,11 @@ class WrappedAttributes(_Base):  # type: ignore[misc]
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)  # Python drops the error of a property before `__getattr__`
         return getattr(self._inner(), name)
+
+
+def submodule(module: Any, name: str) -> Any:
+    """Return a submodule by its name; None before the module has it."""
+    try:
+        return torch.nn.Module.__getattr__(module, name)
+    except AttributeError:
+        return None

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import WrappedAttributes
+from parawrap.api._wrapped_attributes import WrappedAttributes, submodule
 from parawrap.api.data_parallel import DataParallel
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
@@ -84,7 +84,7 @@ class ParallelWrapper(WrappedAttributes, torch.nn.Module):
         self.device = device if is_torch_name else str(resolved)
 
     def _inner(self) -> Any:
-        model = self.__dict__.get("_modules", {}).get("model")
+        model = submodule(self, "model")
         return model.module if isinstance(model, DataParallel) else model
 
     def __setattr__(self, name: str, value: Any) -> None:
