@@ -170,7 +170,7 @@ class Parallel(Streams, Generic[TargetT]):
         self._dim = check_dim(dim)
         self._in_dims = in_dims
         self._parameters = parameters
-        if self._cores and out_dims is UNDECLARED:  # the shapes of a compiled model are fixed, so sizes cannot prove the rows
+        if self._cores and out_dims is UNDECLARED:  # shapes of a compiled model are fixed, so sizes cannot prove the rows
             out_dims = dim
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
         self._unit = check_unit(unit, on_cores=bool(self._cores))
