@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import multiprocessing
 import os
 import sys
 import time
 import types
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from parawrap.processes._private_names import raw_environ
-
-_log = logging.getLogger("parawrap.launch")
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class Settings:
 
     Attributes:
         environ: The environment variables. None: ranks on other machines keep their own.
-        cwd: The working folder; None if it no longer exists.
+        cwd: The working folder.
         path: The import path.
         argv: The arguments of the script.
         main_file: The script's file. With it, multiprocessing makes the script's classes available in what it spawns.
@@ -34,13 +29,10 @@ class Settings:
         deterministic: True for deterministic algorithms, and True if they only warn.
         precision: The precision of float32 matrix products; None if newer flags of torch set it.
         cudnn_benchmark: True if cuDNN chooses algorithms by measurement.
-        sharing_strategy: How torch.multiprocessing shares memory.
-        start_method: The start method of multiprocessing; None for the default.
-        recursion_limit: Python's recursion limit.
     """
 
     environ: dict[str, str] | None
-    cwd: str | None
+    cwd: str
     path: list[str]
     argv: list[str]
     main_file: str | None
@@ -49,9 +41,6 @@ class Settings:
     deterministic: tuple[bool, bool]
     precision: str | None
     cudnn_benchmark: bool
-    sharing_strategy: str
-    start_method: str | None
-    recursion_limit: int
 
     @classmethod
     def here(cls) -> Settings:
@@ -59,7 +48,7 @@ class Settings:
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         return cls(
             environ=dict(os.environ),
-            cwd=_working_folder(),
+            cwd=os.getcwd(),  # noqa: PTH109 (a text)
             path=list(sys.path),
             argv=list(getattr(sys, "argv", [""])),
             main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
@@ -68,9 +57,6 @@ class Settings:
             deterministic=_determinism(),
             precision=_precision(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
-            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),
-            start_method=multiprocessing.get_start_method(allow_none=True),
-            recursion_limit=sys.getrecursionlimit(),
         )
 
     def for_other_machines(self) -> Settings:
@@ -80,9 +66,8 @@ class Settings:
     def apply(self) -> None:
         """Apply the settings to this process, with an empty ``__main__``."""
         if self.environ is None:
-            if self.cwd is not None:
-                with contextlib.suppress(OSError):  # not on this machine
-                    os.chdir(self.cwd)
+            with contextlib.suppress(OSError):  # not on this machine
+                os.chdir(self.cwd)
             sys.path[:0] = [each for each in self.path if each not in sys.path]
         else:
             gone = dict.fromkeys(os.environ.keys() - self.environ.keys())
@@ -92,7 +77,6 @@ class Settings:
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
             main.__file__ = self.main_file
-        sys.setrecursionlimit(self.recursion_limit)
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
         if self.deterministic != (False, False):  # the first call takes a second
@@ -100,9 +84,6 @@ class Settings:
         if self.precision not in (None, _precision()):
             torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.multiprocessing.set_sharing_strategy(self.sharing_strategy)
-        if self.start_method is not None:
-            multiprocessing.set_start_method(self.start_method, force=True)
 
 
 @dataclass(frozen=True)
@@ -141,15 +122,12 @@ class Surroundings:
     def __init__(self) -> None:
         self._raw = dict(raw_environ)
         self._environ = dict(os.environ)
-        self._cwd = _working_folder()
+        self._cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
         self._path = list(sys.path)
 
     def changes(self) -> Changes | None:
         """Return the changes since the last time; None if there are none. Costs 2 us without changes."""
-        try:
-            cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
-        except FileNotFoundError:
-            cwd = self._cwd or ""
+        cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
         if raw_environ == self._raw and cwd == self._cwd and sys.path == self._path:
             return None
         before, environ, path = self._environ, dict(os.environ), list(sys.path)
@@ -157,14 +135,6 @@ class Surroundings:
         changes = Changes(changed, cwd if cwd != self._cwd else None, path if path != self._path else None)
         self._raw, self._environ, self._cwd, self._path = dict(raw_environ), environ, cwd, path
         return changes
-
-
-def _working_folder() -> str | None:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        _log.warning("the working folder of this process no longer exists: the ranks run in the root folder")
-        return None
 
 
 def _determinism() -> tuple[bool, bool]:
