@@ -21,7 +21,6 @@ from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, c
 from parawrap.processes.output import Transcript
 from parawrap.processes.pool import Call, Limits, Pool, Starter, stacks_of
 from parawrap.processes.process import Assignment
-from parawrap.processes.server import PRELOADABLE
 from parawrap.processes.settings import Settings
 
 _log = logging.getLogger("parawrap.launch")
@@ -78,7 +77,6 @@ def make_pool(
             set_up=RankSetUp(sent, Place.of(rank, platform, restart), world.store, world.interface, job.beside),
             grace_s=platform.grace_s,
             stays=stays,
-            modules=PRELOADABLE,
         )
         for rank in range(platform.world_size)
     ]

@@ -11,7 +11,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.attempts import Attempts, World
 from parawrap.launch.launch import Launch, await_ranks, start
 from parawrap.processes.groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
-from parawrap.processes.server import LocalStarter
+from parawrap.processes.server import fork_server
 from parawrap.processes.settings import Settings
 
 
@@ -63,7 +63,7 @@ class LocalMachines:
     @contextlib.contextmanager
     def open(self, is_cancelled: Callable[[], bool]) -> Iterator[World | None]:
         with open_store(self._platform) as store:
-            yield World(LocalStarter(), store)
+            yield World(fork_server(), store)
 
     def close(self) -> None:
         """Do nothing: the server stays for later launches."""

@@ -178,7 +178,7 @@ class Starter(Protocol):
     def kill(self, rank: int, pid: int, /) -> None:
         """Kill a rank and its process group. `pid` is 0 before its start."""
 
-    def load(self, names: list[str]) -> None:
+    def load(self, names: Sequence[str], /) -> None:
         """Import modules in advance for later ranks, if the process that forks them stays."""
 
     def describe(self, rank: int, /) -> str:
@@ -678,7 +678,7 @@ class Pool:
         if body.owned is not None:
             self.owned(*body.owned)
         if body.modules:
-            self._starter.load(list(body.modules))
+            self._starter.load(body.modules)
         progress = self._progress
         if progress is None or body.number != progress.call.body.number:
             return

@@ -39,6 +39,12 @@ from parawrap.processes.script import ScriptOfRank
 from parawrap.processes.settings import Changes, Settings
 from parawrap.processes.wire import Message, Wire
 
+PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
+"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
+
+All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
+"""
+
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _FORCED = 1  # the exit code of a rank that its control thread ended
 _kept: list[Any] = []  # until the process exits
@@ -72,14 +78,12 @@ class Assignment:
         set_up: The set-up of the rank.
         grace_s: Seconds for the function to clean up at an order to end.
         stays: True if the rank answers any number of calls. The threads of the function then go on after its answer.
-        modules: Modules to report once they are imported.
     """
 
     settings: Settings
     set_up: SetUp
     grace_s: float
     stays: bool
-    modules: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class AnswerBody:
         exit_code: The code of ``sys.exit``, and what it was to print.
         owned: Globals that functions of this rank have assigned, and those that they have deleted.
         operations: The number of collectives that the rank has begun; None if it has no process group.
-        modules: Modules of the assignment that the rank has imported.
+        modules: The preloadable modules that the rank has imported.
         has_loaded: False if the rank could not unpickle the call.
     """
 
@@ -182,7 +186,7 @@ class _Rank:
         self._control = control
         self._assignment = assignment
         self._script = ScriptOfRank()
-        self._modules = [name for name in assignment.modules if name not in sys.modules]
+        self._modules = [name for name in PRELOADABLE if name not in sys.modules]
         self._has_regrouped = False
         self._has_loaded = True
 

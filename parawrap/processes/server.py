@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 from parawrap.errors import LaunchError
 from parawrap.processes._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.processes.outcomes import exit_text
-from parawrap.processes.process import run_rank
+from parawrap.processes.process import PRELOADABLE, run_rank
 from parawrap.processes.wire import close_in_forked_children
 
 STATUS = struct.Struct("<ci")
@@ -41,17 +41,11 @@ STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 EXITED = b"e"  # with the exit code, or the negative signal number
 
-PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
-"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
-
-All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
-"""
-
 _REQUEST = struct.Struct("<B")  # _FORK, or the number of a module to import
 _FORK = 255
 _FILES = 5  # attached to _FORK: two sockets, the status pipe, standard output, and standard error
 _PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
-_NOTICE_S = 10.0  # for ranks to notice the end of their launch, and for a launch to notice the end of its Ray actor
+_LAST_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
@@ -73,36 +67,20 @@ def serve(modules: Sequence[str]) -> NoReturn:
     requests.settimeout(None)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    for number in (1, 2):  # the launching process may have closed them
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(null, number)
     # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
-    if signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_SETMASK, ()):  # blocked by the task of a Slurm job, which
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # handles the signals that Slurm sends to all processes of a job
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
+    # The launching thread may have blocked all signals. Those of a Slurm job, SIGUSR1 and SIGUSR2, stay blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD))
     _Server(requests).run()
     os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
-
-
-class _Ended(NamedTuple):
-    """A rank that has ended: its status pipe, and when its leftover processes are killed."""
-
-    status: int
-    kill_at: float
 
 
 class _Server:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._ranks: dict[int, int] = {}  # process id: status pipe
-        self._ended: dict[int, _Ended] = {}
-        self._asked: set[int] = set()  # orphans that got SIGTERM
-        self._sent: set[int] = set()  # signals, since the connection was closed
-        self._closed_at = 0.0
+        self._ended: dict[int, tuple[int, float]] = {}  # status pipe, and when the processes left by the rank are killed
         self._pid = os.getpid()
         self._libc = ctypes.CDLL(None)
         self._adopt_orphans()
@@ -116,10 +94,11 @@ class _Server:
         gc.enable()
 
     def run(self) -> None:
-        is_open = True
+        is_open, kill_at = True, 0.0
         while is_open or self._ranks or self._ended:
-            if not is_open:
-                self._end_ranks()
+            if not is_open and time.monotonic() >= kill_at:
+                for pid in self._ranks:
+                    _signal(pid, signal.SIGKILL)
             poll = select.poll()  # select() is limited to descriptors below 1024
             poll.register(self._woken, select.POLLIN)
             if is_open:
@@ -133,16 +112,7 @@ class _Server:
                 self._end_leftovers()
             if self._requests.fileno() in ready:
                 is_open = self._take_request()
-                self._closed_at = time.monotonic()
-
-    def _end_ranks(self) -> None:
-        """End ranks that go on after the end of the process that requested them."""
-        now = time.monotonic()
-        for delay_s, number in ((_NOTICE_S, signal.SIGTERM), (_STOP_S / 2, signal.SIGKILL)):
-            if (number not in self._sent) and now >= self._closed_at + delay_s:
-                self._sent.add(number)
-                for pid in self._ranks:
-                    _signal(pid, number)
+                kill_at = time.monotonic() + _LAST_S
 
     def _take_request(self) -> bool:
         """Serve one request. Return False if the launching process closed the connection, or died."""
@@ -158,8 +128,6 @@ class _Server:
             self._fork(files)
         else:  # the kernel dropped descriptors: this process has reached its limit on open files
             for file in files:
-                with contextlib.suppress(OSError):  # a socket, or a closed pipe
-                    os.write(file, STATUS.pack(FAILED, errno.EMFILE))
                 os.close(file)
         return True
 
@@ -189,7 +157,7 @@ class _Server:
             self._adopt_orphans()  # when this rank ends, its orphans become children of the server
             self._requests.close()
             status, data, control, *streams = files
-            kept = (*self._ranks.values(), *(each.status for each in self._ended.values()))
+            kept = (*self._ranks.values(), *(status for status, _ in self._ended.values()))
             for file in (self._woken, self._waker, status, *kept):
                 os.close(file)
             run_rank(socket.socket(fileno=data), socket.socket(fileno=control), streams)
@@ -227,11 +195,10 @@ class _Server:
                 return
             if pid == 0:
                 return
-            self._asked.discard(pid)
             if (pipe := self._ranks.pop(pid, None)) is not None:  # else an orphan
                 _report(pipe, EXITED, os.waitstatus_to_exitcode(status))
                 signal_group(pid, signal.SIGTERM)
-                self._ended[pid] = _Ended(pipe, time.monotonic() + _PATIENCE_S)
+                self._ended[pid] = pipe, time.monotonic() + _PATIENCE_S
 
     def _end_leftovers(self) -> None:
         """End what ended ranks left running, and close the status pipe of each rank that left nothing.
@@ -240,36 +207,21 @@ class _Server:
         its own orphans. So an orphan that is a child of this process belongs to an ended rank.
         """
         orphans = self._find_orphans()
-        for pid in orphans - self._asked:
-            _signal(pid, signal.SIGTERM)
-        self._asked |= orphans
-        now = time.monotonic()
-        for pid, ended in list(self._ended.items()):
-            has_group = signal_group(pid, 0)
-            if now >= ended.kill_at:
+        for pid, (status, kill_at) in list(self._ended.items()):
+            if time.monotonic() >= kill_at:
                 signal_group(pid, signal.SIGKILL)
                 for each in orphans:
                     _signal(each, signal.SIGKILL)
-            gave_up = now >= ended.kill_at + _PATIENCE_S  # its group has only zombies, whose parents live elsewhere
-            if gave_up or not (has_group or orphans):
-                os.close(ended.status)
+            if not (orphans or signal_group(pid, 0)):
+                os.close(status)
                 del self._ended[pid]
 
     def _find_orphans(self) -> set[int]:
-        if not self._has_children():
-            return set()
         try:
             children = Path(f"/proc/self/task/{self._pid}/children").read_text()
         except OSError:  # macOS offers no way to find them
             return set()
         return {int(pid) for pid in children.split()} - self._ranks.keys()
-
-    def _has_children(self) -> bool:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        return True
 
 
 def _report(status: int, word: bytes, number: int) -> None:
@@ -302,67 +254,8 @@ class Connections(NamedTuple):
     streams: tuple[int, ...]  # standard output and standard error; empty if they go elsewhere
 
 
-class LocalStarter:
-    """Starts the ranks of one launch on this machine. Implements `Starter` of the pool."""
-
-    def __init__(self) -> None:
-        self._server = fork_server()
-        self._place = f"node 0, {socket.gethostname()}"
-
-    def start(self, rank: int) -> Connections:
-        """Start a rank.
-
-        Raises:
-            LaunchError: If its process cannot be started.
-        """
-        try:
-            data, its_data = socket.socketpair()
-            control, its_control = socket.socketpair()
-            pipes = os.pipe(), os.pipe()
-        except OSError as error:
-            msg = f"the process of rank {rank} cannot be started: {error}"
-            raise LaunchError(msg) from error
-        readers, writers = zip(*pipes, strict=True)
-        try:
-            with its_data, its_control:
-                for each in (its_data, its_control):
-                    close_in_forked_children(each)
-                    each.settimeout(None)
-                status = self._server.fork(its_data.fileno(), its_control.fileno(), (writers[0], writers[1]))
-        except BaseException:
-            for file in readers:
-                os.close(file)
-            raise
-        finally:
-            for file in writers:
-                os.close(file)
-        return Connections(data, control, status, (readers[0], readers[1]))
-
-    def kill(self, _rank: int, pid: int) -> None:
-        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet.
-
-        `pid` is 0 before the start. A server that was stopped goes on, and reports the end of the rank.
-        """
-        if pid:
-            signal_group(pid, signal.SIGKILL)
-            _signal(pid, signal.SIGKILL)
-        self._server.wake()
-
-    def load(self, names: list[str]) -> None:
-        """Import modules in advance for later ranks."""
-        self._server.load(names)
-
-    def describe(self, _rank: int) -> str:
-        """Describe the process that the rank was lost with."""
-        return self._server.describe()
-
-    def place_of(self, _rank: int) -> str:
-        """Return the node and host of a rank."""
-        return self._place
-
-
 class ForkServer:
-    """The launching process's handle of the server. Any thread may use it."""
+    """The launching process's handle of the server. Any thread may use it. Implements `Starter` of the pool."""
 
     def __init__(self) -> None:
         ours, its = socket.socketpair()
@@ -382,49 +275,59 @@ class ForkServer:
             self._process = subprocess.Popen(command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ)
         self._sending = threading.Lock()
         self._loaded: set[str] = set()
+        self._place = f"node 0, {socket.gethostname()}"
 
     @property
     def is_usable(self) -> bool:
         """True if the server accepts requests from this process."""
         return self._socket.fileno() >= 0 and self._process.poll() is None
 
-    def fork(self, data: int, control: int, streams: tuple[int, int]) -> int:
-        """Request a rank with the ends of two sockets, and of pipes for its output. Return its status pipe.
+    def start(self, rank: int) -> Connections:
+        """Start a rank.
 
         Raises:
-            LaunchError: If the server does not accept the request.
-        """
-        status, written = os.pipe()
-        try:
-            self.request((written, data, control, *streams))
-        except LaunchError:
-            os.close(status)
-            raise
-        finally:
-            os.close(written)
-        return status
-
-    def request(self, files: Sequence[int]) -> None:
-        """Request a rank with these files: its status pipe, the ends of two sockets, and two pipes for its output.
-
-        Raises:
-            LaunchError: If the server does not accept the request.
+            LaunchError: If its process cannot be started.
         """
         try:
-            with self._sending:
-                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], list(files))
+            data, its_data = socket.socketpair()
+            control, its_control = socket.socketpair()
+            pipes = os.pipe(), os.pipe(), os.pipe()
         except OSError as error:
-            msg = f"{self.describe()} does not accept requests: {error}. The next launch starts another one"
+            msg = f"the process of rank {rank} cannot be started: {error}"
             raise LaunchError(msg) from error
+        (status, *streams), (its_status, *its_streams) = zip(*pipes, strict=True)
+        try:
+            with its_data, its_control, self._sending:
+                files = (its_status, its_data.fileno(), its_control.fileno(), *its_streams)
+                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], files)
+        except OSError as error:
+            for file in (status, *streams):
+                os.close(file)
+            msg = f"{self.describe(rank)} does not accept requests: {error}. The next launch starts another one"
+            raise LaunchError(msg) from error
+        finally:
+            for file in (its_status, *its_streams):
+                os.close(file)
+        return Connections(data, control, status, tuple(streams))
 
-    def load(self, names: list[str]) -> None:
+    def kill(self, _rank: int, pid: int) -> None:
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet.
+
+        `pid` is 0 before the start. A server that was stopped goes on, and reports the end of the rank.
+        """
+        if pid:
+            signal_group(pid, signal.SIGKILL)
+            _signal(pid, signal.SIGKILL)
+        self._process.send_signal(signal.SIGCONT)
+
+    def load(self, names: Sequence[str]) -> None:
         """Import modules in advance for later ranks."""
         for name in set(names) - self._loaded:
             self._loaded.add(name)
             with self._sending, contextlib.suppress(OSError):
                 self._socket.sendall(_REQUEST.pack(PRELOADABLE.index(name)))
 
-    def describe(self) -> str:
+    def describe(self, _rank: int) -> str:
         """Describe the server and how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
@@ -432,14 +335,14 @@ class ForkServer:
         name = f"the process that forks ranks (process {self._process.pid})"
         return name if code is None else f"{name}, which {exit_text(code)},"
 
-    def wake(self) -> None:
-        """Let the server go on if it was stopped."""
-        self._process.send_signal(signal.SIGCONT)
+    def place_of(self, _rank: int) -> str:
+        """Return the node and host of a rank."""
+        return self._place
 
     def stop(self) -> None:
         """Close the connection, and wait until the server has ended."""
         self._socket.close()
-        self.wake()
+        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:  # its ranks have not ended

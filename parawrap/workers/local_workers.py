@@ -25,7 +25,7 @@ from parawrap.processes.pickling import Packed, map_file
 from parawrap.processes.pool import Call, Limits, Pool
 from parawrap.processes.process import Assignment
 from parawrap.processes.script import SentScript
-from parawrap.processes.server import PRELOADABLE, LocalStarter
+from parawrap.processes.server import fork_server
 from parawrap.processes.settings import Settings
 from parawrap.workers.connection import Connection, Message
 from parawrap.workers.model import SEEDS
@@ -73,12 +73,12 @@ class LocalWorker:
         self._label = f"worker {index} on {device}"
         platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
         set_up = RankSetUp(platform, Place.of(0, platform), store=None)
-        assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False, modules=PRELOADABLE)
+        assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False)
         self._printer = Printer()
         self._transcript = Transcript(self._printer, "", None)
         self._ending: Ending | BaseException | None = None
         self._pool = Pool(
-            LocalStarter(), [assignment], [self._transcript], Limits(_LAST_S), wants_groups=False, watches=False
+            fork_server(), [assignment], [self._transcript], Limits(_LAST_S), wants_groups=False, watches=False
         )
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(ours, lends=False)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -192,7 +192,7 @@ class _Starter:
             if pid:
                 self._nodes[rank // self._per_node].actor.kill.remote(pid)
 
-    def load(self, names: list[str]) -> None:
+    def load(self, names: Sequence[str]) -> None:
         """Do nothing: the servers end with the attempt."""
 
     def describe(self, _rank: int) -> str:
