@@ -25,7 +25,6 @@ _log = logging.getLogger("parawrap.launch")
 _IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
 _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _LAST_WORDS = 4000  # bytes, enough for a traceback
-_LONGEST_LINE = 1 << 16  # characters that are held back; a longer line is shown in parts
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor
 _PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on then
@@ -81,22 +80,14 @@ class _Lines:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = ""
-        self._returned = False
 
     def take(self, data: bytes, *, final: bool = False) -> None:
         """Print the lines that end in `data`. Keep the rest until its end arrives, or print it if it is `final`."""
-        text = self._begun + self._decoder.decode(data, final)
-        shown = []
-        if self._returned and text.startswith("\n"):  # the second half of a split "\r\n"
-            shown.append("\n")
-            text = text[1:]
-        *lines, self._begun = _LINE_END.split(text)
-        shown += [self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
-        if self._begun and (final or len(self._begun) > _LONGEST_LINE):
-            shown.append(self._prefix + self._begun + "\n")
-            self._begun = ""
-        if text:
-            self._returned = text.endswith("\r")
+        *lines, begun = _LINE_END.split(self._begun + self._decoder.decode(data, final))
+        shown = [self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
+        self._begun = "" if final else begun
+        if final and begun:
+            shown.append(self._prefix + begun + "\n")
         self._write("".join(shown))
 
     def _write(self, text: str) -> None:
@@ -122,8 +113,8 @@ class Transcript:
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
         self._access = threading.Lock()
         self._printer = printer
-        self._kept = bytearray()
-        self._spilled: int | None = None  # a file with all that follows, once that is more than `_IN_MEMORY`
+        self._kept: Any = tempfile.SpooledTemporaryFile(_IN_MEMORY, buffering=0)  # noqa: SIM115 (closed by the finalizer)
+        weakref.finalize(self, self._kept.close)
         self._size = self._words_from = 0
         self._has_warned = False
         self._file = None if path is None else _open_file(path)
@@ -141,12 +132,8 @@ class Transcript:
 
     def _keep(self, data: bytes) -> None:
         with self._access, self._warn_once():
-            if self._spilled is None and self._size + len(data) > _IN_MEMORY:
-                self._spill()
-            if self._spilled is None:
-                self._kept += data
-            else:
-                os.write(self._spilled, data)
+            self._kept.seek(0, os.SEEK_END)
+            self._kept.write(data)
             self._size += len(data)
         if self._file is not None:
             with self._warn_once():
@@ -162,19 +149,12 @@ class Transcript:
                 self._has_warned = True
                 _log.warning("the output of a rank cannot be kept completely: %s", error)
 
-    def _spill(self) -> None:
-        with tempfile.TemporaryFile() as file:
-            self._spilled = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._spilled)
-
     def _read(self, start: int) -> bytes:
         """Return the output from this position on."""
-        start = max(0, start)
         with self._access:
-            kept = bytes(self._kept[start:])
-            if self._spilled is None:
-                return kept
-            return kept + os.pread(self._spilled, self._size - start, max(0, start - len(self._kept)))
+            self._kept.seek(max(0, start))
+            kept: bytes = self._kept.read()
+        return kept
 
     def text(self) -> str:
         """Return all output so far."""
@@ -190,11 +170,8 @@ class Transcript:
         self._words_from = self._size
 
     def last_words(self) -> str:
-        """Return the end of the output, in whole lines if possible."""
-        start = max(self._words_from, self._size - _LAST_WORDS)
-        text = self._read(start).decode(errors="replace")
-        cut, newline, rest = text.partition("\n")
-        return rest if start > self._words_from and newline and rest else cut + newline + rest
+        """Return the end of the output."""
+        return self._read(max(self._words_from, self._size - _LAST_WORDS)).decode(errors="replace")
 
     def show_unfinished(self) -> None:
         """Print the last lines of both streams, although they have not ended."""

