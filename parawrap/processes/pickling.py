@@ -7,6 +7,7 @@ that the receiver cannot import are pickled by value (cloudpickle). Tensors on a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import io
@@ -175,7 +176,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
-        if (name := _name_of_module(obj)) is not None:  # before isinstance, which would load a lazy module
+        if (name := _name_of(obj)) is not None:
             return resolve_name, (name,)
         if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
             _check_module(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
@@ -193,8 +194,6 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _make_cached, cached
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
             return _make_cached_property, (obj.func, obj.attrname)
-        if (name := _name_of_operator(obj)) is not None:
-            return resolve_name, (name,)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and "__slots__" in vars(obj):
             _keep_slots(obj, reduced)
@@ -255,13 +254,7 @@ _importable: set[str] = set()  # names that were checked
 def is_importable(name: str) -> bool:
     """True if the import path leads to the root of this module. Modules that were loaded from a file may be elsewhere."""
     root = name.partition(".")[0]
-    file = getattr(sys.modules.get(root), "__file__", None)
     own = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
-    if isinstance(file, str):  # saves most searches
-        path = Path(file)
-        path = path.parent if path.stem == "__init__" else path
-        if path.name.partition(".")[0] == root and str(path.parent) in sys.path:
-            return True
     for finder in sys.meta_path:
         try:
             if (found := finder.find_spec(root, None)) is not None:
@@ -271,33 +264,17 @@ def is_importable(name: str) -> bool:
     return root in sys.builtin_module_names
 
 
-def _name_of_module(value: Any) -> str | None:
-    """Return the name to import a module by, if it has a class of its own, as torch.backends.cudnn does. Else None."""
-    if type(value) is types.ModuleType:
-        return None  # cloudpickle handles it
-    try:
-        name = object.__getattribute__(value, "__name__")  # getattr would load a lazy module
-    except Exception:  # noqa: BLE001 (classes may raise anything)
+def _name_of(value: Any) -> str | None:
+    """Return the name of an operator of torch, or of a module with a class of its own. None for any other object."""
+    if isinstance(value, _OPERATORS):
+        name = f"{value.__module__}.{value.__name__}".replace("torch._ops.", "torch.ops.", 1)
+    elif isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:  # such as torch.backends.cudnn
+        name = value.__name__
+    else:
         return None
-    if not isinstance(name, str):
-        return None
-    if sys.modules.get(name) is value:
-        return name
-    if not isinstance(value, types.ModuleType):
-        return None
-    before, _, last = name.rpartition(".")  # torch.ops.aten is an attribute of torch.ops, but not in sys.modules
-    parent = sys.modules.get(before)
-    return name if isinstance(parent, types.ModuleType) and vars(parent).get(last) is value else None
-
-
-def _name_of_operator(value: Any) -> str | None:
-    """Return the name of an operator of torch, such as ``torch.ops.aten.add.Tensor``. None for any other object."""
-    if not isinstance(value, _OPERATORS):
-        return None
-    name = f"{value.__module__}.{value.__name__}".replace("torch._ops.", "torch.ops.", 1)
     try:
         return name if resolve_name(name) is value else None
-    except (ImportError, AttributeError):  # its library has removed it
+    except (ImportError, AttributeError, ValueError):  # a library has removed it
         return None
 
 
@@ -456,26 +433,24 @@ def _parts(value: Any, address: str) -> Iterator[_Part]:
     """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
-            yield part, _within(address, f"[{reprlib.repr(key)}]") if address else str(key)
-    elif isinstance(value, (list, tuple)):
+            yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
+    elif isinstance(value, (list, tuple, set, frozenset)):
         for i, part in enumerate(value):
-            yield part, _within(address, f"[{i}]")
-    elif isinstance(value, (set, frozenset)):
-        for part in value:
-            yield part, f"a member of {address}"
+            yield part, f"{address}[{i}]"
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, address)
+        return
     elif isinstance(value, functools.partial):
         for name in ("func", "args", "keywords"):
-            yield getattr(value, name), _within(address, f".{name}")
+            yield getattr(value, name), f"{address}.{name}"
     elif isinstance(value, types.MethodType):
-        yield value.__self__, _within(address, ".__self__")
-    if isinstance(value, torch.nn.Module):
+        yield value.__self__, f"{address}.__self__"
+    elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
-            yield part, _within(address, f"[{name}]" if name.isdecimal() else f".{name}")
-    if not isinstance(value, types.FunctionType) and _reduces(value):
+            yield part, f"{address}[{name}]" if name.isdecimal() else f"{address}.{name}"
+    if _reduces(value):
         for name, part in list(getattr(value, "__dict__", {}).items()):
-            yield part, _within(address, f".{name}")
+            yield part, f"{address}.{name}"
 
 
 def _reduces(value: Any) -> bool:
@@ -487,27 +462,16 @@ def _reduces(value: Any) -> bool:
     return True
 
 
-def _within(address: str, step: str) -> str:
-    """Append a step to an address. If the address is a phrase, put the step in front: ``.x of the global 'y'``."""
-    is_phrase = address.startswith(("the global ", "the variable ", "the default ", "the object", "a member "))
-    first, of, rest = address.partition(" of the ")
-    if of and first.startswith(("[", ".")):
-        return f"{first}{step}{of}{rest}"
-    return f"{step} of {address}" if is_phrase else address + step
-
-
 def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[_Part]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, f"the variable {name!r} captured by {address}"
-        except ValueError:  # an unassigned variable
-            continue
-    for name in names_in_code(function.__code__):
+    code, defaults = function.__code__, function.__defaults__ or ()
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an unassigned variable
+            yield cell.cell_contents, f"{address}'s variable {name!r}"
+    for name in names_in_code(code):
         if name in function.__globals__:
-            yield function.__globals__[name], f"the global {name!r} used by {address}"
-    for i, part in enumerate(function.__defaults__ or ()):
-        yield part, f"the default of argument {i - len(function.__defaults__ or ())} of {address}"
-    for name, part in (function.__kwdefaults__ or {}).items():
-        yield part, f"the default of {address}'s parameter {name!r}"
+            yield function.__globals__[name], f"{address}'s global {name!r}"
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    for name, part in (*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+        yield part, f"{address}'s default of {name!r}"
     for name, part in vars(function).items():
-        yield part, _within(address, f".{name}")
+        yield part, f"{address}.{name}"

@@ -35,17 +35,17 @@ def capturing(part):
     [
         ([1, (2, {"steps": [3, LOCK]})], "value[1][1]['steps'][1]"),
         (SimpleNamespace(net=SimpleNamespace(lock=LOCK)), "value.net.lock"),
-        (capturing({"a": LOCK}), "['a'] of the variable 'part' captured by value"),
-        ([capturing(capturing(LOCK))], "the variable 'part' captured by the variable 'part' captured by value[0]"),
-        (lambda: [(lambda: LOCK) for _ in range(3)], "the global 'LOCK' used by value"),
-        (lambda x=LOCK, *, y=1: (x, y), "the default of argument -1 of value"),
+        (capturing({"a": LOCK}), "value's variable 'part'['a']"),
+        ([capturing(capturing(LOCK))], "value[0]'s variable 'part''s variable 'part'"),
+        (lambda: [(lambda: LOCK) for _ in range(3)], "value's global 'LOCK'"),
+        (lambda x=LOCK, *, y=1: (x, y), "value's default of 'x'"),
         (functools.partial(print, 1, LOCK), "value.args[1]"),
         (functools.partial(print, end=LOCK), "value.keywords['end']"),
         (MethodType(print, SimpleNamespace(lock=LOCK)), "value.__self__.lock"),
         ([torch.ones(1), locked(torch.ones(1))], "value[1].lock"),
         (nn.Sequential(locked(nn.ReLU())), "value[0].lock"),
         (locked_ring(), "value[1]['lock']"),
-        ([{LOCK}], "a member of value[0]"),
+        ([{LOCK}], "value[0][0]"),
     ],
 )
 def test_innermost_part_is_named(value, place):
@@ -55,7 +55,7 @@ def test_innermost_part_is_named(value, place):
 def test_open_files_are_refused(tmp_path):
     with (tmp_path / "data.txt").open("w") as file:
         assert address_of({"files": [file]}) == "value['files'][0]"
-        assert address_of(capturing(file)) == "the variable 'part' captured by value"
+        assert address_of(capturing(file)) == "value's variable 'part'"
         assert "an open file belongs to its process: send the path, and open the file there" in str(refusal_of(file))
 
 
