@@ -18,7 +18,6 @@ from parawrap.errors import LaunchCancelledError, LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
-from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.server import stop_server
@@ -94,8 +93,8 @@ class Launch(Generic[R]):
         self._run = run
         self._pid = os.getpid()
         self._claim = threading.Lock()
-        self._begun = Latch()
-        self._ended = Latch()
+        self._begun = threading.Event()
+        self._ended = threading.Event()
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
         self._results: RankResults[R] | BaseException | None = None

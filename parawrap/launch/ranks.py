@@ -35,7 +35,6 @@ from parawrap.launch.attempts import Machines, World, make_pool
 from parawrap.launch.launch import CallLaunch, Launch, make_transcripts, new_log_folder
 from parawrap.launch.local import LocalMachines
 from parawrap.launch.lost_handles import is_lost
-from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
@@ -62,7 +61,7 @@ class _Request:
     def __init__(self, call: Call, sent: list[Any], on_end: Callable[[Ending | LaunchError], None] | None = None) -> None:
         self.call = call
         self.sent = sent  # the globals that come with it
-        self.done = Latch()
+        self.done = threading.Event()
         self.ending: Ending | None = None
         self._on_end = on_end
 
@@ -82,8 +81,8 @@ class _RanksThread:
         self.printer = Printer()
         self.transcripts = make_transcripts(platform, self.printer, new_log_folder(platform, _LABEL))
         self.script = SentScript(imports=True)
-        self.ready = Latch()
-        self.ended = Latch()
+        self.ready = threading.Event()
+        self.ended = threading.Event()
         self.error: BaseException | None = None  # of the start
         self.last: Ending | None = None  # that ended the ranks
         self.last_name = ""
