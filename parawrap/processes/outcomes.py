@@ -49,15 +49,21 @@ def pack_exception(error: BaseException) -> Packed:
 
 def summary_of(error: BaseException) -> str:
     """Return the line of the traceback that names the exception."""
-    lines = [line.strip() for line in traceback.format_exception_only(error)]
     name = type(error).__qualname__
+    try:
+        lines = [line.strip() for line in traceback.format_exception_only(error)]
+    except Exception as reason:  # noqa: BLE001 (attributes of the class may raise anything)
+        return f"{name}, which cannot be described: {type(reason).__name__}"
     return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
 
 
 def traceback_of(error: BaseException) -> str:
     """Return the traceback as text, from its first frame outside parawrap on; all of it without such a frame."""
     trace = user_frames(error.__traceback__) or error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    except Exception:  # noqa: BLE001 (as above)
+        return "".join((*traceback.format_tb(trace), summary_of(error)))
 
 
 def is_echo(error: BaseException) -> bool:

@@ -48,7 +48,6 @@ All torch optimizers and DistributedDataParallel import the first, and torch.use
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _FORCED = 1  # the exit code of a rank that its control thread ended
 _kept: list[Any] = []  # until the process exits
-_NAMES_OF_IPYTHON = ("display", "get_ipython")  # it adds them to the builtins
 
 
 class EndOrdered(BaseException):
@@ -223,8 +222,6 @@ class _Rank:
             self._has_loaded = True
         except Exception as error:
             add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
-            if isinstance(error, ModuleNotFoundError):
-                add_note(error, f"ranks import from sys.path, and have no import hooks of the script. It is {sys.path}")
             raise
         if not body.is_for_this_rank:
             return None
@@ -271,21 +268,11 @@ class _Rank:
         return goes_on
 
     def _raised(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
-        try:
-            return self._describe(error)
-        except Exception as reason:  # noqa: BLE001 (classes of exceptions may raise anything)
-            msg = f"an exception of class {type(error).__qualname__}, which cannot be described: {type(reason).__name__}"
-            return self._describe(LaunchError(msg))
-
-    def _describe(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
         if self._has_regrouped and is_echo(error):
             note = (
                 "the process groups of these ranks were made again after a failed call: groups from before, and models in "
                 "DistributedDataParallel, no longer work. Make them again"
             )
-            add_note(error, note)
-        if isinstance(error, NameError) and error.name in _NAMES_OF_IPYTHON:
-            note = f"{error.name} is a function of the notebook's process: return the value, and show it there"
             add_note(error, note)
         return "raised", pack_exception(error), {"description": description_of(error)}
 

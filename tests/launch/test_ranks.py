@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from parawrap import LaunchCancelledError, LaunchError, PlatformError, current_rank, wrapper
-from tests.helpers.processes import assert_gone, notes_of, ranks, run_script
+from tests.helpers.processes import assert_gone, ranks, run_script
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -199,13 +199,6 @@ def test_tensors_have_their_own_device(world):
         world(torch.set_default_device, "meta")
         assert world(lambda given: given, torch.ones(2, device="cpu"))[0].tolist() == [1.0, 1.0]
     world(torch.set_default_device, None)
-
-
-def test_display_in_a_rank_is_explained(world):
-    """IPython adds `display` to the builtins of the notebook's process only."""
-    with pytest.raises(NameError) as caught:
-        world(lambda: display(1))  # noqa: F821
-    assert "display is a function of the notebook's process: return the value, and show it there" in notes_of(caught.value)
 
 
 # -- output

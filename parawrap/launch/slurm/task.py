@@ -134,12 +134,8 @@ class _Task:
         return _bytes_of(pack(value, "the result"))
 
     def _raised(self, error: BaseException) -> Raised:
-        try:
-            _, summary, traceback, is_consequence = description_of(error)
-            return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
-        except Exception as reason:  # noqa: BLE001 (classes of exceptions may raise anything)
-            msg = f"an exception of class {type(error).__qualname__}, which cannot be described: {type(reason).__name__}"
-            return self._raised(LaunchError(msg))
+        _, summary, traceback, is_consequence = description_of(error)
+        return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
 
     def _meet(self) -> StoreAddress:
         """Return the store of this start, which rank 0 keeps."""
