@@ -36,13 +36,12 @@ from parawrap.launch.set_up import Place, groups_of, set_up
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.processes.groups import leave_groups, stay_on_loopback
 from parawrap.processes.outcomes import (
-    Died,
     Ending,
     Requeued,
     Returned,
     error_of,
-    exit_of,
     is_echo,
+    outcome_of,
     pack_exception,
     values_of,
 )
@@ -207,9 +206,7 @@ def _call(
         traceback.clear_frames(error.__traceback__)
         return _Report("requeued")
     except SystemExit as error:
-        code, said = exit_of(error)
-        died = Died(time.time(), os.getpid(), code, by_sys_exit=True, last_words=said)
-        return error_of(place.global_rank, {place.global_rank: died}, place.world_size, where)
+        return error_of(place.global_rank, {place.global_rank: outcome_of(error)}, place.world_size, where)
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
         traceback.clear_frames(error.__traceback__)
         if is_echo(error) and is_requeued(store):
@@ -224,7 +221,7 @@ def _outcome_of(job: Job, reports: Sequence[_Report]) -> _Outcome:
     """Return the results of all ranks, the error of a result that cannot be sent, or the restart that a rank requests."""
     if "requeued" in [report.word for report in reports]:
         return Requeued(time.time())
-    outcomes = {rank: Returned(0.0, memoryview(bytearray(report.block))) for rank, report in enumerate(reports)}
+    outcomes = {rank: Returned(0.0, report.block) for rank, report in enumerate(reports)}
     try:
         values = values_of(job.name, Ending(outcomes), outcomes, len(reports))
     except Exception as error:  # noqa: BLE001 (the user's classes may fail here)

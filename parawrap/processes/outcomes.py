@@ -7,6 +7,7 @@ the original failure. The earliest failure that is not an echo is reported; if a
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import time
@@ -42,7 +43,7 @@ def pack_exception(error: BaseException) -> Packed:
     """Pickle an exception. If it cannot be rebuilt, pickle a LaunchError that describes it."""
     with contextlib.suppress(Exception):  # classes may raise anything
         packed = pack(error, type(error).__qualname__)
-        if type(unpack(memoryview(bytearray(packed.to_bytes())))) is type(error):
+        if type(unpack(packed.to_bytes())) is type(error):
             return packed
     return pack(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception")
 
@@ -78,11 +79,6 @@ def is_echo(error: BaseException) -> bool:
     return False
 
 
-def description_of(error: BaseException) -> tuple[float, str, str, bool]:
-    """Return the time, and the summary, traceback, and kind of an exception, for `Raised`."""
-    return time.time(), summary_of(error), traceback_of(error), is_echo(error)
-
-
 # -- outcomes
 
 
@@ -91,7 +87,7 @@ class Returned:
     """The function returned."""
 
     at: float
-    value: memoryview = field(repr=False)
+    value: memoryview | bytes = field(repr=False)
     summary: ClassVar[str] = "returned"
 
 
@@ -103,7 +99,7 @@ class Raised:
     summary: str
     traceback: str
     is_echo: bool
-    error: memoryview = field(repr=False)
+    error: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -161,12 +157,15 @@ class Ended:
 Outcome = Returned | Raised | Died | Requeued | Ended
 
 
-def exit_of(error: SystemExit) -> tuple[int, str]:
-    """Return the exit code of ``sys.exit``, and what it was to print."""
-    given = error.code
-    if given is None or isinstance(given, int):
-        return given or 0, ""
-    return 1, str(given)
+def outcome_of(error: BaseException) -> Raised | Died:
+    """Return the outcome of a function that has raised this exception."""
+    if not isinstance(error, SystemExit):
+        packed = pack_exception(error).to_bytes()
+        return Raised(time.time(), summary_of(error), traceback_of(error), is_echo(error), packed)
+    code, said = error.code, ""
+    if not (code is None or isinstance(code, int)):
+        code, said = 1, str(code)
+    return Died(time.time(), os.getpid(), code or 0, by_sys_exit=True, last_words=said)
 
 
 def exit_text(code: int) -> str:

@@ -146,8 +146,9 @@ def pickle_apart(
     return stream.getbuffer(), buffers
 
 
-def unpack(memory: memoryview) -> Any:
-    """Return the value of a block. Its tensors lie in this memory."""
+def unpack(block: memoryview | bytes) -> Any:
+    """Return the value of a block. Its tensors lie in this memory, or in a copy of a block of bytes."""
+    memory = block if isinstance(block, memoryview) else memoryview(bytearray(block))
     length, count = _HEAD.unpack_from(memory)
     start = _HEAD.size + count * _SPAN.size
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]

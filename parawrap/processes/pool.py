@@ -683,25 +683,14 @@ class Pool:
         if progress is None or body.number != progress.call.body.number:
             return
         progress.call.has_loaded = progress.call.has_loaded and body.has_loaded
-        if message.word == "returned":
+        outcome = body.outcome
+        if isinstance(outcome, Returned):
             assert message.value is not None
-            outcome: Outcome = Returned(body.at, message.value)
+            outcome = Returned(outcome.at, message.value)
             if not self._stays and body.number > 0:  # so that collectives of the others raise an error
                 member.dismiss_at = time.monotonic() + _LINGER_S
-        elif message.word == "raised":
-            assert message.value is not None
-            assert body.description is not None
-            outcome = Raised(*body.description, message.value)
-        elif message.word == "left":
-            assert body.exit_code is not None
-            code, said = body.exit_code
-            outcome = Died(body.at, member.pid, code, by_sys_exit=True, last_words=said)
-        elif message.word == "requeued":
-            outcome = Requeued(body.at)
-        elif member.was_ordered or progress.is_halting:
-            outcome = Ended(body.at)
-        else:  # sent from outside the launch
-            outcome = Died(body.at, member.pid, -signal.SIGTERM)
+        elif isinstance(outcome, Ended) and not (member.was_ordered or progress.is_halting):  # by a signal from outside
+            outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
         self._settle(member, outcome)
 
     def _on_word(self, member: _Member) -> None:

@@ -32,7 +32,7 @@ from parawrap.errors import LaunchError, add_note
 from parawrap.processes._private_names import TEMPORARY_FILE, join_threads, run_exit_handlers
 from parawrap.processes.groups import break_links, count_operations
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
-from parawrap.processes.outcomes import description_of, exit_of, is_echo, pack_exception
+from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, is_echo, outcome_of
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import Preemption, RequeueRequested
 from parawrap.processes.script import ScriptOfRank
@@ -108,9 +108,7 @@ class AnswerBody:
 
     Attributes:
         number: The number of the call.
-        at: The time at the end of the function.
-        description: The summary, traceback, and kind of an exception.
-        exit_code: The code of ``sys.exit``, and what it was to print.
+        outcome: How the function ended. The value travels next to it.
         owned: Globals that functions of this rank have assigned, and those that they have deleted.
         operations: The number of collectives that the rank has begun; None if it has no process group.
         modules: The preloadable modules that the rank has imported.
@@ -118,9 +116,7 @@ class AnswerBody:
     """
 
     number: int
-    at: float
-    description: tuple[float, str, str, bool] | None = None
-    exit_code: tuple[int, str] | None = None
+    outcome: Outcome
     owned: tuple[list[Any], list[Any]] | None = None
     operations: int | None = None
     modules: Sequence[str] = ()
@@ -234,9 +230,8 @@ class _Rank:
 
     def _answer(self, body: CallBody, call: Callable[[], Any]) -> bool:
         """Make a call and send its answer. Return False if the process is to end."""
-        word, goes_on = "returned", self._assignment.stays
+        goes_on = self._assignment.stays
         packed: Packed | None = None
-        details: dict[str, Any] = {}
         value = None
         try:
             try:
@@ -245,53 +240,42 @@ class _Rank:
                 packed = pack(value, "the result")
             finally:
                 self._control.end()
+            outcome: Outcome = Returned(time.time(), b"")
             goes_on = True
-        except (CallHalted, EndOrdered) as error:
-            word, goes_on = "ended", goes_on and isinstance(error, CallHalted)
-        except KeyboardInterrupt as error:
-            if self._control.was_interrupted(body.number):
-                word = "ended"
-            else:
-                word, packed, details = self._raised(error)
+        except EndOrdered:
+            outcome, goes_on = Ended(time.time()), False
         except RequeueRequested:
-            word = "requeued"
+            outcome = Requeued(time.time())
             if self._assignment.stays:
                 msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
-                word, packed, details = self._raised(LaunchError(msg))
-        except SystemExit as error:
-            word, details, goes_on = "left", {"exit_code": exit_of(error)}, False
+                outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            word, packed, details = self._raised(error)
-            goes_on = goes_on and body.number > 0
-        self._send(word, body.number, packed, details)
+            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.was_interrupted(body.number):
+                outcome = Ended(time.time())
+            else:
+                outcome = self._outcome_of(error)
+                goes_on = goes_on and body.number > 0 and isinstance(outcome, Raised)
+        self._send(body.number, outcome, packed)
         del value  # its tensors lend their memory until here
         return goes_on
 
-    def _raised(self, error: BaseException) -> tuple[str, Packed, dict[str, Any]]:
+    def _outcome_of(self, error: BaseException) -> Outcome:
         if self._has_regrouped and is_echo(error):
             note = (
                 "the process groups of these ranks were made again after a failed call: groups from before, and models in "
                 "DistributedDataParallel, no longer work. Make them again"
             )
             add_note(error, note)
-        return "raised", pack_exception(error), {"description": description_of(error)}
+        return outcome_of(error)
 
-    def _send(self, word: str, number: int, packed: Packed | None, details: dict[str, Any]) -> None:
+    def _send(self, number: int, outcome: Outcome, packed: Packed | None) -> None:
         loaded = [name for name in self._modules if name in sys.modules]
         self._modules = [name for name in self._modules if name not in loaded]
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
             flush_streams()
-        body = AnswerBody(
-            number,
-            time.time(),
-            owned=owned,
-            operations=count_operations(),
-            modules=loaded,
-            has_loaded=self._has_loaded,
-            **details,
-        )
-        self._wire.send(word, body, packed)
+        body = AnswerBody(number, outcome, owned, count_operations(), loaded, self._has_loaded)
+        self._wire.send("answer", body, packed)
 
 
 class Control:

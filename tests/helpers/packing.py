@@ -10,7 +10,7 @@ from parawrap.processes.pickling import pack, unpack
 
 def sent(value):
     """Return the value after it was packed and unpacked."""
-    return unpack(memoryview(bytearray(pack(value, "value").to_bytes())))
+    return unpack(pack(value, "value").to_bytes())
 
 
 def refusal_of(value, address="value"):

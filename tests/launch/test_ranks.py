@@ -179,7 +179,7 @@ def test_a_default_timeout_of_sockets_is_harmless(monkeypatch):
 
 
 def test_an_exception_that_cannot_be_described(world):
-    """A class whose attributes raise costs its exception, and the ranks stay."""
+    """An exception of a class whose attributes raise arrives, and the ranks stay."""
 
     class Odd(Exception):
         def __getattr__(self, name):
@@ -188,7 +188,7 @@ def test_an_exception_that_cannot_be_described(world):
     def fail():
         raise Odd
 
-    with pytest.raises(LaunchError, match="Odd"):
+    with pytest.raises(Odd):
         world(fail)
     assert world(my_rank) == (0, 1)
 

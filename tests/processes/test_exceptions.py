@@ -16,7 +16,7 @@ LOCK = threading.Lock()
 
 
 def sent(error):
-    return unpack(memoryview(bytearray(pack_exception(error).to_bytes())))
+    return unpack(pack_exception(error).to_bytes())
 
 
 class OtherArgs(Exception):

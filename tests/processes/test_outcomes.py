@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -13,11 +14,10 @@ from parawrap.processes.outcomes import (
     Ended,
     Raised,
     Requeued,
-    description_of,
     error_of,
     first_failure,
     is_echo,
-    pack_exception,
+    outcome_of,
 )
 from tests.helpers.processes import notes_of
 
@@ -26,7 +26,7 @@ ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
 
 
 def raised(error, at=1.0):
-    return Raised(at, *description_of(error)[1:], memoryview(pack_exception(error).to_bytes()))
+    return replace(outcome_of(error), at=at)
 
 
 def died(at=1.0, number=None):
@@ -60,7 +60,7 @@ def test_other_failures_are_noted():
 
 
 def test_unreadable_error_is_told():
-    error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, memoryview(bytes(99)))}, 2, PLACE)
+    error = error_of(1, {1: Raised(1.0, "OddError: odd", "the traceback", False, bytes(99))}, 2, PLACE)
     assert type(error) is LaunchError
     assert "rank 1 raised OddError: odd" in str(error)
     assert "the traceback" in notes_of(error)

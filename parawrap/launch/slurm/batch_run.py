@@ -330,7 +330,7 @@ class _Start:
         Raises:
             LaunchError: If something else than the ranks has ended the job.
         """
-        outcomes: dict[int, Outcome] = {rank: _in_memory(each.outcome) for rank, each in self._reports.items()}
+        outcomes: dict[int, Outcome] = {rank: each.outcome for rank, each in self._reports.items()}
         places = self._places(state)
         if self._run._is_cancelled:
             return Ending({}, cancelled=True)
@@ -419,15 +419,6 @@ class _Start:
         host = hosts[node] if node < len(hosts) else "unknown host"
         died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self._number}")
         return Ending({rank: died}, places={rank: f"node {node}, {host}"})
-
-
-def _in_memory(outcome: Outcome) -> Outcome:
-    """Return an outcome with memory in place of the bytes in which it travelled."""
-    if isinstance(outcome, Returned):
-        return replace(outcome, value=memoryview(bytearray(outcome.value)))
-    if isinstance(outcome, Raised):
-        return replace(outcome, error=memoryview(bytearray(outcome.error)))
-    return outcome
 
 
 def _death(how: str) -> Died:

@@ -35,18 +35,15 @@ from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder, Report
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.outcomes import (
-    Died,
     Ended,
     Outcome,
     Raised,
     Requeued,
     Returned,
-    description_of,
-    exit_of,
     is_echo,
-    pack_exception,
+    outcome_of,
 )
-from parawrap.processes.pickling import Packed, pack, unpack
+from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
 from parawrap.processes.script import ScriptOfRank
@@ -118,24 +115,17 @@ class _Task:
             return self._requeued()
         except EndOrdered:
             return Ended(time.time())
-        except SystemExit as error:
-            code, said = exit_of(error)
-            return Died(self._order(), os.getpid(), code, by_sys_exit=True, last_words=said)
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
             if self._store is not None and is_echo(error) and is_requeued(self._store):
                 return self._requeued()
-            return self._raised(error)
+            return replace(outcome_of(error), at=self._order())
 
-    def _value(self) -> memoryview:
+    def _value(self) -> bytes:
         """Call the function, and return its pickled value."""
-        function, args, kwargs = ScriptOfRank().take(unpack(memoryview(bytearray(self._folder.call.read_bytes()))))
+        function, args, kwargs = ScriptOfRank().take(unpack(self._folder.call.read_bytes()))
         value = function(*args, **kwargs)
         finish_function()
-        return _bytes_of(pack(value, "the result"))
-
-    def _raised(self, error: BaseException) -> Raised:
-        _, summary, traceback, is_consequence = description_of(error)
-        return Raised(self._order(), summary, traceback, is_consequence, _bytes_of(pack_exception(error)))
+        return pack(value, "the result").to_bytes()
 
     def _meet(self) -> StoreAddress:
         """Return the store of this start, which rank 0 keeps."""
@@ -266,7 +256,7 @@ class _Task:
             reason = requeue_job(self._number)
             if reason is not None:
                 error = LaunchError(f"Slurm refused to requeue the job: {reason}")
-                self._write(Raised(0.0, str(error), str(error), False, _bytes_of(pack_exception(error))))
+                self._write(replace(outcome_of(error), at=0.0))
                 return 1
         time.sleep(_REQUEUE_S)
         return 1
@@ -277,8 +267,3 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _bytes_of(packed: Packed) -> memoryview:
-    """Return the bytes of a value, which pickle accepts."""
-    return packed.to_bytes()  # type: ignore[return-value]
