@@ -38,7 +38,6 @@ from parawrap.launch.lost_handles import is_lost
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
-from parawrap.processes.process import CallBody
 from parawrap.processes.script import SentScript
 from parawrap.processes.settings import Surroundings
 
@@ -218,7 +217,7 @@ class _RanksThread:
 
     def _make_call(self, pool: Pool, request: _Request) -> None:
         if request.done.is_set():  # cancelled before its turn
-            pool.call(Call(request.call.name, (), request.call.packed, body=request.call.body))  # with its globals
+            pool.call(Call(request.call.name, (), request.call.packed, changes=request.call.changes))  # with its globals
             return
         self.current = request
         self.last_calls.update(dict.fromkeys(request.call.ranks, request.call))
@@ -404,8 +403,8 @@ class Ranks:
             packed = job.pack(self._thread.script)
             if is_later:
                 packed.detach()
-            body, sent = CallBody(0, self._surroundings.changes()), self._thread.script.last_sent
-        return _Request(Call(job.name, ranks, packed, body=body, transcripts=transcripts or {}), sent, on_end)
+            changes, sent = self._surroundings.changes(), self._thread.script.last_sent
+        return _Request(Call(job.name, ranks, packed, changes=changes, transcripts=transcripts or {}), sent, on_end)
 
     def _interrupt(self, request: _Request) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ from parawrap.processes.output import Transcript
 from parawrap.processes.pickling import Packed
 from parawrap.processes.process import AnswerBody, Assignment, CallBody
 from parawrap.processes.server import EXITED, FAILED, STARTED, STATUS, Connections
+from parawrap.processes.settings import Changes
 from parawrap.processes.wire import Wire
 
 STILL_S = 60.0
@@ -53,7 +54,6 @@ STUCK_S = 20.0
 """Seconds that ranks may wait in collectives for ranks that do not take part."""
 
 _LOOK_S = 1.0  # between two looks at the ranks of a call: often enough for limits of a few seconds
-_LOOKS_PER_S = 1000  # of all ranks together; a guess: one takes less than 0.1 ms here
 _ECHO_S = 1.0  # for the original failure to arrive after an echo of it
 _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its connections are closed
 _LINGER_S = 1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
@@ -94,34 +94,52 @@ class Limits:
 
 @dataclass
 class Call:
-    """One call of a function on some ranks.
+    """One call of a function on some ranks, and its state. Times are by the monotonic clock.
 
     Attributes:
         name: The function's name.
         ranks: The ranks that call the function. The others take the globals that come with it.
         packed: The pickled call.
         files: Descriptors that the function gets as its first arguments. `Pool.call` closes them.
+        changes: Changed settings of the script, for ranks that stay.
         transcripts: Get a copy of the output during the call.
         outcomes: How the ranks have ended, by rank.
+        number: The number of the call among those of the pool.
         has_begun: True once it was sent to the ranks.
         is_cancelled: True if it was interrupted by `Pool.interrupt` and is to have no results.
         has_output: True if a rank wrote output during the call.
         has_loaded: False if a rank could not unpickle the call.
         took_s: Seconds between the begin and the end of the call.
+        departed_at: When the last rank ended the call; the begin of the call before.
+        last_sign: When a rank last wrote output, made progress, or ended the call.
+        looked_at: When the pool last looked at the ranks.
+        is_halting: True once the ranks that still run it are interrupted; `by_user` if the user did.
+        is_broken: True once connections between the ranks were closed.
+        is_deadlocked: True if its ranks waited for ranks that do not take part.
+        has_hinted: True once the hint was logged.
     """
 
     name: str
     ranks: Sequence[int]
     packed: Packed | None = None
     files: Sequence[int] = ()
-    body: CallBody = field(default_factory=lambda: CallBody(0))
+    changes: Changes | None = None
     transcripts: Mapping[int, Transcript] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    number: int = 0
     has_begun: bool = False
     is_cancelled: bool = False
     has_output: bool = False
     has_loaded: bool = True
     took_s: float = 0.0
+    departed_at: float = 0.0
+    last_sign: float = 0.0
+    looked_at: float = 0.0
+    is_halting: bool = False
+    by_user: bool = False
+    is_broken: bool = False
+    is_deadlocked: bool = False
+    has_hinted: bool = False
 
 
 @dataclass
@@ -139,33 +157,12 @@ class _Member:
     has_exited: bool = False
     is_ready: bool = False
     was_ordered: bool = False
+    asked: set[str] = field(default_factory=set)  # not answered yet
     stacks: str | None = None
-    wants_stacks: bool = False
     looked: Status | None = None
     looked_at: float = 0.0
-    dismiss_at: float = _NEVER  # a rank that has returned exits then
     answered: int | None = None
     operations: int | None = None
-
-
-@dataclass
-class _Progress:
-    """The state of the call that runs. Times are by the monotonic clock."""
-
-    call: Call
-    began: float
-    up_at: float
-    look_at: float = _NEVER
-    end_at: float = _NEVER  # the ranks are ordered to end
-    break_at: float = _NEVER  # connections of ranks that still run are closed
-    lost_at: float = _NEVER  # ranks that stay have not ended the call, and are ended
-    last_sign: float = 0.0
-    departed_at: float | None = None
-    is_halting: bool = False
-    by_user: bool = False
-    is_broken: bool = False
-    is_deadlocked: bool = False
-    has_hinted: bool = False
 
 
 class Starter(Protocol):
@@ -204,6 +201,7 @@ class Pool:
 
     Attributes:
         is_over: True once no process of the pool is alive.
+        is_ending: True if the ranks were ordered to end.
         idle_deaths: How ranks that stay have died between two calls.
         preempted: True if the ranks were ordered to save and exit.
         cancelled: True if `cancel` ended the ranks.
@@ -236,11 +234,12 @@ class Pool:
         os.set_blocking(self._waker, False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._run_posted)
         self._members: list[_Member] = []
-        self._progress: _Progress | None = None
+        self._timers: dict[Callable[[], object], float] = {}  # actions, and when they are due
+        self._call: Call | None = None  # that runs
         self._generation = 0
         self._must_regroup = False
         self._number = 0
-        self._kill_at = self._leave_at = _NEVER
+        self.is_ending = False
         self._has_killed = False
         self._preempts = False  # before the call
         self._unanswered: set[int] = set()
@@ -264,11 +263,11 @@ class Pool:
         """Describe the state of a rank."""
         if rank >= len(self._members):
             return "starting"
-        member, progress = self._members[rank], self._progress
-        if not member.is_ready:
+        call = self._call
+        if not self._members[rank].is_ready:
             return "starting"
-        if progress is not None and rank in progress.call.ranks:
-            outcome = progress.call.outcomes.get(rank)
+        if call is not None and rank in call.ranks:
+            outcome = call.outcomes.get(rank)
             return "running" if outcome is None else outcome.summary
         return "idle"
 
@@ -281,11 +280,6 @@ class Pool:
     @property
     def is_over(self) -> bool:
         return not any(member.is_alive for member in self._members)
-
-    @property
-    def is_ending(self) -> bool:
-        """True if the ranks were ordered to end."""
-        return self._kill_at != _NEVER
 
     @property
     def has_given_up(self) -> bool:
@@ -315,34 +309,39 @@ class Pool:
         if self._must_regroup:
             self._generation += 1
         generation = self._generation if self._must_regroup else None
-        body = replace(call.body, number=self._number, generation=generation)
         is_regrouping, self._must_regroup = self._must_regroup, False
         for member in self._members:
             is_called = member.rank in call.ranks
             member.transcript.begin_call()
             if is_called or is_regrouping or self._stays:
-                member.wire.send("call", replace(body, is_for_this_rank=is_called), call.packed, call.files)
+                body = CallBody(self._number, call.changes, is_called, generation)
+                member.wire.send("call", body, call.packed, call.files)
         for file in call.files:  # so that the ranks alone hold the other ends
             os.close(file)
-        call.body, call.packed, call.has_begun = body, None, True
+        call.number, call.packed, call.has_begun = self._number, None, True
         return self._supervise(call)
 
     def turn(self, until: float = _NEVER) -> None:
-        """Wait for events until a time, and handle them."""
+        """Wait for events until a time, handle them, and do what is due."""
+        until = min(until, *self._timers.values(), _NEVER)
         patience_s = min(max(0.0, until - time.monotonic()), _LONGEST_WAIT_S)
         for key, _ in self._selector.select(patience_s):
             if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier handler
                 key.data()
+        now = time.monotonic()
+        for act, at in list(self._timers.items()):
+            if now >= at == self._timers.get(act):  # not changed by an earlier action
+                del self._timers[act]
+                act()
 
     def close(self) -> None:
         """Let the ranks exit, and wait until no process is alive. Ranks that are late are killed."""
         for member in self._members:
             self._drop(member.wire)
-        self._kill_at = min(self._kill_at, time.monotonic() + self._limits.grace_s)
+        kill_at = time.monotonic() + self._limits.grace_s
+        self._timers = {self._end_by_force: self._timers.get(self._end_by_force, kill_at)}
         while not self.is_over:
-            self.turn(self._kill_at)
-            if time.monotonic() >= self._kill_at:
-                self._end_by_force()
+            self.turn()
         self._selector.close()
         woken, waker = self._woken, self._waker
         self._waker = -1  # `post` may come in between
@@ -350,24 +349,25 @@ class Pool:
         os.close(waker)
 
     def end(self) -> None:
-        """Order every rank to end."""
-        if self._kill_at == _NEVER:
-            self._kill_at = time.monotonic() + self._limits.grace_s
+        """Order every rank to end. Those that are late are killed."""
+        if not self.is_ending:
+            self.is_ending = True
+            self._timers = {self._end_by_force: time.monotonic() + self._limits.grace_s}
             for member in self._members:
                 member.was_ordered = True
                 member.control.send("end")
 
     def cancel(self) -> None:
         """End every rank, unless they are ending already."""
-        if self._kill_at == _NEVER:
+        if not self.is_ending:
             self.cancelled = True
             self.end()
 
     def interrupt(self, call: Call, *, cancels: bool = False) -> None:
         """Raise KeyboardInterrupt in the function of each rank that runs this call."""
         call.is_cancelled = call.is_cancelled or cancels
-        if self._progress is not None and self._progress.call is call:
-            self._halt(self._progress, by_user=True)
+        if self._call is call:
+            self._halt(by_user=True)
 
     def preempt(self) -> None:
         """Order the ranks to save and exit. Ranks that still run after ``grace_s`` are ended.
@@ -376,14 +376,12 @@ class Pool:
         often `should_checkpoint` has returned False, and further calls block until that iteration is known. The rank's
         control thread reports it, because the main thread of a rank that is ahead may wait in a collective.
         """
-        if self._kill_at != _NEVER or self._stays:
+        if self.is_ending or self.preempted or self._stays:
             return
-        if self._progress is None:
+        if self._call is None:
             self._preempts = True
             return
-        if self.preempted:
-            return
-        self._leave_at = time.monotonic() + self._limits.grace_s
+        self._timers[self.end] = time.monotonic() + self._limits.grace_s
         self.preempted = True
         running = self._running()
         self._unanswered = {member.rank for member in running}
@@ -391,21 +389,26 @@ class Pool:
             member.control.send("preempt")
 
     def request_stacks(self) -> None:
-        """Ask each rank that runs a call for its stacks, unless a request is pending: a stopped process never answers."""
+        """Ask each rank that runs a call for its stacks."""
         for member in self._running():
-            if not member.wants_stacks:
-                member.wants_stacks, member.stacks = True, None
-                member.control.send("stacks")
+            member.stacks = None
+            self._ask(member, "stacks")
 
     def stacks(self) -> dict[int, str | None]:
         """Return the stacks of each rank that runs a call; None until it has answered."""
         return {member.rank: member.stacks for member in self._running()}
 
     def _running(self) -> list[_Member]:
-        progress = self._progress
-        if progress is None:
+        call = self._call
+        if call is None:
             return []
-        return [self._members[rank] for rank in progress.call.ranks if rank not in progress.call.outcomes]
+        return [self._members[rank] for rank in call.ranks if rank not in call.outcomes]
+
+    def _ask(self, member: _Member, word: str) -> None:
+        """Ask a rank for an answer. A stopped process never answers, so nothing is asked twice."""
+        if word not in member.asked:
+            member.asked.add(word)
+            member.control.send(word)
 
     # -- starts
 
@@ -437,30 +440,33 @@ class Pool:
     # -- the course of a call
 
     def _supervise(self, call: Call) -> Ending:
-        now = time.monotonic()
-        look_at = now + self._look_s() if self._watches else _NEVER
-        progress = _Progress(call, now, self._limits.end_of(now), look_at, last_sign=now)
-        self._progress = progress
-        if self._preempts:
-            self.preempt()
+        now = call.departed_at = call.last_sign = call.looked_at = time.monotonic()
+        self._call = call
+        if not self.is_ending:
+            self._timers[self._time_is_up] = self._limits.end_of(now)
+            if self._watches:
+                self._timers[self._look] = now + self._look_s()
+            if self._preempts:
+                self.preempt()
         self._stacks = {}
         for member in self._members:
-            member.looked, member.wants_stacks = None, False
+            member.looked = None
             if member.has_exited:
                 self._settle(member, self._death_of(member, None))
         while len(call.outcomes) < len(call.ranks) and not (self.cancelled and self.is_over):
-            self.turn(self._next_moment(progress))
-            self._keep_time(progress)
-        self._progress = None
+            self.turn()
+        self._call = None
+        if not self.is_ending:
+            self._timers.clear()
         call.took_s = time.monotonic() - now
-        if self._stays and self._wants_groups and call.body.number > 0:
-            self._must_regroup = self._needs_groups(progress)
+        if self._stays and self._wants_groups and call.number > 0:
+            self._must_regroup = self._needs_groups(call)
         return Ending(
             dict(sorted(call.outcomes.items())),
             self.places(),
             stacks=self._stacks,
             timed_out=self.timed_out,
-            deadlocked=progress.is_deadlocked,
+            deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (self.cancelled and not self.lost),
             lost=self.lost,
         )
@@ -469,118 +475,78 @@ class Pool:
         """Return the node and host of each rank."""
         return {member.rank: self._starter.place_of(member.rank) for member in self._members}
 
-    def _needs_groups(self, progress: _Progress) -> bool:
+    def _needs_groups(self, call: Call) -> bool:
         """True if process groups are broken or destroyed, or if ranks are out of step after a failure."""
         operations = {member.operations for member in self._members}
-        return progress.is_broken or None in operations or (progress.is_halting and len(operations) > 1)
+        return call.is_broken or None in operations or (call.is_halting and len(operations) > 1)
 
     def _settle(self, member: _Member, outcome: Outcome) -> None:
         """Note how a rank has ended the call, and decide what happens to the others."""
-        progress = self._progress
-        if progress is None or member.rank in progress.call.outcomes or member.rank not in progress.call.ranks:
+        call = self._call
+        if call is None or member.rank in call.outcomes or member.rank not in call.ranks:
             return
         if isinstance(outcome, Raised):
             member.transcript.record(outcome.traceback)
             if self.preempted and member.was_ordered:  # the rank was late, and its clean-up failed
                 outcome = Ended(outcome.at)
-        outcomes = progress.call.outcomes
-        outcomes[member.rank] = outcome
-        progress.last_sign = progress.departed_at = time.monotonic()
-        if progress.call.body.number > 0:
+        call.outcomes[member.rank] = outcome
+        now = call.last_sign = call.departed_at = time.monotonic()
+        if call.number > 0:
             self._agree_on_checkpoint(member.rank)
+        if self.is_ending:
+            return
         if isinstance(outcome, Died) and self._stays:
             self.end()
         elif isinstance(outcome, Requeued):
-            self._leave_at = min(self._leave_at, time.monotonic() + self._limits.grace_s)
-            progress.end_at = _NEVER  # the reported echo came from this exit
-        elif isinstance(outcome, (Raised, Died)) and (first := first_failure(outcomes)) is not None:
-            self._on_failure(progress, outcomes[first])
+            self._timers.setdefault(self.end, now + self._limits.grace_s)
+            self._timers.pop(self._halt, None)  # the reported echo came from this exit
+        elif isinstance(outcome, (Raised, Died)) and (first := first_failure(call.outcomes)) is not None:
+            if not counts_as_echo(call.outcomes[first]):
+                self._halt()
+            elif not call.is_halting:  # the original failure may follow
+                self._timers.setdefault(self._halt, now + _ECHO_S)
 
-    def _on_failure(self, progress: _Progress, first: Outcome) -> None:
-        """End the call of the other ranks. After an echo, first wait a moment for the original failure."""
-        if counts_as_echo(first):
-            if not progress.is_halting:
-                progress.end_at = min(progress.end_at, time.monotonic() + _ECHO_S)
-        else:
-            self._halt(progress)
-
-    def _halt(self, progress: _Progress, *, by_user: bool = False) -> None:
+    def _halt(self, *, by_user: bool = False) -> None:
         """End the call in the ranks that still run it: their processes end too, unless they stay."""
-        if not self._stays or progress.call.body.number == 0:
+        call = self._call
+        assert call is not None
+        if not self._stays or call.number == 0:
             self.end()
             return
-        if progress.is_halting and not (by_user and not progress.by_user):
+        if self.is_ending or (call.is_halting and not (by_user and not call.by_user)):
             return
-        progress.is_halting, progress.by_user = True, by_user
-        progress.end_at = _NEVER
+        call.is_halting, call.by_user = True, by_user
         now = time.monotonic()
-        progress.break_at, progress.look_at = now + _BREAK_S, min(progress.look_at, now + _BREAK_S)
-        progress.lost_at = now + max(self._limits.grace_s, 2 * _BREAK_S) if by_user else _NEVER
+        self._timers.pop(self._halt, None)
+        self._timers[self._break_connections] = self._timers[self._look] = now + _BREAK_S
+        if by_user:
+            self._timers[self._lose] = now + max(self._limits.grace_s, 2 * _BREAK_S)
         for member in self._running():
-            member.control.send("interrupt", (progress.call.body.number, by_user))
+            member.control.send("interrupt", (call.number, by_user))
 
-    # -- the clock
+    # -- what is due
 
-    def _look_s(self) -> float:
-        shortest_s = min(_LOOK_S, STILL_S / 4, STUCK_S / 4, (self._limits.hang_s or STILL_S) / 4)
-        return max(shortest_s, len(self._assignments) / _LOOKS_PER_S)
-
-    def _next_moment(self, progress: _Progress) -> float:
-        """Return the time of the next scheduled action, such as a kill or a time limit."""
-        if self._kill_at != _NEVER:
-            return self._kill_at
-        dismissals = [member.dismiss_at for member in self._members]
-        ends = (progress.end_at, progress.break_at, progress.lost_at, progress.up_at, self._leave_at)
-        return min(progress.look_at, *ends, *dismissals)
-
-    def _keep_time(self, progress: _Progress) -> None:
-        """Do what is due."""
-        now = time.monotonic()
-        if self._kill_at != _NEVER:
-            if now >= self._kill_at:
-                self._end_by_force()
-            return
-        if now >= progress.end_at:
-            progress.end_at = _NEVER
-            self._halt(progress)
-        elif now >= self._leave_at:
-            self._leave_at = _NEVER
-            self.end()
-        elif now >= progress.up_at:
-            progress.up_at = _NEVER
-            self._time_out(progress, f"not done after timeout_min={self._limits.timeout_min:g} minutes")
-        elif now >= progress.lost_at:
-            self._lose(progress)
-        if now >= progress.break_at:
-            progress.break_at, progress.is_broken = _NEVER, True
-            for member in self._running():
-                member.control.send("break")
-        for member in self._members:
-            if now >= member.dismiss_at:
-                member.dismiss_at = _NEVER
-                self._drop(member.wire)
-        if now >= progress.look_at:
-            late_s, progress.look_at = now - progress.look_at, now + self._look_s()
-            self._judge(progress, now, late_s)
-            for member in self._running():
-                member.control.send("look")
+    def _break_connections(self) -> None:
+        """Close the connections between the ranks that still run the call, because they may wait in a collective."""
+        assert self._call is not None
+        self._call.is_broken = True
+        for member in self._running():
+            member.control.send("break")
 
     def _end_by_force(self) -> None:
         """Kill the ranks. On the second call, give up those whose end the server has not reported."""
         if self._has_killed:
-            self._kill_at = _NEVER
             for member in self._members:
                 member.has_exited = True
                 self._settle(member, Ended(time.time()))
                 self._forget(member)
             return
-        self._has_killed = True
-        self._kill_at = time.monotonic() + _GIVE_UP_S
+        self.is_ending = self._has_killed = True
+        self._timers[self._end_by_force] = time.monotonic() + _GIVE_UP_S
         for member in self._members:
             self._kill(member)
 
-    def _lose(self, progress: _Progress) -> None:
-        progress.lost_at = _NEVER
+    def _lose(self) -> None:
         running = ", ".join(str(member.rank) for member in self._running())
         self.lost = (
             f"rank(s) {running} did not stop within grace_s={self._limits.grace_s:g} after the call had failed or was "
@@ -588,61 +554,71 @@ class Pool:
         )
         self.end()
 
-    def _time_out(self, progress: _Progress, reason: str) -> None:
-        """Ask the ranks that run for their stacks, then end all ranks."""
+    def _time_is_up(self) -> None:
+        self._time_out(f"not done after timeout_min={self._limits.timeout_min:g} minutes")
+
+    def _time_out(self, reason: str) -> None:
         self.timed_out = reason
+        self._end_with_stacks()
+
+    def _end_with_stacks(self) -> None:
+        """Ask the ranks that run for their stacks, then end all ranks."""
         self._collect_stacks()
-        self._leave_at = time.monotonic() + _STACKS_S
-        progress.look_at = progress.up_at = _NEVER
+        self._timers = {self.end: time.monotonic() + _STACKS_S}
 
     def _collect_stacks(self) -> None:
         self._stacks = {member.rank: _NO_ANSWER for member in self._running()}
-        for member in self._running():
-            member.wants_stacks = False
         self.request_stacks()
 
     # -- looks at ranks
 
-    def _judge(self, progress: _Progress, now: float, late_s: float) -> None:
-        """Act on the last looks: log a hint, or end ranks that hang or wait forever."""
+    def _look_s(self) -> float:
+        return min(_LOOK_S, STILL_S / 4, STUCK_S / 4, (self._limits.hang_s or STILL_S) / 4)
+
+    def _look(self) -> None:
+        """Act on the last looks at ranks, and look again."""
+        call, now = self._call, time.monotonic()
+        assert call is not None
+        self._timers[self._look] = now + self._look_s()
+        if now - call.looked_at > self._look_s() + _LATE_S:  # this process itself was stopped, and has read nothing since
+            call.last_sign = now
+        call.looked_at = now
         running = self._running()
         seen = [(member, member.looked) for member in running if member.looked is not None]
         for member, looked in seen:
-            progress.last_sign = max(progress.last_sign, member.looked_at - looked.idle_s)
-        if progress.is_halting:
+            call.last_sign = max(call.last_sign, member.looked_at - looked.idle_s)
+        if call.is_halting:
             # Other ranks run C code, which is waited for, unless it waits in a group whose connections cannot be found.
-            is_late = any(
-                each.interrupted == progress.call.body.number or (progress.is_broken and each.waits_s) for _, each in seen
-            )
-            if progress.lost_at == _NEVER and is_late:
-                progress.lost_at = now + self._limits.grace_s
-            return
-        if progress.call.body.number == 0:
-            return
+            if any(each.interrupted == call.number or (call.is_broken and each.waits_s) for _, each in seen):
+                self._timers.setdefault(self._lose, now + self._limits.grace_s)
+        elif call.number > 0:
+            self._judge(call, running, now)
+        for member in self._running():
+            self._ask(member, "look")
+
+    def _judge(self, call: Call, running: Sequence[_Member], now: float) -> None:
+        """Log a hint, or end ranks that hang or wait forever."""
         hang_s = self._limits.hang_s
-        if late_s > _LATE_S:  # this process was stopped, and has read nothing since
-            progress.last_sign = now
-        if hang_s is not None and now - progress.last_sign >= hang_s:
-            self._time_out(progress, f"silent for hang_timeout_s={hang_s:g} seconds")
-        elif len(running) < len(self._members) and self._wait_forever(progress, running, now):
-            self._end_waits(progress)
-        elif not progress.has_hinted and any(looked.idle_s >= STILL_S for _, looked in seen):
-            progress.has_hinted = True
+        if hang_s is not None and now - call.last_sign >= hang_s:
+            self._time_out(f"silent for hang_timeout_s={hang_s:g} seconds")
+        elif len(running) < len(self._members) and self._wait_forever(call, running, now):
+            self._end_waits(call)
+        elif not call.has_hinted and any(each.looked is not None and each.looked.idle_s >= STILL_S for each in running):
+            call.has_hinted = True
             places = "; ".join(f"rank {member.rank} {self._place_of(member, now)}" for member in running)
             _log.warning("no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s", STILL_S, places)
 
-    def _end_waits(self, progress: _Progress) -> None:
+    def _end_waits(self, call: Call) -> None:
         """End ranks that wait for ranks which do not take part: to restart, or with an error that has their stacks."""
-        if self.preempted or any(isinstance(each, Requeued) for each in progress.call.outcomes.values()):
+        if self.preempted or any(isinstance(each, Requeued) for each in call.outcomes.values()):
             self.end()
             return
-        progress.is_deadlocked = True
-        self._collect_stacks()
+        call.is_deadlocked = True
         if self._stays:
-            self._halt(progress)
+            self._collect_stacks()
+            self._halt()
         else:
-            self._leave_at = time.monotonic() + _STACKS_S
-            progress.look_at = _NEVER
+            self._end_with_stacks()
 
     def _place_of(self, member: _Member, now: float) -> str:
         if member.looked is None or now - member.looked_at > 3 * self._look_s():
@@ -650,10 +626,9 @@ class Pool:
         idle_s = member.looked.idle_s  # that of ranks in one collective differs by a second or two
         return f"{f'idle for {idle_s:.0f} s at' if idle_s >= _IDLE_S else 'busy at'} {member.looked.place}"
 
-    def _wait_forever(self, progress: _Progress, running: Sequence[_Member], now: float) -> bool:
+    def _wait_forever(self, call: Call, running: Sequence[_Member], now: float) -> bool:
         """True if all running ranks have waited for other ranks for `STUCK_S` since the last one ended the call."""
-        since = progress.began if progress.departed_at is None else progress.departed_at
-        return now - since >= STUCK_S and all(
+        return now - call.departed_at >= STUCK_S and all(
             member.looked is not None and member.looked.waits_s >= STUCK_S for member in running
         )
 
@@ -679,17 +654,17 @@ class Pool:
             self.owned(*body.owned)
         if body.modules:
             self._starter.load(body.modules)
-        progress = self._progress
-        if progress is None or body.number != progress.call.body.number:
+        call = self._call
+        if call is None or body.number != call.number:
             return
-        progress.call.has_loaded = progress.call.has_loaded and body.has_loaded
+        call.has_loaded = call.has_loaded and body.has_loaded
         outcome = body.outcome
         if isinstance(outcome, Returned):
             assert message.value is not None
             outcome = Returned(outcome.at, message.value)
             if not self._stays and body.number > 0:  # so that collectives of the others raise an error
-                member.dismiss_at = time.monotonic() + _LINGER_S
-        elif isinstance(outcome, Ended) and not (member.was_ordered or progress.is_halting):  # by a signal from outside
+                self._timers[partial(self._drop, member.wire)] = time.monotonic() + _LINGER_S
+        elif isinstance(outcome, Ended) and not (member.was_ordered or call.is_halting):  # by a signal from outside
             outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
         self._settle(member, outcome)
 
@@ -697,20 +672,19 @@ class Pool:
         message = member.control.receive()
         if message is None:
             self._drop(member.control)
-        elif message.word == "status":
+            return
+        member.asked.discard(message.word)
+        if message.word == "look":
             member.looked, member.looked_at = message.body, time.monotonic()
         elif message.word == "stacks":
-            self._on_stacks(member, message.body)
+            member.stacks = message.body
+            if member.rank in self._stacks:
+                self._stacks[member.rank] = message.body
+                if self.end in self._timers and _NO_ANSWER not in self._stacks.values():
+                    self._timers[self.end] = 0.0
         elif message.word == "answered":
             member.answered = message.body
             self._agree_on_checkpoint(member.rank)
-
-    def _on_stacks(self, member: _Member, text: str) -> None:
-        member.wants_stacks, member.stacks = False, text
-        if member.rank in self._stacks:
-            self._stacks[member.rank] = text
-            if self._leave_at != _NEVER and _NO_ANSWER not in self._stacks.values():
-                self._leave_at = time.monotonic()
 
     def _on_output(self, member: _Member, number: int) -> bool:
         """Read output, and return True if there was some."""
@@ -724,12 +698,11 @@ class Pool:
             os.close(member.streams.pop(number))
             return False
         member.transcript.write(number, data)
-        progress = self._progress
-        if progress is not None:
-            progress.call.has_output = True
-            if member.rank in progress.call.transcripts:
-                progress.call.transcripts[member.rank].write(number, data)
-            progress.last_sign = time.monotonic()  # read the clock again: printing may have taken long
+        if (call := self._call) is not None:
+            call.has_output = True
+            if member.rank in call.transcripts:
+                call.transcripts[member.rank].write(number, data)
+            call.last_sign = time.monotonic()
         return True
 
     def _drain(self, member: _Member) -> None:
@@ -765,7 +738,7 @@ class Pool:
             self._on_answer(member)
         self._drain(member)
         outcome = self._death_of(member, code, lost_with)
-        if self._progress is None and self._stays and isinstance(outcome, Died):
+        if self._call is None and self._stays and isinstance(outcome, Died):
             self.idle_deaths[member.rank] = outcome
         self._settle(member, outcome)
 

@@ -361,7 +361,7 @@ class Control:
         if word == "look":
             self._main_thread.look()
             looked = self._main_thread
-            self._wire.send("status", Status(looked.idle_s, looked.waits_s, place_of_main_thread(), self._delivered))
+            self._wire.send("look", Status(looked.idle_s, looked.waits_s, place_of_main_thread(), self._delivered))
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
