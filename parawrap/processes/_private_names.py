@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import weakref
 from typing import Any
 
@@ -22,7 +21,6 @@ make_class = _name("cloudpickle.cloudpickle._make_skeleton_class")  # in the red
 id_of_class = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
 class_of_id = _name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 interpreter_options = _name("subprocess._args_from_interpreter_flags")  # flags and warning filters of this interpreter
-TEMPORARY_FILE: Any = getattr(tempfile, "_TemporaryFileWrapper", ())  # without it, such files of ranks stay
 raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 

@@ -39,28 +39,21 @@ class Status(NamedTuple):
 
 
 class MainThread:
-    """Observes the main thread of this process from another thread.
-
-    Attributes:
-        idle_s: As in `Status`, at the last look.
-        waits_s: As in `Status`, at the last look.
-    """
+    """Observes the main thread of this process from another thread."""
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
         self._stopped = self._wait_began = self._observe()
-        self.idle_s = self.waits_s = 0.0
 
-    def look(self) -> None:
-        """Observe the thread, and compare it with earlier observations."""
+    def look(self) -> tuple[float, float]:
+        """Observe the thread, and compare it with earlier observations. Return `idle_s` and `waits_s` of its status."""
         now = self._observe()
         if now.place != self._stopped.place or not _was_idle(self._stopped, now):
             self._stopped = now
         is_same_wait = now.waits_for_ranks and now.before_wait == self._wait_began.before_wait
         if not is_same_wait or not _was_idle(self._wait_began, now):
             self._wait_began = now
-        self.idle_s = now.at - self._stopped.at
-        self.waits_s = now.at - self._wait_began.at
+        return now.at - self._stopped.at, now.at - self._wait_began.at
 
     def _observe(self) -> _Look:
         frame = sys._current_frames().get(self._ident)

@@ -31,7 +31,6 @@ _ECHO = re.compile(
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
     re.IGNORECASE,
 )
-_TIMED_OUT = re.compile(r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE)
 
 Signal = signal.Signals | int
 
@@ -280,8 +279,6 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
         returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
             error = make_collective_error(rank, returned, error)
-        if _TIMED_OUT.search(failure.summary):
-            add_note(error, "Platform(ipc_timeout_min=...) sets how many minutes a collective waits for other ranks")
         add_note(
             error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indent(failure.traceback)}"
         )

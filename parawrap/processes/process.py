@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import LaunchError, add_note
-from parawrap.processes._private_names import TEMPORARY_FILE, join_threads, run_exit_handlers
+from parawrap.processes._private_names import join_threads, run_exit_handlers
 from parawrap.processes.groups import break_links, count_operations
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, is_echo, outcome_of
@@ -183,6 +183,7 @@ class _Rank:
         self._script = ScriptOfRank()
         self._modules = [name for name in PRELOADABLE if name not in sys.modules]
         self._has_regrouped = False
+        self._has_groups = True
         self._has_loaded = True
 
     def run(self) -> int:
@@ -209,8 +210,9 @@ class _Rank:
         if body.changes is not None:
             body.changes.apply()
         if body.generation is not None:
-            self._has_regrouped = True
+            self._has_regrouped, self._has_groups = True, False
             self._assignment.set_up.regroup(body.generation)
+            self._has_groups = True
         assert message.value is not None
         self._has_loaded = False
         try:
@@ -257,7 +259,7 @@ class _Rank:
                 goes_on = goes_on and body.number > 0 and isinstance(outcome, Raised)
         self._send(body.number, outcome, packed)
         del value  # its tensors lend their memory until here
-        return goes_on
+        return goes_on and self._has_groups  # torch numbers groups: after a failed start, ranks would wait forever
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         if self._has_regrouped and is_echo(error):
@@ -359,9 +361,7 @@ class Control:
 
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
-            self._main_thread.look()
-            looked = self._main_thread
-            self._wire.send("look", Status(looked.idle_s, looked.waits_s, place_of_main_thread(), self._delivered))
+            self._wire.send("look", Status(*self._main_thread.look(), place_of_main_thread(), self._delivered))
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
@@ -382,8 +382,8 @@ class Control:
         reaction_s = min(_REACTION_S, self._grace_s)
         self._main_thread.look()
         has_reacted = self._has_handled_end.wait(reaction_s)
-        self._main_thread.look()
-        if has_reacted or self._main_thread.waits_s < reaction_s / 2:
+        _, waits_s = self._main_thread.look()
+        if has_reacted or waits_s < reaction_s / 2:
             time.sleep(max(0.0, until - time.monotonic()))
 
 
@@ -418,8 +418,6 @@ def _flush_files() -> None:
     """Write the buffers of files that the function left open. Those of the server are frozen, and not listed."""
     for file in gc.get_objects():
         with contextlib.suppress(Exception):  # closed, detached, or on a full disk
-            kind = type(file)  # `isinstance` would ask objects for their `__class__`, and some warn then
-            if issubclass(kind, TEMPORARY_FILE):
-                file.close()  # which removes it
-            elif issubclass(kind, (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            # `isinstance` would ask objects for their `__class__`, and some warn then
+            if issubclass(type(file), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
                 file.flush()

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -54,14 +54,13 @@ class Settings:
             main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
             seed=torch.initial_seed(),
             dtype=torch.get_default_dtype(),
-            deterministic=_determinism(),
+            deterministic=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             precision=_precision(),
             cudnn_benchmark=torch.backends.cudnn.benchmark,
         )
-
-    def for_other_machines(self) -> Settings:
-        """Return the part to send to other machines. Their environment is their own."""
-        return replace(self, environ=None)
 
     def apply(self) -> None:
         """Apply the settings to this process, with an empty ``__main__``."""
@@ -135,10 +134,6 @@ class Surroundings:
         changes = Changes(changed, cwd if cwd != self._cwd else None, path if path != self._path else None)
         self._raw, self._environ, self._cwd, self._path = dict(raw_environ), environ, cwd, path
         return changes
-
-
-def _determinism() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _precision() -> str | None:

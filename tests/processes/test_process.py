@@ -58,19 +58,18 @@ KEPT = []
 
 
 def leave_open(folder):
-    """Leave files, exit handlers, and finalizers, and return the names of the temporary files."""
+    """Leave files, exit handlers, and finalizers, and return the name of a temporary folder."""
     owner = type("Owner", (), {})()
-    files = [tempfile.TemporaryDirectory(), *map(tempfile.NamedTemporaryFile, ("wb", "w"))]
+    temporary = tempfile.TemporaryDirectory()
     text, update = Path(folder, "text").open("w"), Path(folder, "update").open("w+b")  # noqa: SIM115 (left open)
     text.write("text")
     update.write(b"update")
-    KEPT.extend([*files, owner, text, update])
+    KEPT.extend([temporary, owner, text, update])
     current_rank.kept = KEPT  # in a module, like the globals of a script
-    files[2].write("text")
     weakref.finalize(owner, Path(folder, "finalized").touch)
     Finalize(None, Path(folder, "finalized by multiprocessing").touch, exitpriority=1)
     atexit.register(Path(folder, "exited").touch)
-    return [each.name for each in files]
+    return temporary.name
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def observed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rank")
 
     def observe():
-        return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "files": leave_open(folder)}
+        return {"threads": count_threads(), "subprocess": interrupt_subprocess(), "temporary": leave_open(folder)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
@@ -98,11 +97,11 @@ def test_libraries_share_the_cores(observed):
 
 
 def test_ranks_exit_as_interpreters_do(observed):
-    """A rank runs its exit handlers and finalizers, completes open files, and removes temporary files."""
+    """A rank runs its exit handlers and finalizers, completes open files, and removes temporary folders."""
     written = {each.name: each.read_text() for each in observed["folder"].iterdir()}
     ran = dict.fromkeys(["finalized", "finalized by multiprocessing", "exited"], "")
     assert written == ran | {"text": "text", "update": "update"}
-    assert [Path(name).exists() for name in observed["files"]] == [False] * 3
+    assert not Path(observed["temporary"]).exists()
 
 
 def test_omp_num_threads_holds(monkeypatch):

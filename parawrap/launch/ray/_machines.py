@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -46,7 +47,7 @@ class RayMachines:
         self._has_requested = False
 
     def settings(self) -> Settings:
-        return Settings.here().for_other_machines()
+        return replace(Settings.here(), environ=None)
 
     def close(self) -> None:
         self.reservation.end()

@@ -76,7 +76,7 @@ class BatchRun:
         self._asking = threading.Lock()  # all requests for stacks share the files
         self._history: list[str] = []
         self.has_begun = False
-        plan = Plan(job.name, job.sent_platform, Settings.here().for_other_machines())
+        plan = Plan(job.name, job.sent_platform, replace(Settings.here(), environ=None))
         try:
             folder.call.write_bytes(job.pack().to_bytes())
             folder.write_plan(plan)
