@@ -246,10 +246,8 @@ def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) 
     if ending.cancelled:
         msg = f"the launch of {name} was cancelled: it has no results"
         raise LaunchCancelledError(msg)
-    if ending.timed_out:
-        raise _timeout_error(name, ending)
-    if ending.deadlocked:
-        raise _deadlock_error(name, ending)
+    if ending.timed_out or ending.deadlocked:
+        raise _error_with_stacks(name, ending)
     failed = first_failure(ending.outcomes)
     if failed is not None:
         error = error_of(failed, ending.outcomes, world_size, ending.places.get(failed, ""))
@@ -275,10 +273,18 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
     """Return the exception to raise for a failed rank. Its notes name the rank, its place, and the other failed ranks."""
     failure = outcomes[rank]
     if isinstance(failure, Raised):
-        error = _open_failure(failure, rank)
-        returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+        try:
+            error: BaseException = unpack(failure.error)
+        except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
+            error = LaunchError(f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: {reason!r}")
+        returned = [str(each) for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
-            error = make_collective_error(rank, returned, error)
+            msg = (
+                f"{'ranks' if returned[1:] else 'rank'} {', '.join(returned)} had returned already: in a collective, every "
+                f"rank of the group has to take part. Rank {rank} waited in one and raised {failure.summary}"
+            )
+            cause, error = error, LaunchError(msg)
+            error.__cause__ = cause
         add_note(
             error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indent(failure.traceback)}"
         )
@@ -291,68 +297,33 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
             error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words)}")
         if failure.signal is signal.SIGKILL:
             error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
-    for note in _on_others(rank, outcomes):
-        add_note(error, note)
+    others = [
+        f"rank {other} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
+        for other, outcome in sorted(outcomes.items())
+        if other != rank and isinstance(outcome, (Raised, Died))
+    ]
+    if others:
+        more = f"; and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+        add_note(error, f"other failed ranks: {'; '.join(others[:_MOST_NAMED])}{more}")
     return error
 
 
-def make_collective_error(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
-    """Return an error that says that a collective broke because other ranks had returned. Its cause is `error`."""
-    named = f"rank {returned[0]}" if len(returned) == 1 else f"ranks {', '.join(map(str, returned))}"
-    msg = (
-        f"{named} had returned already: in a collective, every rank of the group has to take part. Rank {rank} waited in "
-        f"one and raised {summary_of(error)}"
-    )
-    explained = LaunchError(msg)
-    explained.__cause__ = error
-    return explained
-
-
-def _open_failure(failure: Raised, rank: int) -> BaseException:
-    try:
-        error: BaseException = unpack(failure.error)
-    except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
-        return LaunchError(f"rank {rank} raised {failure.summary}; this process cannot rebuild the exception: {reason!r}")
-    return error
-
-
-def _on_others(rank: int, outcomes: Mapping[int, Outcome]) -> list[str]:
-    """Return a note on how the other ranks failed, in rank order. Empty if no other rank failed."""
-    said = []
-    for other, outcome in sorted(outcomes.items()):
-        if other != rank and isinstance(outcome, Raised):
-            said.append(f"rank {other} raised {outcome.summary}")
-        elif other != rank and isinstance(outcome, Died):
-            said.append(f"rank {other} {outcome.summary}")
-    more = len(said) - _MOST_NAMED
-    shown = "; ".join(said[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-    return [f"other failed ranks: {shown}"] if said else []
-
-
-def _timeout_error(name: str, ending: Ending) -> LaunchTimeoutError:
-    stacks = dict(ending.stacks)
-    msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{_stacks_of(ending)}"
-    error = LaunchTimeoutError(msg, stacks=stacks)
-    if returned := sorted(set(ending.outcomes) - set(stacks)):
-        error.add_note(f"these ranks had ended before the time limit: {', '.join(map(str, returned))}")
-    return error
-
-
-def _deadlock_error(name: str, ending: Ending) -> LaunchError:
+def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
+    """Return the error of a call that was ended at a time limit or in a deadlock."""
+    stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
+    if ending.timed_out:
+        msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{stacks}"
+        return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
     returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
     how = f"rank(s) {returned} have returned, and all others wait" if returned else "the ranks that were called wait"
     msg = (
-        f"{name} is deadlocked: {how} in torch.distributed. In a "
-        f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
+        f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the group has to take part. "
+        f"Stacks of the waiting ranks:\n{stacks}"
     )
     error = LaunchError(msg)
     for note in ending.history:
         add_note(error, note)
     return error
-
-
-def _stacks_of(ending: Ending) -> str:
-    return "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
 
 
 def _indent(text: str) -> str:

@@ -115,7 +115,7 @@ class Transcript:
         self._printer = printer
         self._kept: Any = tempfile.SpooledTemporaryFile(_IN_MEMORY, buffering=0)  # noqa: SIM115 (closed by the finalizer)
         weakref.finalize(self, self._kept.close)
-        self._size = self._words_from = 0
+        self._size = 0
         self._has_warned = False
         self._file = None if path is None else _open_file(path)
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
@@ -165,13 +165,9 @@ class Transcript:
         text = _ESCAPE_CODE.sub("", self._read(self._size - _LAST_LINE).decode(errors="replace"))
         return next((line.strip() for line in reversed(_LINE_END.split(text)) if line.strip()), "")
 
-    def begin_call(self) -> None:
-        """Leave the output so far out of `last_words`."""
-        self._words_from = self._size
-
     def last_words(self) -> str:
         """Return the end of the output."""
-        return self._read(max(self._words_from, self._size - _LAST_WORDS)).decode(errors="replace")
+        return self._read(self._size - _LAST_WORDS).decode(errors="replace")
 
     def show_unfinished(self) -> None:
         """Print the last lines of both streams, although they have not ended."""

@@ -312,7 +312,6 @@ class Pool:
         is_regrouping, self._must_regroup = self._must_regroup, False
         for member in self._members:
             is_called = member.rank in call.ranks
-            member.transcript.begin_call()
             if is_called or is_regrouping or self._stays:
                 body = CallBody(self._number, call.changes, is_called, generation)
                 member.wire.send("call", body, call.packed, call.files)

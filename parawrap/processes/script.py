@@ -35,6 +35,7 @@ _MOST_SEARCHED = 256  # items of a container, for functions in it; a guess: a se
 _CONTAINERS = (list, dict, set)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MISSING = object()
+_UNASSIGNED = types.CellType()  # equals the cell of a variable that is not assigned yet
 
 Name = tuple[str, str]
 """The key of a function's globals, and a name in them. The key of ``__main__`` is its name."""
@@ -66,7 +67,7 @@ class SentScript:
         new = {
             name: (value, _contents_of(value))
             for name, value in used
-            if value is not _MISSING and name not in self._owned and self._differs(name, value)
+            if value is not _MISSING and self.must_send(name, value)
         }
         places = {f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name) for space, name in new}
         call = {
@@ -113,12 +114,9 @@ class SentScript:
             found = self._spaces[id(globals_)] = (key, globals_)
         return found[0]
 
-    def must_send(self, new: dict[Name, Any], name: Name, value: Any) -> bool:
-        """True for a global of a pickled function that the ranks lack, or that comes with this call."""
-        return name in new or (name not in self._owned and self._differs(name, value))
-
-    def _differs(self, name: Name, value: Any) -> bool:
-        if name[0].startswith(_IMPORTED):
+    def must_send(self, name: Name, value: Any) -> bool:
+        """True for a global that the ranks lack."""
+        if name in self._owned or name[0].startswith(_IMPORTED):
             return False
         sent, contents = self._sent.get(name, (_MISSING, None))
         return sent is not value or (contents is not None and contents != _contents_of(value))
@@ -138,7 +136,7 @@ class SentScript:
             if isinstance(value, types.FunctionType):
                 if goes_by_name(value):
                     continue
-                todo += [cell.cell_contents for cell in value.__closure__ or () if _is_bound(cell)]
+                todo += [cell.cell_contents for cell in value.__closure__ or () if cell != _UNASSIGNED]
                 todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
                 for name in names_in_code(value.__code__):
                     part = value.__globals__.get(name, _MISSING)
@@ -166,14 +164,6 @@ class SentScript:
                     todo.append(value.__wrapped__)
 
 
-def _is_bound(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (raises if the variable is not assigned yet)
-    except ValueError:
-        return False
-    return True
-
-
 def _contents_of(value: Any) -> Any:
     """Return the contents of a small container, to compare them later. None for any other value."""
     if not isinstance(value, _CONTAINERS) or len(value) > _LARGEST_COMPARED:
@@ -198,16 +188,13 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Notes(dict[str, dict[str, Any]]):
-    """What the pickler noticed. It is pickled last, as a plain dict.
+class _Notes:
+    """Stands for what the pickler noticed. It is pickled last, as a dict.
 
     "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save, all_gather_object, and
     other code that pickles by name finds them there. "sources" has the source lines of files that do not exist, so that
     tracebacks show notebook cells.
     """
-
-    def __reduce__(self) -> Any:
-        return dict, ({**self},)
 
 
 class _Globals(dict[str, Any]):
@@ -249,7 +236,7 @@ class _CallPickler(ValuePickler):
         slots["__globals__"] = {
             name: value
             for name, value in slots["__globals__"].items()
-            if self._script.must_send(self._new, (space, name), value)
+            if (space, name) in self._new or self._script.must_send((space, name), value)
         }
         for name, value in slots["__globals__"].items():
             self._new[space, name] = value, _contents_of(value)
@@ -306,7 +293,11 @@ class ScriptOfRank:
         for space, values in self._all_spaces():
             before = self._received.get(space, {})
             for name, value in list(values.items()):  # threads may change it
-                if before.get(name, _MISSING) is not value and (space, name) not in self._owned and not _is_dunder(name):
+                if (
+                    before.get(name, _MISSING) is not value
+                    and (space, name) not in self._owned
+                    and not name.startswith("__")
+                ):
                     assigned.append((space, name))
             deleted += [(space, name) for name in before if name not in values]
         self._owned.update(assigned)
@@ -316,7 +307,3 @@ class ScriptOfRank:
     def _all_spaces(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield _MAIN, vars(sys.modules[_MAIN])
         yield from list(_spaces.items())
-
-
-def _is_dunder(name: str) -> bool:
-    return name.startswith("__")

@@ -263,9 +263,10 @@ class ForkServer:
         self._socket = ours
         close_in_forked_children(ours)
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
+        modules = [name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"]  # most ranks need them
         script = (
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "  # collection would take a sixth of the time to import
-            f"from parawrap.processes.server import serve; serve({_own_modules()!r})"
+            f"from parawrap.processes.server import serve; serve({modules!r})"
         )
         command = [sys.executable, *interpreter_options(), "-P", "-c", script]
         # Most ranks have one thread. To lower the number after a fork would start the threads first; ranks can raise it.
@@ -356,11 +357,6 @@ class ForkServer:
 
 _server: ForkServer | None = None
 _starting = threading.Lock()
-
-
-def _own_modules() -> list[str]:
-    """Return the modules of this package that this process has imported: most ranks need them."""
-    return [name for name in list(sys.modules) if name.partition(".")[0] == __name__.partition(".")[0]]
 
 
 def fork_server() -> ForkServer:

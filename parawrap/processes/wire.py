@@ -87,7 +87,8 @@ class Wire:
             word, body = pickle.loads(_receive_exactly(self._socket, body_size))
             value = memoryview(_receive_exactly(self._socket, size)) if size else None
             if is_file:
-                value = _take_file(files.pop())
+                value = map_file(files[-1])
+                os.close(files.pop())
         except (OSError, EOFError):
             for file in files:
                 os.close(file)
@@ -114,13 +115,6 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytearray:
             raise EOFError
         end += count
     return data
-
-
-def _take_file(file: int) -> memoryview:
-    try:
-        return map_file(file)
-    finally:
-        os.close(file)
 
 
 def close_in_forked_children(closable: Any) -> None:
