@@ -14,13 +14,14 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from parawrap.backends import user_frames
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, add_note
-from parawrap.processes.pickling import Packed, pack, unpack
+from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
 _LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
@@ -39,11 +40,12 @@ Signal = signal.Signals | int
 
 
 def pack_exception(error: BaseException) -> Packed:
-    """Pickle an exception. If it cannot be rebuilt, pickle a LaunchError that describes it."""
-    with contextlib.suppress(Exception):  # classes may raise anything
-        packed = pack(error, type(error).__qualname__)
-        if type(unpack(packed.to_bytes())) is type(error):
-            return packed
+    """Pickle an exception, without parts that cannot be pickled. If it cannot be rebuilt, pickle a LaunchError instead."""
+    for make_pickler in (ValuePickler, partial(ValuePickler, replaces=True)):
+        with contextlib.suppress(Exception):  # classes may raise anything
+            packed = pack(error, type(error).__qualname__, make_pickler)
+            if type(unpack(packed.to_bytes())) is type(error):
+                return packed
     return pack(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception")
 
 

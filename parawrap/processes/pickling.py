@@ -165,12 +165,15 @@ class _RefusedError(pickle.PicklingError):
 
 
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle pickler that keeps the memory of tensors out of the pickle."""
+    """A cloudpickle pickler that keeps the memory of tensors out of the pickle.
 
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], known: dict[int, bool] | None = None) -> None:
+    `replaces` is True to replace parts of exceptions that cannot be pickled by their ``repr``.
+    """
+
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], *, replaces: bool = False) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[object, torch.UntypedStorage] = {}
-        self._known = {} if known is None else known  # the parts of exceptions that can be pickled, by id
+        self._replaces = replaces
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
@@ -190,7 +193,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
             raise _RefusedError(obj, msg)
         if isinstance(obj, BaseException):
-            return _reduce_exception(obj, self._known)
+            return _reduce_exception(obj, replaces=self._replaces)
         if (cached := _cached_function(obj)) is not None:
             return _make_cached, cached
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
@@ -338,13 +341,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
 # -- exceptions
 
 
-def _reduce_exception(error: BaseException, known: dict[int, bool]) -> Any:
+def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     """Reduce an exception to its class, arguments, attributes, and cause.
 
-    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. Parts that cannot be pickled are replaced
-    by their ``repr``. A class in C with its own state, such as pydantic's ValidationError, can be made only by its own
-    reduction. Causes may form a circle, so all but the class and its arguments is state, which is pickled afterwards.
-    `known` has the parts that were tried before, so that a chain of causes takes linear time.
+    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. A class in C with its own state, such as
+    pydantic's ValidationError, can be made only by its own reduction. Causes may form a circle, so they are state, which is
+    pickled afterwards.
     """
     base: Any = type(error)
     while base.__module__ != "builtins":
@@ -354,29 +356,19 @@ def _reduce_exception(error: BaseException, known: dict[int, bool]) -> Any:
         _new_exception(type(error), base, made_from)
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    known[id(error)] = True
     state = {**(given[0] if given and isinstance(given[0], dict) else {}), **error.__dict__}
     if isinstance(error, (NameError, AttributeError)):
         state["name"] = error.name
-    cause = error.__cause__
-    parts = (
-        tuple(_sendable(each, known) for each in error.args),
-        {name: _sendable(value, known) for name, value in state.items()},
-        cause if cause is not None and _can_be_pickled(cause, known) else None,
-    )
-    made_from = tuple(_sendable(each, known) for each in made_from)
+    args = error.args
+    if replaces:
+        made_from, args = tuple(map(_sendable, made_from)), tuple(map(_sendable, args))
+        state = {name: _sendable(value) for name, value in state.items()}
+    parts = args, state, error.__cause__
     return _new_exception, (type(error), base, made_from), parts, None, None, _set_exception_state
 
 
-def _sendable(value: Any, known: dict[int, bool]) -> Any:
-    return value if _can_be_pickled(value, known) else safe_repr(value)
-
-
-def _can_be_pickled(value: Any, known: dict[int, bool]) -> bool:
-    if id(value) not in known:
-        known[id(value)] = True  # for circles
-        known[id(value)] = _refusal(value, known) is None
-    return known[id(value)]
+def _sendable(value: Any) -> Any:
+    return value if _refusal(value) is None else safe_repr(value)
 
 
 def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ...]) -> BaseException:
@@ -399,13 +391,13 @@ def _set_exception_state(error: BaseException, parts: tuple[tuple[Any, ...], dic
 _Part = tuple[Any, str]
 
 
-def _refusal(value: Any, known: dict[int, bool] | None = None) -> Exception | None:
+def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
     if type(value) in _PLAIN:
         return None
     buffers: list[memoryview] = []
     try:
-        ValuePickler(io.BytesIO(), buffers, known).dump(value)
+        ValuePickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
         return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
     finally:
