@@ -155,10 +155,7 @@ class _Member:
     pid: int = 0
     is_alive: bool = True  # the process, or one that it started
     has_exited: bool = False
-    is_ready: bool = False
-    was_ordered: bool = False
     asked: set[str] = field(default_factory=set)  # not answered yet
-    stacks: str | None = None
     looked: Status | None = None
     looked_at: float = 0.0
     answered: int | None = None
@@ -207,6 +204,7 @@ class Pool:
         cancelled: True if `cancel` ended the ranks.
         timed_out: The time limit that ended them.
         lost: Another reason why they had to be ended.
+        stacks: The stacks of the ranks that ran a call at the last `collect_stacks`.
         owned: Called with the globals that functions of a rank have assigned, and those that they have deleted.
     """
 
@@ -241,14 +239,15 @@ class Pool:
         self._number = 0
         self.is_ending = False
         self._has_killed = False
+        self._is_set_up = False
         self._preempts = False  # before the call
         self._unanswered: set[int] = set()
-        self._stacks: dict[int, str] = {}
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.cancelled = False
         self.timed_out = ""
         self.lost = ""
+        self.stacks: dict[int, str] = {}
         self.owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
 
     # -- any thread
@@ -261,10 +260,8 @@ class Pool:
 
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank."""
-        if rank >= len(self._members):
-            return "starting"
         call = self._call
-        if not self._members[rank].is_ready:
+        if not self._is_set_up:
             return "starting"
         if call is not None and rank in call.ranks:
             outcome = call.outcomes.get(rank)
@@ -293,14 +290,23 @@ class Pool:
             LaunchError: If a process cannot be started.
         """
         for rank, (assignment, transcript) in enumerate(zip(self._assignments, self._transcripts, strict=True)):
-            if not self.cancelled:
-                self._start(rank, transcript).wire.send("assignment", assignment)
+            if self.cancelled:
+                return
+            data, control, status, streams = self._starter.start(rank)
+            member = _Member(rank, Wire(data), Wire(control), status, transcript, dict(enumerate(streams, start=1)))
+            self._members.append(member)
+            self._watch(member.wire, partial(self._on_answer, member))
+            self._watch(member.control, partial(self._on_word, member))
+            self._watch(status, partial(self._on_status, member))
+            for number, file in member.streams.items():
+                os.set_blocking(file, False)
+                self._watch(file, partial(self._on_output, member, number))
+            member.wire.send("assignment", assignment)
 
     def set_up(self) -> Ending:
         """Wait until all ranks are set up."""
         ending = self._supervise(Call("the set-up", range(len(self._assignments)), has_begun=True))
-        for member in self._members if ending.is_success else ():
-            member.is_ready = True
+        self._is_set_up = ending.is_success
         return ending
 
     def call(self, call: Call) -> Ending:
@@ -353,7 +359,6 @@ class Pool:
             self.is_ending = True
             self._timers = {self._end_by_force: time.monotonic() + self._limits.grace_s}
             for member in self._members:
-                member.was_ordered = True
                 member.control.send("end")
 
     def cancel(self) -> None:
@@ -387,15 +392,12 @@ class Pool:
         for member in running:
             member.control.send("preempt")
 
-    def request_stacks(self) -> None:
-        """Ask each rank that runs a call for its stacks."""
-        for member in self._running():
-            member.stacks = None
-            self._ask(member, "stacks")
-
-    def stacks(self) -> dict[int, str | None]:
-        """Return the stacks of each rank that runs a call; None until it has answered."""
-        return {member.rank: member.stacks for member in self._running()}
+    def collect_stacks(self) -> None:
+        """Ask each rank that runs a call for its stacks, unless a time limit has asked for them."""
+        if not self.timed_out:
+            self.stacks = {member.rank: _NO_ANSWER for member in self._running()}
+            for member in self._running():
+                self._ask(member, "stacks")
 
     def _running(self) -> list[_Member]:
         call = self._call
@@ -408,20 +410,6 @@ class Pool:
         if word not in member.asked:
             member.asked.add(word)
             member.control.send(word)
-
-    # -- starts
-
-    def _start(self, rank: int, transcript: Transcript) -> _Member:
-        data, control, status, streams = self._starter.start(rank)
-        member = _Member(rank, Wire(data), Wire(control), status, transcript, dict(enumerate(streams, start=1)))
-        self._members.append(member)
-        self._watch(member.wire, partial(self._on_answer, member))
-        self._watch(member.control, partial(self._on_word, member))
-        self._watch(status, partial(self._on_status, member))
-        for number, file in member.streams.items():
-            os.set_blocking(file, False)
-            self._watch(file, partial(self._on_output, member, number))
-        return member
 
     def _watch(self, file: Any, act: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, act)
@@ -447,7 +435,7 @@ class Pool:
                 self._timers[self._look] = now + self._look_s()
             if self._preempts:
                 self.preempt()
-        self._stacks = {}
+        self.stacks = {}
         for member in self._members:
             member.looked = None
             if member.has_exited:
@@ -463,7 +451,7 @@ class Pool:
         return Ending(
             dict(sorted(call.outcomes.items())),
             self.places(),
-            stacks=self._stacks,
+            stacks=self.stacks,
             timed_out=self.timed_out,
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (self.cancelled and not self.lost),
@@ -486,7 +474,7 @@ class Pool:
             return
         if isinstance(outcome, Raised):
             member.transcript.record(outcome.traceback)
-            if self.preempted and member.was_ordered:  # the rank was late, and its clean-up failed
+            if self.preempted and self.is_ending:  # the rank was late, and its clean-up failed
                 outcome = Ended(outcome.at)
         call.outcomes[member.rank] = outcome
         now = call.last_sign = call.departed_at = time.monotonic()
@@ -554,20 +542,16 @@ class Pool:
         self.end()
 
     def _time_is_up(self) -> None:
-        self._time_out(f"not done after timeout_min={self._limits.timeout_min:g} minutes")
+        self._end_with_stacks(f"not done after timeout_min={self._limits.timeout_min:g} minutes")
 
-    def _time_out(self, reason: str) -> None:
-        self.timed_out = reason
-        self._end_with_stacks()
-
-    def _end_with_stacks(self) -> None:
+    def _end_with_stacks(self, limit: str = "") -> None:
         """Ask the ranks that run for their stacks, then end all ranks."""
-        self._collect_stacks()
-        self._timers = {self.end: time.monotonic() + _STACKS_S}
+        self.collect_stacks()
+        self.timed_out = limit
+        self._timers = {self._end_without_stacks: time.monotonic() + _STACKS_S}
 
-    def _collect_stacks(self) -> None:
-        self._stacks = {member.rank: _NO_ANSWER for member in self._running()}
-        self.request_stacks()
+    def _end_without_stacks(self) -> None:
+        self.end()
 
     # -- looks at ranks
 
@@ -599,7 +583,7 @@ class Pool:
         """Log a hint, or end ranks that hang or wait forever."""
         hang_s = self._limits.hang_s
         if hang_s is not None and now - call.last_sign >= hang_s:
-            self._time_out(f"silent for hang_timeout_s={hang_s:g} seconds")
+            self._end_with_stacks(f"silent for hang_timeout_s={hang_s:g} seconds")
         elif len(running) < len(self._members) and self._wait_forever(call, running, now):
             self._end_waits(call)
         elif not call.has_hinted and any(each.looked is not None and each.looked.idle_s >= STILL_S for each in running):
@@ -614,7 +598,7 @@ class Pool:
             return
         call.is_deadlocked = True
         if self._stays:
-            self._collect_stacks()
+            self.collect_stacks()
             self._halt()
         else:
             self._end_with_stacks()
@@ -663,7 +647,7 @@ class Pool:
             outcome = Returned(outcome.at, message.value)
             if not self._stays and body.number > 0:  # so that collectives of the others raise an error
                 self._timers[partial(self._drop, member.wire)] = time.monotonic() + _LINGER_S
-        elif isinstance(outcome, Ended) and not (member.was_ordered or call.is_halting):  # by a signal from outside
+        elif isinstance(outcome, Ended) and not (self.is_ending or call.is_halting):  # by a signal from outside
             outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
         self._settle(member, outcome)
 
@@ -676,11 +660,9 @@ class Pool:
         if message.word == "look":
             member.looked, member.looked_at = message.body, time.monotonic()
         elif message.word == "stacks":
-            member.stacks = message.body
-            if member.rank in self._stacks:
-                self._stacks[member.rank] = message.body
-                if self.end in self._timers and _NO_ANSWER not in self._stacks.values():
-                    self._timers[self.end] = 0.0
+            self.stacks[member.rank] = message.body
+            if self._end_without_stacks in self._timers and _NO_ANSWER not in self.stacks.values():
+                self.end()
         elif message.word == "answered":
             member.answered = message.body
             self._agree_on_checkpoint(member.rank)
@@ -742,7 +724,7 @@ class Pool:
         self._settle(member, outcome)
 
     def _death_of(self, member: _Member, code: int | None, lost_with: str = "") -> Outcome:
-        by_order = member.was_ordered and code in (None, 1, -signal.SIGTERM)
+        by_order = self.is_ending and code in (None, 1, -signal.SIGTERM)
         if not lost_with and (by_order or (self._has_killed and code == -signal.SIGKILL) or self.lost):
             return Ended(time.time())
         return Died(time.time(), member.pid, code, last_words=member.transcript.last_words(), lost_with=lost_with)
@@ -781,11 +763,11 @@ def stacks_of(pool: Pool) -> dict[int, str]:
     asked = threading.Event()
 
     def ask() -> None:
-        pool.request_stacks()
+        pool.collect_stacks()
         asked.set()
 
     pool.post(ask)
     asked.wait(_STACKS_S)
-    while None in (found := pool.stacks()).values() and time.monotonic() < until:
+    while _NO_ANSWER in (found := dict(pool.stacks)).values() and time.monotonic() < until:
         time.sleep(_STACKS_LOOK_S)
-    return {rank: text or _NO_ANSWER for rank, text in found.items()}
+    return found
