@@ -27,7 +27,7 @@ class Status(NamedTuple):
 
     Attributes:
         idle_s: Seconds that the thread has been at one place of its code, almost without using a processor.
-        waits_s: Seconds of these in one call that waits for other ranks.
+        waits_s: The same, if this place is in code that waits for other ranks; else 0.
         place: The line of user code that the thread executes.
         interrupted: The number of the last call in which an interrupt was raised.
     """
@@ -43,25 +43,21 @@ class MainThread:
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
-        self._stopped = self._wait_began = self._observe()
+        self._stopped = self._observe()
 
     def look(self) -> tuple[float, float]:
-        """Observe the thread, and compare it with earlier observations. Return `idle_s` and `waits_s` of its status."""
-        now = self._observe()
-        if now.place != self._stopped.place or not _was_idle(self._stopped, now):
+        """Observe the thread, and compare it with an earlier observation. Return `idle_s` and `waits_s` of its status."""
+        now, then = self._observe(), self._stopped
+        if now.place != then.place or now.processor_s - then.processor_s > _IDLE * (now.at - then.at):
             self._stopped = now
-        is_same_wait = now.waits_for_ranks and now.before_wait == self._wait_began.before_wait
-        if not is_same_wait or not _was_idle(self._wait_began, now):
-            self._wait_began = now
-        return now.at - self._stopped.at, now.at - self._wait_began.at
+        idle_s = now.at - self._stopped.at
+        return idle_s, idle_s if now.waits_for_ranks else 0.0
 
     def _observe(self) -> _Look:
         frame = sys._current_frames().get(self._ident)
-        frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
-        waits = [_waits_in(each.f_code.co_filename) for each in frames]
-        outside = waits.index(False) if False in waits else len(frames)
-        place = tuple((id(each), each.f_lasti) for each in frames)
-        return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
+        place = () if frame is None else tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
+        waits = frame is not None and _waits_in(frame.f_code.co_filename)
+        return _Look(time.monotonic(), self._processor_s(), place, waits)
 
     def _processor_s(self) -> float:
         """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
@@ -76,12 +72,7 @@ class _Look(NamedTuple):
     at: float
     processor_s: float
     place: tuple[tuple[int, int], ...]
-    before_wait: tuple[tuple[int, int], ...]  # the place, without the innermost frames that wait for ranks
     waits_for_ranks: bool
-
-
-def _was_idle(then: _Look, now: _Look) -> bool:
-    return now.processor_s - then.processor_s <= _IDLE * (now.at - then.at)
 
 
 def _waits_in(filename: str) -> bool:
