@@ -19,7 +19,6 @@ from parawrap._public import public
 from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
-from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._world import find_world
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "r
 OPEN_RANKS: list[Callable[[Platform], Ranks]] = []
 """The function that `Platform.open` calls. Its module imports this one, and enters it."""
 
+_LAUNCHERS = ("env", "local", "ray", "slurm")
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
 _PROTOCOLS = ("tcp", "file")
 
@@ -232,7 +232,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "give a number of accelerators per node, at least 1, or None for all visible ones",
     ),
     "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
-    "launcher": (lambda value: value is None or value in LAUNCHERS, f"{_either(sorted(LAUNCHERS))}, or None"),
+    "launcher": (lambda value: value is None or value in _LAUNCHERS, f"{_either(_LAUNCHERS)}, or None"),
     "ipc_protocol": (lambda value: value is None or value in _PROTOCOLS, f"{_either(_PROTOCOLS)}, or None"),
     "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
     "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),

@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
 
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
+from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.set_up import Place, RankSetUp
-from parawrap.processes.groups import StoreAddress
 from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
 from parawrap.processes.output import Transcript
-from parawrap.processes.pool import Call, Limits, Pool, Starter, stacks_of
+from parawrap.processes.pool import Call, Limits, Pool, stacks_of
 from parawrap.processes.process import Assignment
 from parawrap.processes.server import PRELOADABLE
 from parawrap.processes.settings import Settings
@@ -27,42 +25,9 @@ from parawrap.processes.settings import Settings
 _log = logging.getLogger("parawrap.launch")
 
 
-class World(NamedTuple):
-    """The machines of one attempt.
-
-    Attributes:
-        starter: Starts the ranks.
-        store: The store where they meet.
-        interface: The network interface that leads to the other nodes; None leaves the choice to gloo and NCCL.
-    """
-
-    starter: Starter
-    store: StoreAddress
-    interface: str | None = None
-
-
-class Machines(Protocol):
-    """The machines of a launch, for all of its attempts."""
-
-    def open(self, is_cancelled: Callable[[], bool]) -> AbstractContextManager[World | None]:
-        """Wait for the machines of one attempt. Yield None if `is_cancelled` returns True before.
-
-        Raises:
-            LaunchError: If there are no such machines.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the machines. May be called again."""
-
-    def settings(self) -> Settings:
-        """Return the settings of this process that ranks get."""
-        ...
-
-
 def make_pool(
     job: Job,
-    world: World,
+    hosts: Hosts,
     settings: Settings,
     transcripts: Sequence[Transcript],
     limits: Limits,
@@ -75,14 +40,14 @@ def make_pool(
     assignments = [
         Assignment(
             settings=settings,
-            set_up=RankSetUp(sent, Place.of(rank, platform, restart), world.store, world.interface, job.beside),
+            set_up=RankSetUp(sent, Place.of(rank, platform, restart), hosts.store, hosts.interface, job.beside),
             grace_s=platform.grace_s,
             stays=stays,
             modules=PRELOADABLE,
         )
         for rank in range(platform.world_size)
     ]
-    return Pool(world.starter, assignments, transcripts, limits, stays=stays, wants_groups=platform.requires_ipc)
+    return Pool(hosts.starter, assignments, transcripts, limits, stays=stays, wants_groups=platform.requires_ipc)
 
 
 class Attempts:
@@ -152,11 +117,11 @@ class Attempts:
     ) -> tuple[Ending, bool]:
         """Start the ranks, make the call, and end them. Return how they ended, and True if they were preempted."""
         job, platform = self._job, self._platform
-        with self._machines.open(lambda: self._is_cancelled) as world:
-            if world is None:
+        with self._machines.open(lambda: self._is_cancelled) as hosts:
+            if hosts is None:
                 return Ending({}, cancelled=True), False
             limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s, up_at)
-            self._pool = pool = make_pool(job, world, self._settings, transcripts, limits, restart=self.restart)
+            self._pool = pool = make_pool(job, hosts, self._settings, transcripts, limits, restart=self.restart)
             try:
                 if self._is_cancelled:
                     pool.cancel()

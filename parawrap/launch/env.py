@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._rank_results import RankResults
@@ -62,33 +62,27 @@ _stores: dict[_Address, dist.Store] = {}
 _meetings: dict[_Address, Meeting] = {}
 
 
-class _Env:
-    """Launches in the processes of the surrounding world."""
-
-    def launch(self, job: Job) -> Launch[Any]:
-        world = _world()
-        fitted = replace(job, platform=_fit_platform(job.platform, world))
-        with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
+def launch_here(job: Job) -> Launch[Any]:
+    """Call the function as this process's rank."""
+    world = require_world()
+    fitted = fit_job(job, world)
+    with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
+        outcome = _run(fitted, world)
+        while isinstance(outcome, Requeued):
+            _requeue_batch_job(world)
+            world = world._replace(restart=world.restart + 1)
             outcome = _run(fitted, world)
-            while isinstance(outcome, Requeued):
-                _requeue_batch_job(world)
-                world = world._replace(restart=world.restart + 1)
-                outcome = _run(fitted, world)
-        if isinstance(outcome, RankResults) and world.global_rank == 0:
-            fitted.finish()
-        return make_ended_launch(fitted, outcome)
-
-    def preview(self, job: Job) -> Preview:
-        world = _world()
-        fitted = replace(job, platform=_fit_platform(job.platform, world))
-        meeting = f"tcp {world.master_addr}:{world.master_port}" if fitted.platform.requires_ipc else None
-        return preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started", meeting=meeting)
+    if isinstance(outcome, RankResults) and world.global_rank == 0:
+        fitted.finish()
+    return make_ended_launch(fitted, outcome)
 
 
-launcher = _Env()
+def require_world() -> World:
+    """Return this process's place in its world.
 
-
-def _world() -> World:
+    Raises:
+        LaunchError: If there is no such world, or its ranks could not meet.
+    """
     world = find_world()
     if world is None:
         msg = (
@@ -105,12 +99,13 @@ def _world() -> World:
     return world
 
 
-def _fit_platform(platform: Platform, world: World) -> Platform:
-    """Return the platform with the node and rank counts of the world.
+def fit_job(job: Job, world: World) -> Job:
+    """Return the job with the node and rank counts of the world in its platform.
 
     Raises:
         PlatformError: If the platform specifies a different number of ranks.
     """
+    platform = job.platform
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
             f"the platform specifies {platform.world_size} ranks, but {world.name} started {world.world_size}: "
@@ -126,7 +121,7 @@ def _fit_platform(platform: Platform, world: World) -> Platform:
         per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
     object.__setattr__(fitted, "n_cpus" if platform.device == Device.CPU else "n_gpus", per_node)
-    return fitted
+    return replace(job, platform=fitted)
 
 
 def _requeue_batch_job(world: World) -> None:

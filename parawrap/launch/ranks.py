@@ -31,10 +31,10 @@ from parawrap.launch._launcher import launcher_name
 from parawrap.launch._platform import OPEN_RANKS, Platform
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.attempts import Machines, World, make_pool
+from parawrap.launch.attempts import make_pool
 from parawrap.launch.launch import CallLaunch, Launch, make_transcripts, new_log_folder
-from parawrap.launch.local import LocalMachines
 from parawrap.launch.lost_handles import is_lost
+from parawrap.launch.machines import Hosts, Machines, machines_for
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer
@@ -166,11 +166,11 @@ class _RanksThread:
 
     def _run(self) -> None:
         try:
-            with self._machines.open(lambda: self._is_closing) as world:
-                if world is None:
+            with self._machines.open(lambda: self._is_closing) as hosts:
+                if hosts is None:
                     self.last = Ending({}, cancelled=True)
                 else:
-                    self._run_ranks(world)
+                    self._run_ranks(hosts)
             if self.last is None:
                 Job(self.platform, _stay).finish()
         except BaseException as error:  # noqa: BLE001 (raised by the handle)
@@ -184,10 +184,10 @@ class _RanksThread:
             self.ready.set()
             self._fail_queue()
 
-    def _run_ranks(self, world: World) -> None:
+    def _run_ranks(self, hosts: Hosts) -> None:
         platform = self.platform
         limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s)
-        pool = make_pool(Job(platform, _stay), world, self._settings, self.transcripts, limits, stays=True)
+        pool = make_pool(Job(platform, _stay), hosts, self._settings, self.transcripts, limits, stays=True)
         pool.owned = self.script.note_owned
         self._pool = pool
         try:
@@ -599,19 +599,6 @@ def open_ranks(platform: Platform) -> Ranks:
 
 
 OPEN_RANKS.append(open_ranks)
-
-
-def machines_for(platform: Platform) -> Machines:
-    """Return the machines of a platform for ranks that stay.
-
-    Raises:
-        LaunchError: If they cannot be had.
-    """
-    if platform.launcher == "ray":
-        from parawrap.launch.ray._machines import RayMachines  # imports Ray
-
-        return RayMachines(platform)
-    return LocalMachines(platform)
 
 
 def replace_platform(job: Job, platform: Platform) -> Job:

@@ -45,12 +45,13 @@ _STUBS = {"srun": "", "sbatch": "echo Submitted batch job 0"}
 _IN_CHILD = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
 
 
-def job_script(platform: Platform, folder: Folder) -> str:
+def job_script(platform: Platform) -> str:
     """Return the batch script that `submit` would submit. Requires submitit, but not Slurm.
 
     submitit shows a script only after a submission. So a child process submits to programs that do nothing.
     """
     _import_submitit()
+    folder = Folder.planned(platform.name)
     with tempfile.TemporaryDirectory(prefix="parawrap-preview-") as place:
         for name, line in _STUBS.items():
             Path(place, name).write_text(f"#!/bin/sh\n{line}\n")

@@ -20,11 +20,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
 from parawrap.launch.attempts import may_restart, summary_of_attempt
+from parawrap.launch.launch import Launch, start
 from parawrap.launch.slurm import commands
+from parawrap.launch.slurm.batch_job import submit
 from parawrap.launch.slurm.launch_folder import Folder, Plan, Report
 from parawrap.processes.outcomes import (
     Died,
@@ -55,6 +58,38 @@ _DEATH = re.compile(r"srun: (?:error: \S+:|StepId=\S+) tasks? ([\d,-]+): (?!runn
 
 _log = logging.getLogger("parawrap.launch")
 _followed: set[BatchRun] = set()
+
+
+def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
+    """Submit calls as one batch job: several calls are a job array. Return one launch per call.
+
+    Args:
+        jobs: The calls, at least one, on equal platforms.
+        max_parallel: The number of calls that may run at a time. None sets no limit.
+
+    Raises:
+        LaunchError: If Slurm refuses the job. The failed attempt leaves nothing behind.
+    """
+    platform = jobs[0].platform
+    if platform.hang_timeout_s is not None:
+        _log.warning("hang_timeout_s=%g has no effect on Slurm, which controls the ranks", platform.hang_timeout_s)
+    folders = Folder.new(platform.name, len(jobs))
+    try:
+        runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+        launches: list[Launch[Any]] = [Launch(job, run) for job, run in zip(jobs, runs, strict=True)]
+        numbers = submit(platform, folders, max_parallel)
+    except BaseException:
+        for folder in folders:
+            folder.remove()
+        raise
+    try:
+        for launch, run, number in zip(launches, runs, numbers, strict=True):
+            run.note_number(number)
+            start(launch)
+    except BaseException:
+        commands.cancel_job(numbers[0].partition("_")[0])
+        raise
+    return launches
 
 
 class BatchRun:

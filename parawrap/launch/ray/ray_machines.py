@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.attempts import World
+from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.ray._node_actor import CONNECTIONS
 from parawrap.launch.ray.arrivals import CONNECT_S, TOKEN_BYTES, Arrivals
 from parawrap.launch.ray.reservation import Reservation, join_cluster
@@ -32,27 +32,21 @@ _LOST = "its node, which no longer answers"
 _log = logging.getLogger("parawrap.launch")
 
 
-class RayMachines:
-    """Nodes of a Ray cluster. Implements `Machines`.
+class RayMachines(Machines):
+    """Nodes of a Ray cluster.
 
     Raises:
         LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
     """
 
     def __init__(self, platform: Platform) -> None:
-        self._platform = platform
+        super().__init__(platform)
         self._ray = join_cluster(platform)
         self.reservation = Reservation(self._ray, platform)
         self._has_requested = False
 
-    def settings(self) -> Settings:
-        return Settings.here().for_other_machines()
-
-    def close(self) -> None:
-        self.reservation.end()
-
     @contextlib.contextmanager
-    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[World | None]:
+    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
         if not self._has_requested:
             self._has_requested = True
             self.reservation.request()
@@ -62,24 +56,30 @@ class RayMachines:
                 return
         nodes: list[_Node] = []
         try:
-            for number in range(self._platform.n_nodes):
+            for number in range(self.platform.n_nodes):
                 nodes.append(_Node(self._ray, number, self.reservation))  # noqa: PERF401 (those before an error are closed)
             for node in nodes:
                 if not node.await_start(is_cancelled):
                     yield None
                     return
             here = str(self._ray.util.get_node_ip_address())
-            is_local = self._platform.master_addr is None and all(node.address == here for node in nodes)
-            host = self._platform.master_addr or (LOOPBACK if is_local else here)
-            store = open_tcp_store(host, self._platform.master_port, everywhere=not is_local)
-            with store as address, _Starter(self._platform, nodes, LOOPBACK if is_local else here) as starter:
-                yield World(starter, address, _loopback() if is_local else None)
+            is_local = self.platform.master_addr is None and all(node.address == here for node in nodes)
+            host = self.platform.master_addr or (LOOPBACK if is_local else here)
+            store = open_tcp_store(host, self.platform.master_port, everywhere=not is_local)
+            with store as address, _Starter(self.platform, nodes, LOOPBACK if is_local else here) as starter:
+                yield Hosts(starter, address, _loopback() if is_local else None)
         finally:
             closing = [node.close() for node in nodes]
             if closing and self._ray.is_initialized():
                 self._ray.wait(closing, num_returns=len(closing), timeout=_LEAVING_S)
                 for node in nodes:
                     node.end()
+
+    def close(self) -> None:
+        self.reservation.end()
+
+    def settings(self) -> Settings:
+        return Settings.here().for_other_machines()
 
 
 def _loopback() -> str:
