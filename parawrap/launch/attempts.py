@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
+from parawrap.launch._world import Place
 from parawrap.launch.machines import Hosts, Machines
-from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
 from parawrap.processes.output import Transcript
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
@@ -40,7 +41,13 @@ def make_pool(
     assignments = [
         Assignment(
             settings=settings,
-            set_up=RankSetUp(sent, Place.of(rank, platform, restart), hosts.store, hosts.interface, job.beside),
+            set_up=RankSetUp(
+                sent,
+                Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart),
+                hosts.store,
+                hosts.interface,
+                job.beside,
+            ),
             grace_s=platform.grace_s,
             stays=stays,
             modules=PRELOADABLE,

@@ -17,33 +17,11 @@ from parawrap.launch._devices import Device, core_of, make_current, rank_device,
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
+from parawrap.launch._world import Place
 from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 from parawrap.processes.preemption import Preemption
 
 _RISK = ". Any program that can connect to it can disturb it"
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's numbers in its world."""
-
-    global_rank: int
-    local_rank: int
-    node: int
-    world_size: int
-    ranks_per_node: int
-    restart: int = 0
-
-    @classmethod
-    def of(cls, rank: int, platform: Platform, restart: int = 0) -> Place:
-        """Return the place of a rank on a platform, whose nodes have consecutive ranks."""
-        node, local_rank = divmod(rank, platform.ranks_per_node)
-        return cls(rank, local_rank, node, platform.world_size, platform.ranks_per_node, restart)
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """True if all ranks run on one machine."""
-        return self.ranks_per_node == self.world_size
 
 
 @dataclass(frozen=True)

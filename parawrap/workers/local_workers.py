@@ -19,8 +19,8 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, add_note
-from parawrap.launch import Platform
-from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch import Place, Platform
+from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ending, pack_exception, traceback_of
 from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.pickling import Packed, map_file, unpack
@@ -77,7 +77,7 @@ class LocalWorker:
         self.label = f"worker {index} on {device}"
         self.function = -1
         platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
-        set_up = RankSetUp(platform, Place.of(0, platform), store=None)
+        set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
         assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False, modules=PRELOADABLE)
         self._printer = Printer()
         self._transcript = Transcript(self._printer, "", None)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.launch.set_up import Place, set_up
+from parawrap.launch import Place
+from parawrap.launch.set_up import set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):

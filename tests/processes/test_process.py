@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, PlatformError, current_rank, wrapper
-from parawrap.launch.set_up import Place, set_up
+from parawrap.launch import Place
+from parawrap.launch.set_up import set_up
 from tests.helpers.processes import failure_of, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S
 

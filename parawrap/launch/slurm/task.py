@@ -29,8 +29,9 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._addresses import interface_to
-from parawrap.launch.meeting import LINGER_S, Agreement, is_requeued, note_requeue
-from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch._world import Place
+from parawrap.launch.agreement import Agreement
+from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder, Report
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
@@ -43,7 +44,6 @@ from parawrap.processes.outcomes import (
     Returned,
     description_of,
     exit_of,
-    is_echo,
     pack_exception,
 )
 from parawrap.processes.pickling import Packed, pack, unpack
@@ -56,7 +56,9 @@ _LOOK_S = 0.05
 _REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
+_LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
 _LONG = timedelta(days=365)
+_REQUEUED = "requeued"
 
 
 def run_rank(path: str) -> NoReturn:
@@ -79,7 +81,9 @@ class _Task:
         self._cleanup = cleanup
         self._plan = folder.read_plan()
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._place = Place.of(job.global_rank, self._plan.platform, self._start)
+        self._place = Place.of(
+            job.global_rank, self._plan.platform.ranks_per_node, self._plan.platform.n_nodes, self._start
+        )
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
         self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
@@ -122,8 +126,6 @@ class _Task:
             code, said = exit_of(error)
             return Died(self._order(), os.getpid(), code, by_sys_exit=True, last_words=said)
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if self._store is not None and is_echo(error) and is_requeued(self._store):
-                return self._requeued()
             return self._raised(error)
 
     def _value(self) -> memoryview:
@@ -217,7 +219,7 @@ class _Task:
 
     def _requeued(self) -> Requeued:
         if self._store is not None:
-            note_requeue(self._store)
+            self._store.set(_REQUEUED, "")
         return Requeued(time.time())
 
     def _order(self) -> float:
@@ -256,11 +258,11 @@ class _Task:
             if self._count("ended", 1) == self._place.world_size:
                 store.set("all ended", "")
             try:
-                store.wait(["all ended"], timedelta(seconds=LINGER_S))
+                store.wait(["all ended"], timedelta(seconds=_LINGER_S))
             except dist.DistStoreError:  # others may wait for this rank in a collective
                 break_links()
                 store.wait(["all ended"], _LONG)
-            if is_requeued(store, 0.0):
+            if store.check([_REQUEUED]):
                 return self._requeue()
         return 0
 
