@@ -28,7 +28,7 @@ from parawrap.launch.attempts import may_restart, summary_of_attempt
 from parawrap.launch.launch import Launch, start
 from parawrap.launch.slurm import commands
 from parawrap.launch.slurm.batch_job import submit
-from parawrap.launch.slurm.launch_folder import Folder, Plan, Report
+from parawrap.launch.slurm.launch_folder import Folder, Report
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -77,7 +77,8 @@ def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[L
     try:
         runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
         launches: list[Launch[Any]] = [Launch(job, run) for job, run in zip(jobs, runs, strict=True)]
-        numbers = submit(platform, folders, max_parallel)
+        plan = pickle.dumps((jobs[0].sent_platform, Settings.here().for_other_machines()))
+        numbers = submit(platform, folders, plan, max_parallel)
     except BaseException:
         for folder in folders:
             folder.remove()
@@ -111,10 +112,8 @@ class BatchRun:
         self._asking = threading.Lock()  # all requests for stacks share the files
         self._history: list[str] = []
         self.has_begun = False
-        plan = Plan(job.name, job.sent_platform, Settings.here().for_other_machines())
         try:
             folder.call.write_bytes(job.pack().to_bytes())
-            folder.write_plan(plan)
         except OSError as error:
             raise folder.unusable(error) from error
 
@@ -220,7 +219,6 @@ class _Start:
         self._number = run._number
         self._srun_begun = len(_read(run._srun_log))  # a later start appends
         self._reports: dict[int, Report] = {}
-        self._seen: dict[int, tuple[int, int]] = {}
         self._nodes = ""
         self._began_at = self._changed_at = self._polled_at = time.monotonic()
         self._ranks_began_at: float | None = None
@@ -258,32 +256,22 @@ class _Start:
                 self._changed_at = time.monotonic()
 
     def _take_reports(self) -> None:
-        """Read the new files in which tasks have written how their ranks ended."""
-        for rank, files in enumerate(self._run._files):
-            try:
-                status = Path(files.result_pickle).stat()
-            except FileNotFoundError:
-                continue
-            seen = (status.st_ino, status.st_mtime_ns)
-            if seen == self._seen.get(rank):
-                continue
-            self._seen[rank] = seen
-            with contextlib.suppress(FileNotFoundError):  # the next start has removed it
-                word, value = pickle.loads(Path(files.result_pickle).read_bytes())
-                if word != "success":
-                    raise self._cannot_run(rank, value)
-                if value.start == self._start:
-                    self._reports[rank] = value
+        """Read the files in which tasks have written how their ranks ended.
 
-    def _cannot_run(self, rank: int, traceback: str) -> LaunchError:
-        """Return the error of a task that could not run this package."""
-        node = rank // self._platform.ranks_per_node
-        hosts = commands.hosts_of(commands.job_state(self._number).nodes)
-        host = hosts[node] if node < len(hosts) else "unknown host"
-        said = traceback.strip().rpartition("\n")[2]
-        error = LaunchError(f"node {node} ({host}) cannot run parawrap: {said}")
-        error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{traceback}")
-        return error
+        Raises:
+            LaunchError: If a task could not run this package.
+        """
+        for rank, files in enumerate(self._run._files):
+            if rank in self._reports or not (data := _read(Path(files.result_pickle))):
+                continue
+            word, value = pickle.loads(data)
+            if word != "success":
+                self._nodes = self._nodes or commands.job_state(self._number).nodes
+                error = LaunchError(f"{self._places()[rank]} cannot run parawrap: {value.strip().rpartition(chr(10))[2]}")
+                error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{value}")
+                raise error
+            if value.start == self._start:  # not one of an earlier start
+                self._reports[rank] = value
 
     def _check_limits(self) -> None:
         run, limit = self._run, self._platform.timeout_min
@@ -366,7 +354,7 @@ class _Start:
             LaunchError: If something else than the ranks has ended the job.
         """
         outcomes: dict[int, Outcome] = {rank: _in_memory(each.outcome) for rank, each in self._reports.items()}
-        places = self._places(state)
+        places = self._places()
         if self._run._is_cancelled:
             return Ending({}, cancelled=True)
         if self._timed_out:
@@ -387,6 +375,9 @@ class _Start:
         history = []
         if state.name == "OUT_OF_MEMORY":
             history = [f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._memory}"]
+        if not is_known and any(isinstance(each, Requeued) for each in outcomes.values()):
+            msg = f"Slurm did not requeue job {self._number}: the cluster needs JobRequeue=1, and the job no no-requeue"
+            raise LaunchError(msg)
         if not is_known and not is_done:
             raise self._unexplained(state)
         for rank in range(self._platform.world_size):
@@ -397,7 +388,7 @@ class _Start:
     def _memory(self) -> str:
         return f"ram={self._platform.ram} GB per node"
 
-    def _places(self, state: commands.JobState) -> dict[int, str]:
+    def _places(self) -> dict[int, str]:
         hosts = commands.hosts_of(self._nodes)
         per_node = self._platform.ranks_per_node
         found = {}
@@ -451,9 +442,8 @@ class _Start:
         hosts = commands.hosts_of(self._nodes)
         node = next((node for node, host in enumerate(hosts) if commands.is_down(host)), 0)
         rank = node * self._platform.ranks_per_node
-        host = hosts[node] if node < len(hosts) else "unknown host"
         died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self._number}")
-        return Ending({rank: died}, places={rank: f"node {node}, {host}"})
+        return Ending({rank: died}, places=self._places())
 
 
 def _in_memory(outcome: Outcome) -> Outcome:

@@ -3,7 +3,7 @@
     NAME-XXXXXXXX/          private; one per job or job array
       submitit/             the batch script, and for each task its output, and how its rank ended
       0/  1/  ...           one per launch:
-        call, plan          what the ranks run, from the submitting process
+        call                what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one
@@ -20,33 +20,15 @@ import os
 import pickle
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
 from parawrap.processes.groups import StoreAddress
 from parawrap.processes.outcomes import Outcome
-from parawrap.processes.settings import Settings
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A launch's settings for its tasks, except for the call.
-
-    Attributes:
-        name: The function's name.
-        platform: The launch's platform.
-        settings: The settings of the submitting process, without its environment.
-    """
-
-    name: str
-    platform: Platform
-    settings: Settings
 
 
 class Report(NamedTuple):
@@ -70,7 +52,6 @@ class Folder:
         self.path = path
         self.call = path / "call"
         self.submitit = path.parent / _SUBMITIT
-        self._plan = path / "plan"
 
     @classmethod
     def planned(cls, name: str) -> Folder:
@@ -122,15 +103,6 @@ class Folder:
     def unusable(self, error: OSError) -> LaunchError:
         """Return the exception for a folder that cannot be read or written."""
         return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
-
-    def write_plan(self, plan: Plan) -> None:
-        """Write the plan, before the job is submitted."""
-        self._plan.write_bytes(pickle.dumps(plan))
-
-    def read_plan(self) -> Plan:
-        """Return the plan."""
-        plan: Plan = pickle.loads(self._plan.read_bytes())
-        return plan
 
     def write_address(self, start: int, address: StoreAddress) -> None:
         """Publish where the ranks of a start of the job meet."""

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._addresses import interface_to
+from parawrap.launch._platform import Platform
 from parawrap.launch._world import Place
 from parawrap.launch.agreement import Agreement
 from parawrap.launch.set_up import RankSetUp
@@ -50,6 +51,7 @@ from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
 from parawrap.processes.script import ScriptOfRank
+from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _LOOK_S = 0.05
@@ -61,10 +63,11 @@ _LONG = timedelta(days=365)
 _REQUEUED = "requeued"
 
 
-def run_rank(path: str) -> NoReturn:
-    """Be this task's rank, and exit. `path` is the launch's folder."""
+def run_rank(path: str, plan: bytes) -> NoReturn:
+    """Be this task's rank, and exit. `path` is the launch's folder, and the plan a pickled platform and settings."""
+    platform, settings = pickle.loads(plan)
     with contextlib.ExitStack() as cleanup:
-        code = _Task(Folder(Path(path)), cleanup).run()
+        code = _Task(Folder(Path(path)), platform, settings, cleanup).run()
         if code:
             os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
         leave(code)
@@ -73,17 +76,16 @@ def run_rank(path: str) -> NoReturn:
 class _Task:
     """The rank of this task, in its main thread."""
 
-    def __init__(self, folder: Folder, cleanup: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Folder, platform: Platform, settings: Settings, cleanup: contextlib.ExitStack) -> None:
         import submitit  # the submitting process may lack it
 
         job = submitit.JobEnvironment()
         self._folder = folder
         self._cleanup = cleanup
-        self._plan = folder.read_plan()
+        self._platform = platform
+        self._settings = settings
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._place = Place.of(
-            job.global_rank, self._plan.platform.ranks_per_node, self._plan.platform.n_nodes, self._start
-        )
+        self._place = Place.of(job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start)
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
         self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
@@ -104,16 +106,16 @@ class _Task:
     def _call(self) -> Outcome:
         """Set up the rank and run the function."""
         try:
-            if self._folder.failures(self._start) > self._plan.platform.max_restarts:
+            if self._folder.failures(self._start) > self._platform.max_restarts:
                 msg = f"start {self._start} of this job follows a lost node, and max_restarts does not allow that"
                 raise LaunchError(msg)
-            self._plan.settings.apply()
+            self._settings.apply()
             sys.breakpointhook = refuse_breakpoint
             address = self._meet()
             agreement = Agreement(lambda: self._messages(address), self._place.global_rank, self._place.world_size)
             self._take_signals(agreement)
             interface = None if self._place.is_on_one_machine else interface_to(str(address.host))
-            RankSetUp(self._plan.platform, self._place, address, interface).enter(agreement.preemption)
+            RankSetUp(self._platform, self._place, address, interface).enter(agreement.preemption)
             if self._place.global_rank == 0:
                 self._folder.mark_begun(self._start)
             with agreement:
@@ -145,7 +147,7 @@ class _Task:
 
     def _meet(self) -> StoreAddress:
         """Return the store of this start, which rank 0 keeps."""
-        platform = self._plan.platform
+        platform = self._platform
         if self._place.global_rank == 0:
             host = LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun runs on this node
             address = self._cleanup.enter_context(
@@ -233,7 +235,7 @@ class _Task:
 
     def _await_cause(self) -> None:
         """Wait until the other ranks have reported. The exit of this one would end them, or hide that one has died."""
-        until = time.monotonic() + self._plan.platform.grace_s + _ECHO_S
+        until = time.monotonic() + self._platform.grace_s + _ECHO_S
         with contextlib.suppress(dist.DistError):
             while self._count("ended") + self._count("failed") < self._place.world_size and time.monotonic() < until:
                 time.sleep(_LOOK_S)
@@ -267,12 +269,11 @@ class _Task:
         return 0
 
     def _requeue(self) -> int:
+        """Requeue the job, and wait for its end. Return the exit code if it does not end."""
         if self._place.global_rank == 0:
             self._folder.mark_preempted(self._start)
-            reason = requeue_job(self._number)
-            if reason is not None:
-                error = LaunchError(f"Slurm refused to requeue the job: {reason}")
-                self._write(Raised(0.0, str(error), str(error), False, _bytes_of(pack_exception(error))))
+            if reason := requeue_job(self._number):
+                sys.__stderr__.write(f"Slurm refused to requeue the job: {reason}\n")  # type: ignore[union-attr]
                 return 1
         time.sleep(_REQUEUE_S)
         return 1

@@ -67,7 +67,7 @@ def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
         command(name, "")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "here")
-    assert batch_job.submit(platform(), [folder]) == ["7"]
+    assert batch_job.submit(platform(), [folder], b"") == ["7"]
     assert os.environ["SLURM_JOB_ID"] == "here"
     names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}

@@ -300,7 +300,7 @@ def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
-    assert raised.value.message.startswith("node 1 (node1) cannot run parawrap: ModuleNotFoundError: ")
+    assert raised.value.message.startswith("node 1, node1 cannot run parawrap: ModuleNotFoundError: ")
 
 
 def test_odd_ends_of_ranks(started):
