@@ -15,7 +15,6 @@ import math
 import pickle
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from parawrap.launch.attempts import may_restart, summary_of_attempt
 from parawrap.launch.launch import Launch, start
 from parawrap.launch.slurm import commands
 from parawrap.launch.slurm.batch_job import submit
-from parawrap.launch.slurm.launch_folder import Folder, Report
+from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -109,13 +108,9 @@ class BatchRun:
         self._platform = job.platform
         self._folder = folder
         self._is_cancelled = False
-        self._asking = threading.Lock()  # all requests for stacks share the files
         self._history: list[str] = []
         self.has_begun = False
-        try:
-            folder.call.write_bytes(job.pack().to_bytes())
-        except OSError as error:
-            raise folder.unusable(error) from error
+        folder.call.write_bytes(job.pack().to_bytes())
 
     def note_number(self, number: str) -> None:
         """Store the number of the submitted job, before `supervise`."""
@@ -140,10 +135,8 @@ class BatchRun:
         return "running"
 
     def stacks(self) -> dict[int, str]:
-        with self._asking:
-            return self._ask_for_stacks() if self.has_begun else {}
-
-    def _ask_for_stacks(self) -> dict[int, str]:
+        if not self.has_begun:
+            return {}
         files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
         before = sizes = _sizes(files)
         commands.signal_job(self._number, "USR1")
@@ -181,8 +174,6 @@ class BatchRun:
                 if reason := commands.requeue_job(self._number):
                     return replace(ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"])
                 self._note(start, summary_of_attempt(ending, is_preempted=False))
-        except OSError as error:
-            raise self._folder.unusable(error) from error
         finally:
             _followed.discard(self)
             if not commands.job_state(self._number).is_over:
@@ -218,7 +209,7 @@ class _Start:
         self._platform = run._platform
         self._number = run._number
         self._srun_begun = len(_read(run._srun_log))  # a later start appends
-        self._reports: dict[int, Report] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._nodes = ""
         self._began_at = self._changed_at = self._polled_at = time.monotonic()
         self._ranks_began_at: float | None = None
@@ -232,7 +223,7 @@ class _Start:
         """Wait for the end of this start. Return None if Slurm has requeued the job before."""
         while True:
             self._take_output()
-            self._take_reports()
+            self._take_outcomes()
             self._check_limits()
             if self._ended_at is None and self._has_ended():
                 self._ended_at = time.monotonic()
@@ -255,14 +246,14 @@ class _Start:
                 transcript.write(stream, data)
                 self._changed_at = time.monotonic()
 
-    def _take_reports(self) -> None:
+    def _take_outcomes(self) -> None:
         """Read the files in which tasks have written how their ranks ended.
 
         Raises:
             LaunchError: If a task could not run this package.
         """
         for rank, files in enumerate(self._run._files):
-            if rank in self._reports or not (data := _read(Path(files.result_pickle))):
+            if rank in self._outcomes or not (data := _read(Path(files.result_pickle))):
                 continue
             word, value = pickle.loads(data)
             if word != "success":
@@ -270,8 +261,9 @@ class _Start:
                 error = LaunchError(f"{self._places()[rank]} cannot run parawrap: {value.strip().rpartition(chr(10))[2]}")
                 error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{value}")
                 raise error
-            if value.start == self._start:  # not one of an earlier start
-                self._reports[rank] = value
+            start, outcome = value
+            if start == self._start:  # not one of an earlier start
+                self._outcomes[rank] = _in_memory(outcome)
 
     def _check_limits(self) -> None:
         run, limit = self._run, self._platform.timeout_min
@@ -291,7 +283,7 @@ class _Start:
 
     def _has_ended(self) -> bool:
         """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start end."""
-        outcomes = [report.outcome for report in self._reports.values()]
+        outcomes = self._outcomes.values()
         fails = any(not isinstance(each, (Returned, Requeued)) and not counts_as_echo(each) for each in outcomes)
         return fails or len(outcomes) == self._platform.world_size or bool(self._deaths())
 
@@ -304,7 +296,7 @@ class _Start:
                 commands.cancel_job(self._number)
             return is_late and state.name == "UNKNOWN"  # without an answer of Slurm, nothing more can be done
         self._over_at = self._over_at or now
-        self._take_reports()
+        self._take_outcomes()
         return self._ended_at is not None or self._has_ended() or now >= self._over_at + _LATE_S
 
     def _poll_pause_s(self) -> float:
@@ -321,12 +313,8 @@ class _Start:
             rank: how.strip()
             for ranks, how in _DEATH.findall(said)
             for rank in _numbers_in(ranks)
-            if not isinstance(self._outcome_of(rank), (Returned, Raised, Died, Requeued))
+            if not isinstance(self._outcomes.get(rank), (Returned, Raised, Died, Requeued))
         }
-
-    def _outcome_of(self, rank: int) -> Outcome | None:
-        report = self._reports.get(rank)
-        return None if report is None else report.outcome
 
     def _go_on(self, starts: int) -> Ending | None:
         """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
@@ -353,7 +341,7 @@ class _Start:
         Raises:
             LaunchError: If something else than the ranks has ended the job.
         """
-        outcomes: dict[int, Outcome] = {rank: _in_memory(each.outcome) for rank, each in self._reports.items()}
+        outcomes = dict(self._outcomes)
         places = self._places()
         if self._run._is_cancelled:
             return Ending({}, cancelled=True)
@@ -374,7 +362,9 @@ class _Start:
             is_known = first_failure(outcomes) is not None
         history = []
         if state.name == "OUT_OF_MEMORY":
-            history = [f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._memory}"]
+            history = [
+                f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._platform.ram} GB per node"
+            ]
         if not is_known and any(isinstance(each, Requeued) for each in outcomes.values()):
             msg = f"Slurm did not requeue job {self._number}: the cluster needs JobRequeue=1, and the job no no-requeue"
             raise LaunchError(msg)
@@ -384,19 +374,11 @@ class _Start:
             outcomes.setdefault(rank, Ended(time.time()))
         return Ending(outcomes, places=places, history=history)
 
-    @property
-    def _memory(self) -> str:
-        return f"ram={self._platform.ram} GB per node"
-
     def _places(self) -> dict[int, str]:
-        hosts = commands.hosts_of(self._nodes)
-        per_node = self._platform.ranks_per_node
-        found = {}
-        for rank in range(self._platform.world_size):
-            node = rank // per_node
-            report = self._reports.get(rank)
-            found[rank] = f"node {node}, {report.host if report else hosts[node] if node < len(hosts) else 'unknown host'}"
-        return found
+        """Return the node and host of each rank."""
+        hosts = commands.hosts_of(self._nodes) or ["unknown host"] * self._platform.n_nodes
+        of_ranks = [rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)]
+        return {rank: f"node {node}, {hosts[node]}" for rank, node in enumerate(of_ranks)}
 
     def _raise_for(self, state: commands.JobState) -> None:
         """Raise the error of a final state that explains the end of the ranks."""
@@ -413,10 +395,7 @@ class _Start:
             )
             raise LaunchTimeoutError(msg, stacks=stacks)
         if state.name == "OUT_OF_MEMORY" and not self._deaths():
-            msg = f"{name} used more memory than {job} had reserved, {self._memory}"
-            raise LaunchError(msg)
-        if state.name == "PREEMPTED":
-            msg = f"{name} was preempted, and the cluster does not requeue {job}"
+            msg = f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"
             raise LaunchError(msg)
 
     def _unexplained(self, state: commands.JobState) -> LaunchError:
@@ -425,17 +404,12 @@ class _Start:
             "ranks had returned"
         )
         error = LaunchError(msg)
-        if logs := self._ends_of_logs():
-            error.add_note(f"its tasks wrote:\n{logs}")
-        else:
-            where = f"{self._run._folder.root} is on a file system that all nodes share"
-            error.add_note(f"its tasks wrote nothing: check that {where}, or set PARAWRAP_LAUNCH_DIR to another folder")
-        return error
-
-    def _ends_of_logs(self) -> str:
         files = [self._run._srun_log, *(Path(path) for each in self._run._files for path in (each.stdout, each.stderr))]
         ends = [(path.name, _text_of(path).strip()[-_LOG_END:]) for path in files]
-        return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
+        error.add_note("\n".join(f"{name} ends with:\n{end}" for name, end in ends if end))
+        root = self._run._folder.root
+        error.add_note(f"all nodes must share the file system of {root}. PARAWRAP_LAUNCH_DIR names another folder")
+        return error
 
     def _lost(self) -> Ending:
         """Return the ending of a job that has lost a node, whose first rank is the one that died."""

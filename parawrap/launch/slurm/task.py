@@ -34,7 +34,7 @@ from parawrap.launch._world import Place
 from parawrap.launch.agreement import Agreement
 from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
-from parawrap.launch.slurm.launch_folder import Folder, Report
+from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.outcomes import (
     Died,
@@ -250,7 +250,7 @@ class _Task:
         with contextlib.suppress(Exception):  # the function may have replaced the streams
             flush_streams()
         with submitit.core.utils.temporary_save_path(self._file) as part:
-            part.write_bytes(pickle.dumps(("success", Report(self._start, socket.gethostname(), outcome))))
+            part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
     def _end_together(self) -> int:
         """Wait until all ranks have ended, and requeue the job if one of them requests it. Return the exit code."""
