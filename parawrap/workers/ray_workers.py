@@ -17,7 +17,7 @@ import torch
 
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
-from parawrap.launch.ray.reservation import Reservation, join_cluster
+from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.pickling import Packed
 from parawrap.workers.lanes import Reply, error_from_worker
 from parawrap.workers.model import SEEDS
@@ -124,9 +124,8 @@ class RayWorkers:
             reservation.end()
 
     def _reserve(self) -> None:
-        self._ray = join_cluster(self._platform)
-        self._reservation = Reservation(self._ray, self._platform)
-        self._reservation.request()
+        self._reservation = Reservation(self._platform)
+        self._ray = self._reservation.ray
         while not self._reservation.is_ready():  # the cluster is large enough when it is idle
             self._check_open()
 
