@@ -104,11 +104,14 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
     Raises:
         PlatformError: If the rank's device is not on this node.
     """
-    device = rank_device(Device(platform.device), place.local_rank)
-    if device.type == "cuda":
-        _check_cuda(place)
-    if device.type == "neuron":
-        _check_neuron(place)
+    kind = Device(platform.device)
+    device = rank_device(kind, place.local_rank)
+    if device.index is not None and place.local_rank >= visible(kind):
+        msg = (
+            f"rank {place.global_rank} needs {device} of node {place.node} ({socket.gethostname()}), but torch "
+            f"{torch.__version__} sees {visible(kind)} device(s) there: reduce n_gpus, or install a torch for such devices"
+        )
+        raise PlatformError(msg)
     make_current(device)
     seed(platform.seed)
     return Rank(
@@ -124,41 +127,11 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
 
 
 def share_cores(platform: Platform, ranks: int) -> None:
-    """Give this rank its share of the cores. OMP_NUM_THREADS holds for libraries that it loads later."""
-    threads = _threads_per_rank(platform, ranks)
+    """Give this rank its share of the cores, unless the user set one. OMP_NUM_THREADS holds for libraries loaded later."""
+    threads = max(1, usable_cores() // ranks)
+    if platform.device != Device.CPU and platform.n_cpus > 1:
+        threads = platform.n_cpus
+    elif os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-
-
-def _threads_per_rank(platform: Platform, ranks: int) -> int:
-    """Return the number of threads: the user's setting, or an equal share of the cores."""
-    if platform.device != Device.CPU and platform.n_cpus > 1:
-        return platform.n_cpus
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, usable_cores() // ranks)
-
-
-def _check_cuda(place: Place) -> None:
-    there = torch.cuda.device_count()
-    if place.local_rank < there:
-        return
-    lacks = (
-        f"its torch {torch.__version__} is built without CUDA: install a CUDA build of torch there (https://pytorch.org)"
-        if torch.version.cuda is None
-        else f"{there} CUDA device(s) are visible: reduce n_gpus, or check CUDA_VISIBLE_DEVICES and `nvidia-smi` there"
-    )
-    msg = (
-        f"rank {place.global_rank} needs GPU {place.local_rank} of node {place.node} ({socket.gethostname()}), but {lacks}"
-    )
-    raise PlatformError(msg)
-
-
-def _check_neuron(place: Place) -> None:
-    there = visible(Device.NEURON)
-    if place.local_rank >= there:
-        msg = (
-            f"rank {place.global_rank} needs neuron:{place.local_rank} of node {place.node} ({socket.gethostname()}), but "
-            f"torch sees {there} NeuronCore(s) there: reduce n_gpus, or check NEURON_RT_VISIBLE_CORES and `neuron-ls` there"
-        )
-        raise PlatformError(msg)
