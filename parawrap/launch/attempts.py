@@ -45,7 +45,6 @@ def make_pool(
                 sent,
                 Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart),
                 hosts.store,
-                hosts.interface,
                 job.beside,
             ),
             grace_s=platform.grace_s,
@@ -106,7 +105,7 @@ class Attempts:
         try:
             while True:
                 ending, is_preempted = self._make_attempt(transcripts, up_at, on_begin)
-                goes_on = wants_more(ending, self._job.name, platform, is_preempted=is_preempted)
+                goes_on = wants_more(ending, is_preempted=is_preempted)
                 if not goes_on and not may_restart(ending, platform, failures):
                     return replace(ending, history=self._history)
                 if self._is_cancelled:
@@ -153,23 +152,14 @@ def may_restart(ending: Ending, platform: Platform, failures: int) -> bool:
     return has_failed and failures < platform.max_restarts
 
 
-def wants_more(ending: Ending, name: str, platform: Platform, *, is_preempted: bool) -> bool:
+def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
     """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
     failed = first_failure(ending.outcomes)
     if ending.has_given_up or (failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))):
         return False
     if any(isinstance(each, Requeued) for each in ending.outcomes.values()):
         return True
-    late = [rank for rank, each in ending.outcomes.items() if isinstance(each, Ended)]
-    if is_preempted and late:
-        _log.warning(
-            "rank(s) %s of %s did not call requeue() within grace_s=%g after the preemption: they were ended, as in a "
-            "real preemption, and restart from the beginning",
-            ", ".join(map(str, late)),
-            name,
-            platform.grace_s,
-        )
-    return is_preempted and bool(late)
+    return is_preempted and any(isinstance(each, Ended) for each in ending.outcomes.values())
 
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:

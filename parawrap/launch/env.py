@@ -29,7 +29,7 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
-from parawrap.launch._rank import IN_RANK, Rank, being
+from parawrap.launch._rank import IN_RANK, Rank, become
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
@@ -188,8 +188,11 @@ def _call(
                 torch.manual_seed(script_seed)
             own = set_up(world, job.platform, agreement.preemption)
             with _group_of(job, own, meeting.store(number) if has_own_groups else None) as group:
-                with being(replace(own, group=group)):
+                before = become(replace(own, group=group))
+                try:
                     value = job.call()
+                finally:
+                    become(before)
                 return bytes(pack(value, "the result").to_bytes())
     except RequeueRequested:
         return None

@@ -19,12 +19,10 @@ class Hosts(NamedTuple):
     Attributes:
         starter: Starts the ranks.
         store: The store where they meet.
-        interface: The network interface that leads to the other nodes; None leaves the choice to gloo and NCCL.
     """
 
     starter: Starter
     store: StoreAddress
-    interface: str | None = None
 
 
 class Machines:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import socket
+import struct
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +24,8 @@ from parawrap.launch._world import Place
 from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 from parawrap.processes.preemption import Preemption
 
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_ANY_PORT = 9  # nothing is sent there
 _RISK = ". Any program that can connect to it can disturb it"
 
 
@@ -32,14 +37,12 @@ class RankSetUp:
         platform: The launch's platform.
         place: The rank's place.
         store: The store where the ranks meet; None if they form no process groups and run on several machines.
-        interface: The network interface that leads to the other nodes.
         beside: The number of launches that share the cores of the rank's machine.
     """
 
     platform: Platform
     place: Place
     store: StoreAddress | None
-    interface: str | None = None
     beside: int = 1
 
     def enter(self, preemption: Preemption) -> None:
@@ -50,10 +53,10 @@ class RankSetUp:
             os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
         share_cores(platform, place.ranks_per_node * self.beside)
         os.environ |= self._variables()
-        if self.interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
         if place.is_on_one_machine:
             stay_on_loopback()
+        elif self.store is not None and (interface := _interface_to(str(self.store.host))) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         become(set_up(place, platform, preemption))
         if self.store is not None and platform.requires_ipc:
             try:
@@ -135,3 +138,16 @@ def share_cores(platform: Platform, ranks: int) -> None:
         threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _interface_to(host: str) -> str | None:
+    """Return the name of the network interface that leads to a host. None if there is none, or only with IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.connect((host, _ANY_PORT))
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24] == own:
+                    return name
+    return None

@@ -66,7 +66,7 @@ class RayMachines(Machines):
             host = self.platform.master_addr or (LOOPBACK if is_local else here)
             store = open_tcp_store(host, self.platform.master_port, everywhere=not is_local)
             with store as address, _Starter(self.platform, nodes, LOOPBACK if is_local else here) as starter:
-                yield Hosts(starter, address, _loopback() if is_local else None)
+                yield Hosts(starter, address)
         finally:
             closing = [node.close() for node in nodes]
             if closing and self._ray.is_initialized():
@@ -79,10 +79,6 @@ class RayMachines(Machines):
 
     def settings(self) -> Settings:
         return Settings.here().for_other_machines()
-
-
-def _loopback() -> str:
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 class _Node:

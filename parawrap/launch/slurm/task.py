@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import math
 import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -62,8 +60,6 @@ _ECHO_S = 2.0  # for srun to report the death that broke a connection
 _LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
 _LONG = timedelta(days=365)
 _REQUEUED = "requeued"
-_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
-_ANY_PORT = 9  # nothing is sent there
 
 
 def run_rank(path: str, plan: bytes) -> NoReturn:
@@ -117,8 +113,7 @@ class _Task:
             address = self._meet()
             agreement = Agreement(lambda: self._messages(address), self._place.global_rank, self._place.world_size)
             self._take_signals(agreement)
-            interface = None if self._place.is_on_one_machine else _interface_to(str(address.host))
-            RankSetUp(self._platform, self._place, address, interface).enter(agreement.preemption)
+            RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
             if self._place.global_rank == 0:
                 self._folder.mark_begun(self._start)
             with agreement:
@@ -292,16 +287,3 @@ def _forget_signals() -> None:
 def _bytes_of(packed: Packed) -> memoryview:
     """Return the bytes of a value, which pickle accepts."""
     return packed.to_bytes()  # type: ignore[return-value]
-
-
-def _interface_to(host: str) -> str | None:
-    """Return the name of the network interface that leads to a host. None if there is none, or only with IPv6."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        with contextlib.suppress(OSError):
-            probe.connect((host, _ANY_PORT))
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24] == own:
-                    return name
-    return None
