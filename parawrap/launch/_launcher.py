@@ -9,13 +9,13 @@ from parawrap.launch._job import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._world import find_world
 from parawrap.launch.attempts import Attempts
-from parawrap.launch.launch import Launch, await_ranks, start
+from parawrap.launch.launch import Launch, start
 from parawrap.launch.machines import machines_for, uses_port
 from parawrap.processes.groups import LOOPBACK
 
 
 def launch(job: Job) -> Launch[Any]:
-    """Start the ranks of a job with its platform's launcher. Only ranks of this machine are waited for.
+    """Start the ranks of a job with its platform's launcher, and return without waiting for them.
 
     Raises:
         LaunchError: If the ranks cannot be started. The failed attempt leaves nothing behind.
@@ -31,8 +31,6 @@ def launch(job: Job) -> Launch[Any]:
         return launch_batch([job])[0]
     launched: Launch[Any] = Launch(job, Attempts(job, machines_for(job.platform)))
     start(launched)
-    if name == "local":
-        await_ranks(launched)
     return launched
 
 

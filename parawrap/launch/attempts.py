@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from parawrap.launch._job import Job
@@ -98,13 +98,13 @@ class Attempts:
 
     # -- the thread of the launch
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
         platform = self._platform
         up_at = None if platform.timeout_min is None else time.monotonic() + 60 * platform.timeout_min
         failures = 0
         try:
             while True:
-                ending, is_preempted = self._make_attempt(transcripts, up_at, on_begin)
+                ending, is_preempted = self._make_attempt(transcripts, up_at)
                 goes_on = wants_more(ending, is_preempted=is_preempted)
                 if not goes_on and not may_restart(ending, platform, failures):
                     return replace(ending, history=self._history)
@@ -118,9 +118,7 @@ class Attempts:
         finally:
             self._machines.close()
 
-    def _make_attempt(
-        self, transcripts: Sequence[Transcript], up_at: float | None, on_begin: Callable[[], None]
-    ) -> tuple[Ending, bool]:
+    def _make_attempt(self, transcripts: Sequence[Transcript], up_at: float | None) -> tuple[Ending, bool]:
         """Start the ranks, make the call, and end them. Return how they ended, and True if they were preempted."""
         job, platform = self._job, self._platform
         with self._machines.open(lambda: self._is_cancelled) as hosts:
@@ -133,7 +131,6 @@ class Attempts:
                     pool.cancel()
                 pool.fork()
                 self.has_begun = True
-                on_begin()
                 ending = pool.set_up()
                 if ending.is_success:
                     ending = pool.call(Call(job.name, range(platform.world_size), self._packed))

@@ -6,7 +6,7 @@ import atexit
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -42,8 +42,8 @@ class Run(Protocol):
         """True if the ranks have their machines."""
         ...
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        """Start the ranks, and supervise them until the launch ends. Call `on_begin` once they are started.
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
+        """Start the ranks, and supervise them until the launch ends.
 
         Raises:
             LaunchError: If the ranks cannot be started.
@@ -97,7 +97,6 @@ class Launch(Generic[R]):
         self._claim = threading.Lock()
         if run is None:
             self._claim.acquire()
-        self._begun = Latch()
         self._ended = Latch()
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
@@ -252,7 +251,7 @@ class Launch(Generic[R]):
         assert self._run is not None
         try:
             try:
-                self._known = self._run.supervise(self._transcripts, self._begun.set)
+                self._known = self._run.supervise(self._transcripts)
             finally:
                 self._finish_transcripts()
             if self._known.is_success:
@@ -278,7 +277,6 @@ class Launch(Generic[R]):
             self._summaries = {rank: each.summary for rank, each in self._known.outcomes.items()}
         _running.discard(self)
         self._ended.set()
-        self._begun.set()
 
 
 def start(launch: Launch[Any]) -> None:
@@ -299,21 +297,6 @@ def start(launch: Launch[Any]) -> None:
         launch.request_cancel()
         launch._end_unclaimed()
         raise
-
-
-def await_ranks(launch: Launch[Any]) -> None:
-    """Wait until the ranks of a launch are started.
-
-    Raises:
-        LaunchError: If they cannot be started.
-    """
-    try:
-        launch._begun.wait()
-    except BaseException:  # Ctrl-C
-        launch.cancel()
-        raise
-    if launch._run is not None and not launch._run.has_begun and isinstance(launch._known, BaseException):
-        raise launch._known
 
 
 def make_ended_launch(job: Job, outcome: RankResults[Any] | BaseException) -> Launch[Any]:

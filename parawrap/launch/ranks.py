@@ -77,7 +77,7 @@ class _Request:
     def has_begun(self) -> bool:
         return self.call.has_begun
 
-    def supervise(self, transcripts: Sequence[Any], on_begin: Callable[[], None]) -> NoReturn:
+    def supervise(self, transcripts: Sequence[Any]) -> NoReturn:
         raise AssertionError  # the thread of the ranks makes the call
 
     def cancel(self) -> None:

@@ -113,36 +113,28 @@ class Reservation:
 
     def start_actor(self, node: int) -> Any:
         """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources."""
-        platform, bundle = self._platform, self._bundle
-        threads = int(bundle["CPU"] // platform.ranks_per_node)
-        actor = _actor_class(self.ray).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle.get("memory"),
-            max_restarts=0,
-            scheduling_strategy=self._place_of(node),
-        )
-        return actor.remote(threads)
+        threads = int(self._bundle["CPU"] // self._platform.ranks_per_node)
+        return _actor_class(self.ray).options(max_restarts=0, **self._options(node, 1)).remote(threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
         """Return the options of an actor that takes the share of one rank, on the node of that rank."""
-        per_node = self._platform.ranks_per_node
+        return self._options(rank // self._platform.ranks_per_node, self._platform.ranks_per_node)
+
+    def _options(self, node: int, parts: int) -> dict[str, Any]:
+        """Return the options of an actor that takes one of several equal parts of the share of a node."""
         return {
-            "num_cpus": self._bundle["CPU"] // per_node,
-            "num_gpus": self._bundle.get("GPU", 0) // per_node,
-            "memory": int(self._bundle["memory"] // per_node) if "memory" in self._bundle else None,
-            "scheduling_strategy": self._place_of(rank // per_node),
+            "num_cpus": self._bundle["CPU"] // parts,
+            "num_gpus": self._bundle.get("GPU", 0) // parts,
+            "memory": int(self._bundle["memory"] // parts) if "memory" in self._bundle else None,
+            "scheduling_strategy": self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=node
+            ),
         }
 
     def end(self) -> None:
         """Release the resources. Ray kills the actors that still use them."""
         if self._group is not None and self.ray.is_initialized():  # after a shutdown, any call would start Ray again
             self.ray.util.remove_placement_group(self._group)
-
-    def _place_of(self, node: int) -> Any:
-        return self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=node
-        )
 
     def _check_size(self) -> None:
         """Check the size of the cluster, because Ray would wait forever for resources that no node has."""

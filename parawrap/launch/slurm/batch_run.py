@@ -16,7 +16,7 @@ import pickle
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,7 @@ class BatchRun:
 
     # -- the thread of the launch
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        """Follow the job. `on_begin` is not called, because `Launch` does not wait for the ranks of a job."""
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
         _followed.add(self)
         output = [
             (transcript, stream, _Tail(Path(path)))
