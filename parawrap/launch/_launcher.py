@@ -59,7 +59,7 @@ def launcher_name(platform: Platform) -> str:
 
 def preview(job: Job) -> Preview:
     """Describe the launch of a job without starting it. An argument that cannot be sent raises here too."""
-    platform, name, script = job.platform, launcher_name(job.platform), ""
+    platform, name, script, how = job.platform, launcher_name(job.platform), "", ""
     if name == "env":
         from parawrap.launch.env import fit_job, require_world
 

@@ -55,7 +55,7 @@ class Folder:
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             array = Path(tempfile.mkdtemp(prefix=f"{cls.planned(name).path.parent.name}-", dir=root))  # mode 0700
-            folders = [cls(array / str(number)) for number in range(count)]
+            folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
             for path in (folders[0].submitit, *(folder.path for folder in folders)):
                 path.mkdir()
         except OSError as error:
