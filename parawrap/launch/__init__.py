@@ -10,6 +10,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
+from parawrap.launch._world import Place
 from parawrap.launch.inline import run_inline
 from parawrap.launch.launch import Launch, cancel_all, cancel_launches
 from parawrap.launch.ranks import OneRank, Ranks
@@ -20,6 +21,7 @@ __all__ = [
     "Job",
     "Launch",
     "OneRank",
+    "Place",
     "Platform",
     "Preview",
     "Rank",

@@ -157,6 +157,19 @@ class Preview:
     payload: int
     script: str = ""
 
+    @classmethod
+    def of(cls, job: Job, launcher: str, command: str, meeting: str | None, script: str = "") -> Preview:
+        """Describe a launch. Pickle the call, so that an unpicklable argument raises here too."""
+        platform = job.platform
+        groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
+        ranks = []
+        for rank in range(platform.world_size):
+            node, local_rank = divmod(rank, platform.ranks_per_node)
+            device = rank_device(Device(platform.device), local_rank)
+            ranks.append(f"rank {rank}: node {node}, local rank {local_rank}, {device}")
+        groups = f"process groups {groups}" if groups else "one process group"
+        return cls(launcher, job.name, command, meeting, groups, tuple(ranks), job.pack().size, script)
+
     def __repr__(self) -> str:
         return f"<Preview of {self.function}: {len(self.ranks)} ranks on launcher {self.launcher!r}>"
 
@@ -174,24 +187,3 @@ class Preview:
             f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
             f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
         ]
-
-
-def preview(job: Job, launcher: str, command: str, *, meeting: str | None = None, script: str = "") -> Preview:
-    """Return the preview of a launch. Pickle the call, so that an unpicklable argument raises here too."""
-    platform = job.platform
-    groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
-    return Preview(
-        launcher=launcher,
-        function=job.name,
-        command=command,
-        meeting=meeting,
-        groups=f"process groups {groups}" if groups else "one process group",
-        ranks=tuple(f"rank {rank}: {_place(platform, rank)}" for rank in range(platform.world_size)),
-        payload=job.pack().size,
-        script=script,
-    )
-
-
-def _place(platform: Platform, rank: int) -> str:
-    node, local_rank = divmod(rank, platform.ranks_per_node)
-    return f"node {node}, local rank {local_rank}, {rank_device(Device(platform.device), local_rank)}"

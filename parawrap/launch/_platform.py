@@ -5,14 +5,13 @@ This file validates the values. The launchers decide how to start processes.
 
 from __future__ import annotations
 
-import difflib
-import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 
@@ -20,7 +19,6 @@ from parawrap._public import public
 from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
-from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._world import find_world
 
 if TYPE_CHECKING:
@@ -30,12 +28,9 @@ _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "r
 OPEN_RANKS: list[Callable[[Platform], Ranks]] = []
 """The function that `Platform.open` calls. Its module imports this one, and enters it."""
 
+_LAUNCHERS = ("env", "local", "ray", "slurm")
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
 _PROTOCOLS = ("tcp", "file")
-_NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
-_BIGGEST_SEED = 2**32 - 1  # the limit of numpy
-_BIGGEST_PORT = 65535  # of TCP
-_LONGEST = 1e7  # 19 years in minutes, 115 days in seconds; larger values would overflow
 
 
 @public
@@ -125,28 +120,15 @@ class Platform:
     hang_timeout_s: float | None = None
     ipc_timeout_min: float | None = None
 
-    if not TYPE_CHECKING:
-
-        def __new__(cls, *_args: object, **given: object) -> Self:
-            """Refuse an unknown field with a suggestion."""
-            known = [each.name for each in fields(cls)]
-            for name in set(given) - set(known):
-                close = difflib.get_close_matches(name, known, 3, 0.5)
-                msg = f"{name}={given[name]!r}: Platform has no such field: {_either(close or known)}"
-                raise PlatformError(msg)
-            return super().__new__(cls)
-
     def __post_init__(self) -> None:
         given = str(self.device)
         _set_device(self)
-        if isinstance(self.master_port, str) and self.master_port.isdecimal():
-            _set(self, "master_port", int(self.master_port))
-        for name, rule in _RULES.items():
-            if not rule.accepts(getattr(self, name)):
-                _refuse(name, getattr(self, name), rule.allowed)
+        for name, (accepts, allowed) in _RULES.items():
+            if not accepts(getattr(self, name)):
+                _refuse(name, getattr(self, name), allowed)
         _check_launcher(self)
-        _set_groups(self)
         _check_visible(self, given)
+        _set_groups(self)
         _set_print_ranks(self)
 
     def __repr__(self) -> str:
@@ -221,107 +203,55 @@ class Platform:
         return "cpu:gloo,neuron:neuron" if offers_neuron else "gloo"
 
 
-if not TYPE_CHECKING:  # __new__ would hide the fields from help() and completion
-    Platform.__signature__ = inspect.signature(Platform.__init__).replace(
-        parameters=list(inspect.signature(Platform.__init__).parameters.values())[1:]
-    )
-
-
 def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
     msg = f"{field_name}={value!r}: {allowed}"
     raise PlatformError(msg)
 
 
 def _either(names: Sequence[str]) -> str:
-    return f"give {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else f"did you mean {names[0]}?"
+    return f"give {', '.join(names[:-1])} or {names[-1]}"
 
 
 def _set(platform: Platform, name: str, value: object) -> None:
     object.__setattr__(platform, name, value)
 
 
-class _Rule(NamedTuple):
-    """The values that a field accepts, as a function and in words."""
-
-    accepts: Callable[[Any], bool]
-    allowed: str
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, (str, Path)) and bool(str(value))
-
-
-def _optional(accepts: Callable[[Any], bool], allowed: str) -> _Rule:
-    return _Rule(lambda value: value is None or accepts(value), f"{allowed}, or None")
-
-
-def _count(least: int, what: str) -> _Rule:
-    return _Rule(lambda value: _is_int(value) and value >= least, f"give a number of {what}, at least {least}")
-
-
-def _time(unit: str) -> _Rule:
-    return _optional(
-        lambda value: _is_number(value) and 0 < value <= _LONGEST, f"give a number of {unit} above 0, at most {_LONGEST:g}"
-    )
-
-
-_RULES: dict[str, _Rule] = {
-    "name": _Rule(_is_text, "give a non-empty string"),
-    "n_nodes": _count(1, "machines"),
-    "n_cpus": _count(1, "ranks or threads"),
-    "n_gpus": _Rule(
-        lambda value: value is None or (_is_int(value) and value >= 1),
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n_nodes": (_is_count, "give a number of machines, at least 1"),
+    "n_cpus": (_is_count, "give a number of ranks or threads, at least 1"),
+    "n_gpus": (
+        lambda value: value is None or _is_count(value),
         "give a number of accelerators per node, at least 1, or None for all visible ones",
     ),
-    "max_restarts": _count(0, "restarts"),
-    "master_port": _Rule(
-        lambda value: _is_int(value) and 0 <= value <= _BIGGEST_PORT,
-        f"give a port, at most {_BIGGEST_PORT}, or 0 for any free one",
-    ),
-    "seed": _Rule(
-        lambda value: value in ("script", None) or (_is_int(value) and 0 <= value <= _BIGGEST_SEED),
-        f"give a number from 0 to {_BIGGEST_SEED}, 'script' for its seed, or None for a random seed per rank",
-    ),
-    "launcher": _optional(lambda value: isinstance(value, str) and value in LAUNCHERS, _either(sorted(LAUNCHERS))),
-    "partition": _optional(_is_text, "give a non-empty string"),
-    "master_addr": _optional(_is_text, "give a non-empty string"),
-    "console_logs": _optional(_is_path, "give the path of a folder"),
-    "verbose": _Rule(lambda value: isinstance(value, bool), "give True or False"),
-    "upon_finish": _optional(callable, "give a callable"),
-    "slurm_additional_parameters": _optional(lambda value: isinstance(value, Mapping), "give a dict"),
-    "ipc_protocol": _optional(lambda value: isinstance(value, str) and value in _PROTOCOLS, _either(_PROTOCOLS)),
-    "timeout_min": _time("minutes"),
-    "hang_timeout_s": _time("seconds"),
-    "ipc_timeout_min": _time("minutes"),
-    "ram": _time("GB"),
-    "grace_s": _Rule(
-        lambda value: _is_number(value) and 0 <= value <= _LONGEST,
-        f"give a number of seconds, at least 0, at most {_LONGEST:g}",
+    "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
+    "launcher": (lambda value: value is None or value in _LAUNCHERS, f"{_either(_LAUNCHERS)}, or None"),
+    "ipc_protocol": (lambda value: value is None or value in _PROTOCOLS, f"{_either(_PROTOCOLS)}, or None"),
+    "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
+    "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),
+    "ipc_timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
+    "ram": (_is_limit, "give a number of GB above 0, or None"),
+    "grace_s": (
+        lambda value: isinstance(value, (int, float)) and 0 <= value < math.inf,
+        "give a number of seconds, at least 0",
     ),
 }
+"""The values that a field accepts, as a function and in words. Other fields are checked where they are used."""
 
 
 def _set_device(platform: Platform) -> None:
     """Set device and launcher. ``device`` may also name a launcher."""
-    kinds = [kind.value for kind in Device]
-    if not isinstance(platform.device, str):
-        _refuse("device", platform.device, _either(kinds))
     try:
-        kind = Device.from_str(platform.device)
+        kind = Device.from_str(str(platform.device))
     except ValueError:
-        _refuse("device", platform.device, _either(kinds))
+        _refuse("device", platform.device, _either([kind.value for kind in Device]))
     if kind in (Device.SLURM, Device.RAY):
         if platform.launcher not in (None, kind.value, "local"):
             _refuse(
@@ -360,10 +290,6 @@ def _check_launcher(platform: Platform) -> None:
         )
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
         _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
-    if platform.backend is not None and not isinstance(platform.backend, str):
-        _check_backend(platform.backend, "")
-    for name in (platform.backend or "").replace(" ", "").split(",") if platform.backend is not None else ():
-        _check_backend(platform.backend, name.rpartition(":")[2])
 
 
 def _starts_here(platform: Platform) -> bool:
@@ -371,41 +297,32 @@ def _starts_here(platform: Platform) -> bool:
     return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
 
 
-def _check_backend(given: object, name: str) -> None:
-    known = [each for each in dist.Backend.backend_list if each not in _NO_BACKENDS and dist.is_backend_available(each)]
-    if name.lower() not in known:
-        _refuse("backend", given, f"this build of torch supports {', '.join(known)}")
-
-
 def _set_groups(platform: Platform) -> None:
+    """Check the groups, and keep them as tuples."""
     groups = platform.ipc_groups
     if groups is None:
         return
-    shape = "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
-    if isinstance(groups, (str, bytes)) or not isinstance(groups, Sequence):
-        _refuse("ipc_groups", groups, shape)
-    if not all(
-        isinstance(group, Sequence) and not isinstance(group, (str, bytes)) and group and all(map(_is_int, group))
-        for group in groups
+    if isinstance(groups, str) or not all(
+        isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group) for group in groups
     ):
-        _refuse("ipc_groups", groups, shape)
+        _refuse("ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]")
     ranks = list(chain.from_iterable(groups))
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        _refuse("ipc_groups", groups, f"rank {twice[0]} appears twice: put each rank into one group at most")
+    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+        _refuse("ipc_groups", groups, f"rank {min(twice)} appears twice: put each rank into one group at most")
+    size = _open_world_size(platform)
+    if missing := [rank for rank in ranks if not 0 <= rank < size]:
+        _refuse("ipc_groups", groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")
     _set(platform, "ipc_groups", tuple(map(tuple, groups)))
 
 
 def _set_print_ranks(platform: Platform) -> None:
-    shown, size = platform.print_ranks, _open_world_size(platform)
-    if shown is None:
+    """Check the ranks, and keep them as a tuple."""
+    if platform.print_ranks is None:
         return
-    allowed = f"give None, or global ranks from 0 to {size - 1}, such as (0,)"
-    if isinstance(shown, (str, bytes)) or not isinstance(shown, Sequence) or not all(map(_is_int, shown)):
-        _refuse("print_ranks", shown, allowed)
-    if not all(0 <= rank < size for rank in shown):
-        _refuse("print_ranks", shown, allowed)
-    _set(platform, "print_ranks", tuple(shown))
+    size = _open_world_size(platform)
+    if isinstance(platform.print_ranks, (str, int)) or not set(platform.print_ranks) <= set(range(size)):
+        _refuse("print_ranks", platform.print_ranks, f"give None, or global ranks from 0 to {size - 1}, such as (0,)")
+    _set(platform, "print_ranks", tuple(platform.print_ranks))
 
 
 def _open_world_size(platform: Platform) -> int:
@@ -416,7 +333,7 @@ def _open_world_size(platform: Platform) -> int:
 
 
 def _check_visible(platform: Platform, given: str) -> None:
-    """Check the counts against this machine's devices, and the ranks in groups against the world size.
+    """Check the counts against this machine's devices.
 
     `given` is the device as the user named it.
     """
@@ -436,11 +353,7 @@ def _check_visible(platform: Platform, given: str) -> None:
         _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
-    size = _open_world_size(platform)
     if kind is Device.CPU and platform.n_gpus is not None:
         _refuse(
             "n_gpus", platform.n_gpus, f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count"
         )
-    missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]
-    if missing:
-        _refuse("ipc_groups", platform.ipc_groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")

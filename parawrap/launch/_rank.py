@@ -128,23 +128,8 @@ def inside_a_rank() -> bool:
     return _current is not None
 
 
-def become(rank: Rank) -> None:
-    """Make `rank` the current rank, in place of the one before."""
+def become(rank: Rank | None) -> Rank | None:
+    """Make `rank` the current rank; None if this process is no rank any more. Return the one before."""
     global _current
-    _current = rank
-
-
-class being:  # noqa: N801 (reads as a verb: with being(rank))
-    """Make `rank` the current rank inside the block. Not a generator: contextlib sets attributes on passing exceptions."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> Rank:
-        global _current
-        self._before, _current = _current, self._rank
-        return self._rank
-
-    def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._before
+    before, _current = _current, rank
+    return before

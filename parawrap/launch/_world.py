@@ -1,4 +1,4 @@
-"""Read this process's place in a torchrun, srun, or mpirun world from the environment variables that the launcher sets."""
+"""The places of ranks in their world. Those of torchrun, srun, and mpirun are read from environment variables."""
 
 from __future__ import annotations
 
@@ -6,29 +6,47 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
 
-class World(NamedTuple):
+@dataclass(frozen=True)
+class Place:
+    """A rank's numbers in its world. `ranks_per_node` is 0 if it is unknown."""
+
+    global_rank: int
+    local_rank: int
+    node: int
+    world_size: int
+    ranks_per_node: int
+    restart: int = 0
+
+    @classmethod
+    def of(cls, rank: int, ranks_per_node: int, n_nodes: int, restart: int = 0) -> Place:
+        """Return the place of a rank on equal nodes with consecutive ranks."""
+        node, local_rank = divmod(rank, ranks_per_node)
+        return cls(rank, local_rank, node, n_nodes * ranks_per_node, ranks_per_node, restart)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if all ranks run on one machine."""
+        return self.ranks_per_node == self.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class World(Place):
     """One process's place in a world that another launcher started.
 
     Attributes:
         name: The name of that launcher, for messages.
-        ranks_per_node: The number of ranks per node; 0 if it is unknown.
         master_addr: The host of the store. None if it is unknown, and the ranks may run on several machines.
         master_port: The port of the store. None if the ranks may run on several machines, and could not agree on one.
         hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
     """
 
     name: str
-    global_rank: int
-    local_rank: int
-    node: int
-    world_size: int
-    ranks_per_node: int
-    restart: int
     master_addr: str | None
     master_port: int | None
     hosts_store: bool
@@ -88,7 +106,7 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
         ranks_per_node=per_node or 0,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
         master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or ("127.0.0.1" if one_machine else None),
-        master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ, one_machine=one_machine),
+        master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
@@ -113,14 +131,7 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def _common_port(table: _Table, environ: Mapping[str, str], *, one_machine: bool) -> int | None:
-    """Derive a port from the job's identifier, so that all ranks choose the same one.
-
-    MPICH sets no identifier. On one machine, the id of the parent process, which its ranks share, takes its place.
-    """
+def _common_port(table: _Table, environ: Mapping[str, str]) -> int | None:
+    """Derive a port from the job's identifier, so that all ranks choose the same one."""
     job = "/".join(environ.get(name, "") for name in table.job)
-    if not job.strip("/"):
-        if not one_machine:
-            return None
-        job = str(os.getppid())
-    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job.strip("/") else None

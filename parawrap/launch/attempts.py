@@ -8,60 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
 
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
-from parawrap.launch.set_up import Place, RankSetUp
-from parawrap.processes.groups import StoreAddress
+from parawrap.launch._world import Place
+from parawrap.launch.machines import Hosts, Machines
+from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
 from parawrap.processes.output import Transcript
-from parawrap.processes.pool import Call, Limits, Pool, Starter, stacks_of
+from parawrap.processes.pool import Call, Limits, Pool, stacks_of
 from parawrap.processes.process import Assignment
 from parawrap.processes.settings import Settings
 
 _log = logging.getLogger("parawrap.launch")
 
 
-class World(NamedTuple):
-    """The machines of one attempt.
-
-    Attributes:
-        starter: Starts the ranks.
-        store: The store where they meet.
-        interface: The network interface that leads to the other nodes; None leaves the choice to gloo and NCCL.
-    """
-
-    starter: Starter
-    store: StoreAddress
-    interface: str | None = None
-
-
-class Machines(Protocol):
-    """The machines of a launch, for all of its attempts."""
-
-    def open(self, is_cancelled: Callable[[], bool]) -> AbstractContextManager[World | None]:
-        """Wait for the machines of one attempt. Yield None if `is_cancelled` returns True before.
-
-        Raises:
-            LaunchError: If there are no such machines.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the machines. May be called again."""
-
-    def settings(self) -> Settings:
-        """Return the settings of this process that ranks get."""
-        ...
-
-
 def make_pool(
     job: Job,
-    world: World,
+    hosts: Hosts,
     settings: Settings,
     transcripts: Sequence[Transcript],
     limits: Limits,
@@ -74,13 +40,18 @@ def make_pool(
     assignments = [
         Assignment(
             settings=settings,
-            set_up=RankSetUp(sent, Place.of(rank, platform, restart), world.store, world.interface, job.beside),
+            set_up=RankSetUp(
+                sent,
+                Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart),
+                hosts.store,
+                job.beside,
+            ),
             grace_s=platform.grace_s,
             stays=stays,
         )
         for rank in range(platform.world_size)
     ]
-    return Pool(world.starter, assignments, transcripts, limits, stays=stays, wants_groups=platform.requires_ipc)
+    return Pool(hosts.starter, assignments, transcripts, limits, stays=stays, wants_groups=platform.requires_ipc)
 
 
 class Attempts:
@@ -125,14 +96,14 @@ class Attempts:
 
     # -- the thread of the launch
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
         platform = self._platform
         up_at = None if platform.timeout_min is None else time.monotonic() + 60 * platform.timeout_min
         failures = 0
         try:
             while True:
-                ending, is_preempted = self._make_attempt(transcripts, up_at, on_begin)
-                goes_on = wants_more(ending, self._job.name, platform, is_preempted=is_preempted)
+                ending, is_preempted = self._make_attempt(transcripts, up_at)
+                goes_on = wants_more(ending, is_preempted=is_preempted)
                 if not goes_on and not may_restart(ending, platform, failures):
                     return replace(ending, history=self._history)
                 if self._is_cancelled:
@@ -145,22 +116,19 @@ class Attempts:
         finally:
             self._machines.close()
 
-    def _make_attempt(
-        self, transcripts: Sequence[Transcript], up_at: float | None, on_begin: Callable[[], None]
-    ) -> tuple[Ending, bool]:
+    def _make_attempt(self, transcripts: Sequence[Transcript], up_at: float | None) -> tuple[Ending, bool]:
         """Start the ranks, make the call, and end them. Return how they ended, and True if they were preempted."""
         job, platform = self._job, self._platform
-        with self._machines.open(lambda: self._is_cancelled) as world:
-            if world is None:
+        with self._machines.open(lambda: self._is_cancelled) as hosts:
+            if hosts is None:
                 return Ending({}, cancelled=True), False
             limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s, up_at)
-            self._pool = pool = make_pool(job, world, self._settings, transcripts, limits, restart=self.restart)
+            self._pool = pool = make_pool(job, hosts, self._settings, transcripts, limits, restart=self.restart)
             try:
                 if self._is_cancelled:
                     pool.cancel()
                 pool.fork()
                 self.has_begun = True
-                on_begin()
                 ending = pool.set_up()
                 if ending.is_success:
                     ending = pool.call(Call(job.name, range(platform.world_size), self._packed))
@@ -179,23 +147,14 @@ def may_restart(ending: Ending, platform: Platform, failures: int) -> bool:
     return has_failed and failures < platform.max_restarts
 
 
-def wants_more(ending: Ending, name: str, platform: Platform, *, is_preempted: bool) -> bool:
+def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
     """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
     failed = first_failure(ending.outcomes)
     if ending.has_given_up or (failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))):
         return False
     if any(isinstance(each, Requeued) for each in ending.outcomes.values()):
         return True
-    late = [rank for rank, each in ending.outcomes.items() if isinstance(each, Ended)]
-    if is_preempted and late:
-        _log.warning(
-            "rank(s) %s of %s did not call requeue() within grace_s=%g after the preemption: they were ended, as in a "
-            "real preemption, and restart from the beginning",
-            ", ".join(map(str, late)),
-            name,
-            platform.grace_s,
-        )
-    return is_preempted and bool(late)
+    return is_preempted and any(isinstance(each, Ended) for each in ending.outcomes.values())
 
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:

@@ -1,93 +1,77 @@
 """The env launcher, for a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
 
+    call and seed ── gather ──► function ──► value ── gather ──► the values of all ranks, in order of ranks
+
 The function runs in this process; no process is started. All processes of the world must make the same calls in the same
-order. The ranks gather their results. An exception is raised here, and the launcher of the world ends the other ranks.
+order. An exception is raised here, and the launcher of the world ends the other ranks.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import logging
 import os
+import pickle
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._job import Job, Preview, preview
-from parawrap.launch._platform import Platform
-from parawrap.launch._rank import IN_RANK, Rank, being
+from parawrap.launch._job import Job
+from parawrap.launch._rank import IN_RANK, Rank, become
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
+from parawrap.launch.agreement import Agreement
 from parawrap.launch.launch import Launch, make_ended_launch
-from parawrap.launch.meeting import Agreement, Meeting, check_calls, is_requeued, note_requeue
-from parawrap.launch.set_up import Place, groups_of, set_up
+from parawrap.launch.set_up import groups_of, set_up
 from parawrap.launch.slurm.commands import requeue_job
-from parawrap.processes.groups import leave_groups, stay_on_loopback
-from parawrap.processes.outcomes import (
-    Ending,
-    Requeued,
-    Returned,
-    error_of,
-    is_echo,
-    outcome_of,
-    pack_exception,
-    values_of,
-)
-from parawrap.processes.pickling import pack
+from parawrap.processes.groups import break_links, leave_groups, stay_on_loopback
+from parawrap.processes.outcomes import error_of, is_echo, outcome_of
+from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 
 _REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
-_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
+_LINGER_S = 1.0  # for ranks in a collective of the function to end it before this one, which has returned, leaves it
+_SHORT_S = 0.01
+_LONG = timedelta(days=365)  # a rank may take any time for the function
+_NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
-_Address = tuple[str, int]
-_Outcome = RankResults[Any] | Requeued | BaseException
-
 _calls = count()
-_generations = count()  # of meetings: a failed call ends the meeting in all ranks
-_stores: dict[_Address, dist.Store] = {}
-_meetings: dict[_Address, Meeting] = {}
+_meetings: dict[tuple[str | None, int | None], _Meeting] = {}
 
 
-class _Env:
-    """Launches in the processes of the surrounding world."""
-
-    def launch(self, job: Job) -> Launch[Any]:
-        world = _world()
-        fitted = replace(job, platform=_fit_platform(job.platform, world))
-        with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
-            outcome = _run(fitted, world)
-            while isinstance(outcome, Requeued):
-                _requeue_batch_job(world)
-                world = world._replace(restart=world.restart + 1)
-                outcome = _run(fitted, world)
-        if isinstance(outcome, RankResults) and world.global_rank == 0:
-            fitted.finish()
-        return make_ended_launch(fitted, outcome)
-
-    def preview(self, job: Job) -> Preview:
-        world = _world()
-        fitted = replace(job, platform=_fit_platform(job.platform, world))
-        meeting = f"tcp {world.master_addr}:{world.master_port}" if fitted.platform.requires_ipc else None
-        return preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started", meeting=meeting)
+def launch_here(job: Job) -> Launch[Any]:
+    """Call the function as this process's rank. A request to restart calls it again, unless Slurm requeues the job."""
+    world = require_world()
+    fitted = fit_job(job, world)
+    with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
+        while (outcome := _run(fitted, world)) is None:
+            _requeue_batch_job(world)
+            world = replace(world, restart=world.restart + 1)
+    if isinstance(outcome, RankResults) and world.global_rank == 0:
+        fitted.finish()
+    return make_ended_launch(fitted, outcome)
 
 
-launcher = _Env()
+def require_world() -> World:
+    """Return this process's place in its world.
 
-
-def _world() -> World:
+    Raises:
+        LaunchError: If there is no such world, or its ranks could not meet.
+    """
     world = find_world()
     if world is None:
         msg = (
@@ -104,12 +88,13 @@ def _world() -> World:
     return world
 
 
-def _fit_platform(platform: Platform, world: World) -> Platform:
-    """Return the platform with the node and rank counts of the world.
+def fit_job(job: Job, world: World) -> Job:
+    """Return the job with the node and rank counts of the world in its platform.
 
     Raises:
         PlatformError: If the platform specifies a different number of ranks.
     """
+    platform = job.platform
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
             f"the platform specifies {platform.world_size} ranks, but {world.name} started {world.world_size}: "
@@ -125,186 +110,194 @@ def _fit_platform(platform: Platform, world: World) -> Platform:
         per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
     object.__setattr__(fitted, "n_cpus" if platform.device == Device.CPU else "n_gpus", per_node)
-    return fitted
+    return replace(job, platform=fitted)
 
 
 def _requeue_batch_job(world: World) -> None:
-    """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once: the caller then runs again in place."""
+    """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
     reason = requeue_job(job) if world.global_rank == 0 else None
-    (reason, *_) = _meetings[_address_of(world)].gather(reason)
+    (reason, *_) = _meeting_of(world).gather(reason)
     if reason is None:
         time.sleep(_REQUEUE_WAIT_S)
     elif world.global_rank == 0:
         _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
 
 
-def _run(job: Job, world: World) -> _Outcome:
-    """Call the function as this process's rank. Return the results of all ranks, or the failure of this one."""
-    place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
-    if place.is_on_one_machine:
+def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
+    """Call the function as this process's rank. Return the results of all ranks, or the failure of this one.
+
+    Return None if a rank requests a restart.
+    """
+    if world.is_on_one_machine:
         stay_on_loopback()
-    number, meeting = next(_calls), _meeting_of(world, job.platform)
-    calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
-    check_calls(calls)
-    prefix = f"parawrap/{world.restart}/call/{number}"  # the store of torchrun outlives a restart
-    store = dist.PrefixStore(prefix, _store_of(world))
-    agreement = Agreement(
-        lambda: dist.PrefixStore(prefix, _connection_to_store(world)), world.global_rank, world.world_size
-    )
+    number, meeting = next(_calls), _meeting_of(world)
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     hang_up = leave_groups if has_own_groups else _keep_groups
     try:
-        report = _call(job, place, agreement, store, seeds[0], has_own_groups=has_own_groups)
-        if isinstance(report, BaseException):
-            meeting.leave()
-            return report
-        if report.word == "requeued":
-            note_requeue(store)
-            hang_up()
-        reports = meeting.gather(report, hang_up)
-    except LaunchError as error:  # another rank has failed
+        calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
+        _check_calls(calls)
+        block = _call(job, world, meeting, number, seeds[0], has_own_groups=has_own_groups)
+        blocks = meeting.gather(block, hang_up)
+        return None if None in blocks else RankResults(map(unpack, blocks))
+    except BaseException as error:  # noqa: BLE001 (raised by the handle)
+        meeting.leave()
+        if has_own_groups:
+            break_links()  # the traceback refers to the groups, whose connections thus stay, and other ranks wait
         return error
     finally:
         hang_up()
         if has_own_groups:
             sys.excepthook = hook
-    return _outcome_of(job, reports)
-
-
-class _Report(NamedTuple):
-    """How the function ended in a rank: with a value, a request to restart, or a value that cannot be sent."""
-
-    word: str
-    block: bytes = b""
-
-
-def _call(
-    job: Job, place: Place, agreement: Agreement, store: dist.Store, script_seed: int, *, has_own_groups: bool
-) -> _Report | BaseException:
-    """Call the function, and return what to tell the other ranks, or the exception to raise here.
-
-    Other ranks may wait in a collective until this rank leaves its groups. A group closes with its last reference, and a
-    traceback keeps the variables of its frames. So no variable here refers to the rank.
-    """
-    os.environ[IN_RANK] = str(os.getpid())
-    where = f"node {place.node}, {os.uname().nodename}"
-    given = dist.group.WORLD if job.platform.requires_ipc and not has_own_groups else None
-    try:
-        with agreement, at_signal(agreement.request), preserved_generators(rank_device(_kind(job), place.local_rank)):
-            if job.platform.seed == "script":
-                torch.manual_seed(script_seed)
-            result = _call_as(_enter(place, job, agreement, store if has_own_groups else None, given), job, given)
-        try:
-            return _Report("returned", pack(result, "the result").to_bytes())
-        except Exception as error:  # noqa: BLE001 (raised in all ranks)
-            return _Report("unsendable", pack_exception(error).to_bytes())
-    except RequeueRequested as error:
-        traceback.clear_frames(error.__traceback__)
-        return _Report("requeued")
-    except SystemExit as error:
-        return error_of(place.global_rank, {place.global_rank: outcome_of(error)}, place.world_size, where)
-    except BaseException as error:  # noqa: BLE001 (raised by the handle)
-        traceback.clear_frames(error.__traceback__)
-        if is_echo(error) and is_requeued(store):
-            return _Report("requeued")
-        add_note(error, f"raised in rank {place.global_rank} of {place.world_size} ({where})")
-        if is_echo(error):
-            add_note(error, "a connection to another rank broke: the output of that rank has the reason")
-        return error
-
-
-def _outcome_of(job: Job, reports: Sequence[_Report]) -> _Outcome:
-    """Return the results of all ranks, the error of a result that cannot be sent, or the restart that a rank requests."""
-    if "requeued" in [report.word for report in reports]:
-        return Requeued(time.time())
-    outcomes = {rank: Returned(0.0, report.block) for rank, report in enumerate(reports)}
-    try:
-        values = values_of(job.name, Ending(outcomes), outcomes, len(reports))
-    except Exception as error:  # noqa: BLE001 (the user's classes may fail here)
-        return error
-    for rank, report in enumerate(reports):
-        if report.word == "unsendable":
-            refused: BaseException = values[rank]
-            add_note(refused, f"raised in rank {rank} of {len(reports)}")
-            return refused
-    return RankResults(values)
-
-
-def _kind(job: Job) -> Device:
-    return Device(job.platform.device)
-
-
-def _enter(place: Place, job: Job, agreement: Agreement, store: dist.Store | None, group: dist.ProcessGroup | None) -> Rank:
-    """Make this process the rank, in new process groups that meet at the store, or in those of the user."""
-    rank = set_up(place, job.platform, agreement.preemption)
-    groups = groups_of(job.platform, is_on_one_machine=place.is_on_one_machine)
-    if store is not None:
-        return replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device))
-    if group is not None and job.platform.ipc_groups:
-        return replace(rank, group=groups.make_own(rank.global_rank))
-    return replace(rank, group=group)
 
 
 def _keep_groups() -> None:
     """Keep the process groups that the user created."""
 
 
-def _call_as(rank: Rank, job: Job, group: dist.ProcessGroup | None) -> Any:
-    """Call the function as this rank. If the user created `group`, destroy the groups of ``ipc_groups`` afterwards."""
-    try:
-        with being(rank):
-            return job.call()
-    finally:
-        if group is not None and rank.group not in (None, group):
-            dist.destroy_process_group(rank.group)
-
-
-def _meeting_of(world: World, platform: Platform) -> Meeting:
-    """Return the meeting of the world's ranks. A new one begins after a failed call."""
-    address = _address_of(world)
-    limit = None if platform.timeout_min is None else timedelta(minutes=platform.timeout_min)
-    if not _meetings:
-        atexit.register(_leave_world, os.getpid())
-    if address not in _meetings or not _meetings[address].is_open:
-        store = dist.PrefixStore(f"parawrap/{world.restart}/meeting/{next(_generations)}", _store_of(world))
-        _meetings[address] = Meeting(store, world.global_rank, world.world_size, limit)
-    _meetings[address].limit = limit
-    return _meetings[address]
-
-
-def _leave_world(process: int) -> None:
-    """End the threads of gloo and of the store while the interpreter is whole.
-
-    A thread of gloo that frees a tensor later finds no interpreter, and aborts the process.
-    """
-    if os.getpid() != process:  # a forked child, which has no such threads
-        return
-    for meeting in _meetings.values():
-        meeting.leave()
-    _meetings.clear()
-    _stores.clear()
-
-
-def _store_of(world: World) -> dist.Store:
-    """Return the world's store. It is opened once per process, because its port can be bound only once."""
-    address = _address_of(world)
-    if address not in _stores:
-        _stores[address] = dist.TCPStore(
-            *address, world.world_size, is_master=world.hosts_store, wait_for_workers=False, multi_tenant=True
+def _check_calls(calls: Sequence[tuple[int, str]]) -> None:
+    """Raise LaunchError if the ranks make different calls. A call is its number and the name of its function."""
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        (first, name), (second, other_name) = calls[0], calls[other]
+        msg = (
+            f"the ranks of this world make different calls: rank 0 calls {name} as its call {first}, and rank {other} "
+            f"{other_name} as its call {second}. All ranks must make the same calls in the same order"
         )
-    return _stores[address]
+        raise LaunchError(msg)
 
 
-def _connection_to_store(world: World) -> dist.Store:
-    """Open another connection to the same store."""
-    return dist.TCPStore(*_address_of(world), is_master=False, wait_for_workers=False)
+def _call(
+    job: Job, world: World, meeting: _Meeting, number: int, script_seed: int, *, has_own_groups: bool
+) -> bytes | None:
+    """Call the function, and return its pickled value; None if it requests a restart.
+
+    Raises:
+        BaseException: The exception of the function, with a note on this rank.
+    """
+    os.environ[IN_RANK] = str(os.getpid())
+    rank, size, where = world.global_rank, world.world_size, f"node {world.node}, {os.uname().nodename}"
+    agreement = Agreement(partial(meeting.connect, number), rank, size)
+    device = rank_device(Device(job.platform.device), world.local_rank)
+    try:
+        with agreement, at_signal(agreement.request), preserved_generators(device):
+            if job.platform.seed == "script":
+                torch.manual_seed(script_seed)
+            own = set_up(world, job.platform, agreement.preemption)
+            with _group_of(job, own, meeting.store(number) if has_own_groups else None) as group:
+                before = become(replace(own, group=group))
+                try:
+                    value = job.call()
+                finally:
+                    become(before)
+                return pack(value, "the result").to_bytes()
+    except RequeueRequested:
+        return None
+    except SystemExit as error:
+        raise error_of(rank, {rank: outcome_of(error)}, size, where) from None
+    except BaseException as error:
+        add_note(error, f"raised in rank {rank} of {size} ({where})")
+        if is_echo(error):
+            add_note(error, "a connection to another rank broke: the output of that rank has the reason")
+        raise
 
 
-def _address_of(world: World) -> _Address:
-    assert world.master_addr is not None
-    assert world.master_port is not None
-    return world.master_addr, world.master_port
+@contextlib.contextmanager
+def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.ProcessGroup | None]:
+    """Make the group of this rank: in new process groups, which meet at the store, or next to those of the user."""
+    groups = groups_of(job.platform, is_on_one_machine=False)  # `_run` has set the interface
+    if store is not None:
+        yield groups.join(store, rank.global_rank, rank.world_size, rank.device)
+    elif not job.platform.ipc_groups:
+        yield dist.group.WORLD if job.platform.requires_ipc else None
+    else:
+        group = groups.make_own(rank.global_rank)
+        try:
+            yield group
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
+
+
+class _Meeting:
+    """The ranks of the world, in a gloo group next to those of the function. A failed call ends the group in all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._world_size = world.global_rank, world.world_size
+        self._address = str(world.master_addr), int(world.master_port or 0)
+        self._prefix = f"parawrap/{world.restart}"  # the store of torchrun outlives a restart
+        self._group: Any = None  # torch types its methods only in part
+        self._generations = count()
+        self._store: Any = dist.TCPStore(
+            *self._address, self._world_size, is_master=world.hosts_store, wait_for_workers=False, multi_tenant=True
+        )
+        atexit.register(self._close, os.getpid())
+
+    def gather(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
+        """Return the values of all ranks.
+
+        Args:
+            value: A value that plain pickle accepts.
+            while_waiting: Called once if other ranks let this one wait for a second.
+
+        Raises:
+            LaunchError: If another rank has left the meeting, or its process has ended.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
+        try:
+            if self._group is None:
+                store = dist.PrefixStore(f"{self._prefix}/meeting/{next(self._generations)}", self._store)
+                store.set_timeout(_LONG)
+                self._group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout=_LONG)
+            self._allgather(sizes, torch.tensor([len(data)]), while_waiting)
+            longest = max(int(size) for size in sizes)
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._world_size)]
+            self._allgather(parts, torch.nn.functional.pad(data, (0, longest - len(data))))
+        except RuntimeError as error:  # of the store, or of a connection
+            msg = (
+                "another rank of this world did not end the call: its function raised an exception, or its process ended. "
+                "Its output has the reason"
+            )
+            raise LaunchError(msg) from error
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def leave(self) -> None:
+        """Leave the group. Ranks that wait for this one raise an error."""
+        self._group = None
+
+    def store(self, call: int) -> dist.Store:
+        """Return the store of a call."""
+        return dist.PrefixStore(f"{self._prefix}/call/{call}", self._store)
+
+    def connect(self, call: int) -> dist.Store:
+        """Open another connection to the store of a call."""
+        store = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
+        return dist.PrefixStore(f"{self._prefix}/call/{call}", store)
+
+    def _allgather(
+        self, outputs: list[torch.Tensor], value: torch.Tensor, while_waiting: Callable[[], None] | None = None
+    ) -> None:
+        work = self._group.allgather([outputs], [value])
+        if while_waiting is not None:
+            until = time.monotonic() + _LINGER_S
+            while not work.is_completed() and time.monotonic() < until:
+                time.sleep(_SHORT_S)
+            while_waiting()
+        work.wait()
+
+    def _close(self, process: int) -> None:
+        """End the threads of gloo and of the store while the interpreter is whole: they would abort the process."""
+        if os.getpid() == process:  # a forked child has no such threads
+            self._group = self._store = None
+
+
+def _meeting_of(world: World) -> _Meeting:
+    """Return the meeting of the world's ranks, which stays until the process exits."""
+    address = world.master_addr, world.master_port
+    if address not in _meetings:
+        _meetings[address] = _Meeting(world)
+    return _meetings[address]

@@ -14,7 +14,7 @@ from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import Rank, being
+from parawrap.launch._rank import Rank, become
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
 from parawrap.processes.groups import leave_groups
@@ -53,8 +53,12 @@ def _call_function(job: Job, rank: Rank) -> Any:
     seed(job.platform.seed)
     preemption = rank.preemption
     assert preemption is not None
-    with being(rank), at_signal(lambda: preemption.decide(preemption.hold_back())):
-        return job.call()
+    before = become(rank)
+    try:
+        with at_signal(lambda: preemption.decide(preemption.hold_back())):
+            return job.call()
+    finally:
+        become(before)
 
 
 @contextmanager

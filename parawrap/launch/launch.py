@@ -6,7 +6,7 @@ import atexit
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -41,8 +41,8 @@ class Run(Protocol):
         """True if the ranks have their machines."""
         ...
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        """Start the ranks, and supervise them until the launch ends. Call `on_begin` once they are started.
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
+        """Start the ranks, and supervise them until the launch ends.
 
         Raises:
             LaunchError: If the ranks cannot be started.
@@ -88,12 +88,14 @@ class Launch(Generic[R]):
     log_folder: Path | None = None
 
     def __init__(self, job: Job, run: Run | None) -> None:
+        """Make the handle of a launch. Without `run`, other code ends it, and shows its output."""
         self._job = job
         self._platform = job.platform
         self._run = run
         self._pid = os.getpid()
         self._claim = threading.Lock()
-        self._begun = threading.Event()
+        if run is None:
+            self._claim.acquire()
         self._ended = threading.Event()
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
@@ -102,7 +104,9 @@ class Launch(Generic[R]):
         if run is not None:
             self.log_folder = new_log_folder(job.platform, job.name)
         self._printer = Printer()
-        self._transcripts = make_transcripts(job.platform, self._printer, self.log_folder, job.number)
+        self._transcripts = make_transcripts(
+            job.platform, self._printer, self.log_folder, job.number, is_shown=run is not None
+        )
         self._watch = threading.Thread(target=self._watch_ranks, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
 
     def results(self, timeout: float | None = None) -> RankResults[R]:
@@ -139,9 +143,9 @@ class Launch(Generic[R]):
         assert known is not None
         if isinstance(known, BaseException):
             return known
-        ranks = self._ranks
+        size = self._platform.world_size
         try:
-            results = RankResults(values_of(self._job.name, known, ranks, self._platform.world_size))
+            results = RankResults(values_of(self._job.name, known, range(size), size))
         except Exception as error:  # noqa: BLE001 (the rank's)
             return error
         except BaseException as error:
@@ -150,10 +154,6 @@ class Launch(Generic[R]):
             return error
         self._known = Ending({}, cancelled=known.cancelled)  # without the memory of the results
         return results
-
-    @property
-    def _ranks(self) -> Sequence[int]:
-        return range(self._platform.world_size)
 
     def done(self) -> bool:
         """True if the launch has ended, including ``upon_finish``."""
@@ -250,10 +250,9 @@ class Launch(Generic[R]):
         assert self._run is not None
         try:
             try:
-                self._known = self._run.supervise(self._transcripts, self._begun.set)
+                self._known = self._run.supervise(self._transcripts)
             finally:
                 self._finish_transcripts()
-            self._summaries = {rank: each.summary for rank, each in self._known.outcomes.items()}
             if self._known.is_success:
                 self._job.finish()
         except BaseException as error:  # noqa: BLE001 (raised by `results`)
@@ -261,36 +260,22 @@ class Launch(Generic[R]):
         finally:
             self._end()
 
+    def end(self, known: Ending | BaseException) -> None:
+        """Note how a call of ranks that stay has ended."""
+        self._known = known
+        self._finish_transcripts()
+        self._end()
+
     def _finish_transcripts(self) -> None:
         for transcript in self._transcripts:
             transcript.finish()
         self._printer.finish()
 
     def _end(self) -> None:
+        if isinstance(self._known, Ending):
+            self._summaries = {rank: each.summary for rank, each in self._known.outcomes.items()}
         _running.discard(self)
         self._ended.set()
-        self._begun.set()
-
-
-class CallLaunch(Launch[R]):
-    """The handle of one call of ranks that stay. Their thread ends it."""
-
-    def __init__(self, job: Job, run: Run, ranks: Sequence[int]) -> None:
-        super().__init__(job, run)
-        self._called = ranks
-        self._claim.acquire()
-
-    @property
-    def _ranks(self) -> Sequence[int]:
-        return self._called
-
-    def end(self, known: Ending | BaseException) -> None:
-        """Note how the call ended."""
-        self._known = known
-        if isinstance(known, Ending):
-            self._summaries = {rank: each.summary for rank, each in known.outcomes.items()}
-        self._finish_transcripts()
-        self._end()
 
 
 def start(launch: Launch[Any]) -> None:
@@ -311,21 +296,6 @@ def start(launch: Launch[Any]) -> None:
         launch.request_cancel()
         launch._end_unclaimed()
         raise
-
-
-def await_ranks(launch: Launch[Any]) -> None:
-    """Wait until the ranks of a launch are started.
-
-    Raises:
-        LaunchError: If they cannot be started.
-    """
-    try:
-        launch._begun.wait()
-    except BaseException:  # Ctrl-C
-        launch.cancel()
-        raise
-    if launch._run is not None and not launch._run.has_begun and isinstance(launch._known, BaseException):
-        raise launch._known
 
 
 def make_ended_launch(job: Job, outcome: RankResults[Any] | BaseException) -> Launch[Any]:
@@ -360,14 +330,14 @@ def new_log_folder(platform: Platform, name: str) -> Path | None:
 
 
 def make_transcripts(
-    platform: Platform, printer: Printer, folder: Path | None, number: int | None = None
+    platform: Platform, printer: Printer, folder: Path | None, number: int | None = None, *, is_shown: bool = True
 ) -> list[Transcript]:
     """Return a transcript for each rank. The launches of `map` have a number, which stands in front of the output."""
     has_prefix = platform.world_size > 1 or number is not None
     launch = "" if number is None else f"{number}/"
     return [
         Transcript(
-            printer if platform.shows(rank) else None,
+            printer if is_shown and platform.shows(rank) else None,
             f"[{launch}rank {rank}] " if has_prefix else "",
             None if folder is None else folder / f"rank-{rank}.log",
         )

@@ -10,7 +10,6 @@ The thread refers to no handle, so that ranks whose handle is lost end.
 from __future__ import annotations
 
 import atexit
-import copy
 import os
 import threading
 import time
@@ -24,17 +23,17 @@ from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table
-from parawrap.errors import LaunchError, PlatformError, RankDiedError, add_note
+from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function, check_signature
 from parawrap.launch._launcher import launcher_name
 from parawrap.launch._platform import OPEN_RANKS, Platform
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
-from parawrap.launch.attempts import Machines, World, make_pool
-from parawrap.launch.launch import CallLaunch, Launch, make_transcripts, new_log_folder
-from parawrap.launch.local import LocalMachines
+from parawrap.launch.attempts import make_pool
+from parawrap.launch.launch import Launch, make_transcripts, new_log_folder
 from parawrap.launch.lost_handles import is_lost
+from parawrap.launch.machines import Hosts, Machines, machines_for
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Limits, Pool, stacks_of
@@ -45,19 +44,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LABEL = "ranks that stay"
-_APART = (
-    "the ranks may have stopped in different steps: before you train on, wrap models in DistributedDataParallel again, and "
-    "send the state of the optimizer"
-)
-_RENEWED = "the process groups are made again: models in DistributedDataParallel that the ranks keep must be, too"
 _NEVER = float("inf")  # by the monotonic clock
 _HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in its traceback
 
 
 class _Request:
-    """A call on its way to the ranks and back."""
+    """A call on its way to the ranks and back. Implements `Run` for the handle of the call."""
 
-    def __init__(self, call: Call, sent: list[Any], on_end: Callable[[Ending | LaunchError], None] | None = None) -> None:
+    def __init__(
+        self,
+        thread: _RanksThread,
+        call: Call,
+        sent: list[Any],
+        on_end: Callable[[Ending | BaseException], None] | None = None,
+    ) -> None:
+        self._thread = thread
         self.call = call
         self.sent = sent  # the globals that come with it
         self.done = threading.Event()
@@ -69,6 +70,25 @@ class _Request:
         if self._on_end is not None:
             self._on_end(ending)
         self.done.set()
+
+    @property
+    def has_begun(self) -> bool:
+        return self.call.has_begun
+
+    def supervise(self, transcripts: Sequence[Any]) -> NoReturn:
+        raise AssertionError  # the thread of the ranks makes the call
+
+    def cancel(self) -> None:
+        self._thread.interrupt(self, cancels=True)
+
+    def preempt(self) -> None:
+        """Do nothing: ranks that stay cannot restart."""
+
+    def stacks(self) -> dict[int, str]:
+        return self._thread.stacks() if self.has_begun else {}
+
+    def state_of(self, rank: int) -> str:
+        return self._thread.state_of(rank) if self.has_begun else "idle"
 
 
 class _RanksThread:
@@ -90,7 +110,6 @@ class _RanksThread:
         self._queue: deque[_Request] = deque()
         self._pool: Pool | None = None
         self._is_closing = False
-        self.last_calls: dict[int, Call] = {}
         self.handle: weakref.ref[Ranks] | None = None
         self._look_at = _NEVER  # whether an error is all that keeps the handle
         self._thread = threading.Thread(target=self._run, name="parawrap-ranks", daemon=True)
@@ -134,10 +153,6 @@ class _RanksThread:
         pool = self._pool
         return "ended" if pool is None or self.ended.is_set() else pool.state_of(rank)
 
-    def pid_of(self, rank: int) -> int:
-        """Return the id of a rank's process."""
-        return 0 if self._pool is None else self._pool.pid_of(rank)
-
     def error_of_end(self, name: str) -> LaunchError:
         """Return the error of a call that comes after the end of the ranks. It says how they have ended."""
         died, how = None, "they were cancelled"
@@ -164,11 +179,11 @@ class _RanksThread:
 
     def _run(self) -> None:
         try:
-            with self._machines.open(lambda: self._is_closing) as world:
-                if world is None:
+            with self._machines.open(lambda: self._is_closing) as hosts:
+                if hosts is None:
                     self.last = Ending({}, cancelled=True)
                 else:
-                    self._run_ranks(world)
+                    self._run_ranks(hosts)
             if self.last is None:
                 Job(self.platform, _stay).finish()
         except BaseException as error:  # noqa: BLE001 (raised by the handle)
@@ -182,10 +197,10 @@ class _RanksThread:
             self.ready.set()
             self._fail_queue()
 
-    def _run_ranks(self, world: World) -> None:
+    def _run_ranks(self, hosts: Hosts) -> None:
         platform = self.platform
         limits = Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s)
-        pool = make_pool(Job(platform, _stay), world, self._settings, self.transcripts, limits, stays=True)
+        pool = make_pool(Job(platform, _stay), hosts, self._settings, self.transcripts, limits, stays=True)
         pool.owned = self.script.note_owned
         self._pool = pool
         try:
@@ -220,10 +235,7 @@ class _RanksThread:
             pool.call(Call(request.call.name, (), request.call.packed, changes=request.call.changes))  # with its globals
             return
         self.current = request
-        self.last_calls.update(dict.fromkeys(request.call.ranks, request.call))
         ending = pool.call(request.call)
-        if ending.deadlocked:
-            ending = replace(ending, history=[_RENEWED])
         self.current = None
         if not request.call.has_loaded:
             self.script.forget(request.sent)
@@ -334,10 +346,9 @@ class Ranks:
         `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks. `Launch.preempt` has no effect.
         """
         job = self._check(function, args, kwargs)
-        run = _CallRun(self._thread)
-        launch: CallLaunch[R] = CallLaunch(replace_platform(job, _quiet(self.platform)), run, self._all())
+        launch: Launch[R] = Launch(replace(job, platform=self.platform), None)
         request = self._pack(job, self._all(), launch.end, dict(enumerate(launch._transcripts)), is_later=True)
-        run.request = request
+        launch._run = request
         self._thread.submit(request)
         return launch
 
@@ -370,14 +381,14 @@ class Ranks:
                 request = self._pack(job, ranks)
                 self._thread.submit(request)
             request.done.wait()
-        except BaseException as error:
+        except BaseException:  # Ctrl-C, or a call that cannot be sent
             if request is not None:
                 self._interrupt(request)
-                if self.platform.ipc_groups is not None and len(ranks) > 1 and self._thread.last is None:
-                    add_note(error, _APART)
             raise
         if request.call.has_output:
-            _show_output(self._thread)
+            for transcript in self._thread.transcripts:
+                transcript.show_unfinished()
+            self._thread.printer.flush()
         return self._results(request)
 
     def _check(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
@@ -404,7 +415,8 @@ class Ranks:
             if is_later:
                 packed.detach()
             changes, sent = self._surroundings.changes(), self._thread.script.last_sent
-        return _Request(Call(job.name, ranks, packed, changes=changes, transcripts=transcripts or {}), sent, on_end)
+        call = Call(job.name, ranks, packed, changes=changes, transcripts=transcripts or {})
+        return _Request(self._thread, call, sent, on_end)
 
     def _interrupt(self, request: _Request) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
@@ -464,17 +476,13 @@ class Ranks:
         return f"<{len(self)} ranks of {self.platform.device}: {self.state}>"
 
     def _repr_html_(self) -> str:
-        """Return the state now: one row per rank with its device, its process, its state, and its last call."""
-        has_ended = self.state == "ended"
+        """Return the state now: one row per rank with its device and its state."""
         rows = []
         for rank in self._all():
-            call = self._thread.last_calls.get(rank)
             device = rank_device(Device(self.platform.device), rank % self.platform.ranks_per_node)
-            state = "ended" if has_ended else self._thread.state_of(rank)
-            took = "" if call is None else f"{call.name}, {call.took_s:.3g} s" if call.took_s else call.name
-            rows.append((f"{rank}", str(device), f"{self._thread.pid_of(rank)}", state, took))
-        head = ("rank", "device", "process", "state", "last call")
-        return Table(repr(self)[1:-1], head, rows, texts=("device", "state", "last call")).html()
+            state = "ended" if self.state == "ended" else self._thread.state_of(rank)
+            rows.append((f"{rank}", str(device), state))
+        return Table(repr(self)[1:-1], ("rank", "device", "state"), rows, texts=("device", "state")).html()
 
     # -- the end
 
@@ -533,34 +541,6 @@ class OneRank:
         return f"<rank {self._rank} of {self._ranks!r}>"
 
 
-class _CallRun:
-    """Implements `Run` for the handle of one call. It refers to no handle of the ranks."""
-
-    def __init__(self, thread: _RanksThread) -> None:
-        self._thread = thread
-        self.request: _Request | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        return self.request is not None and self.request.call.has_begun
-
-    def supervise(self, transcripts: Sequence[Any], on_begin: Callable[[], None]) -> NoReturn:
-        raise AssertionError  # the thread of the ranks makes the call
-
-    def cancel(self) -> None:
-        if self.request is not None:
-            self._thread.interrupt(self.request, cancels=True)
-
-    def preempt(self) -> None:
-        """Do nothing: ranks that stay cannot restart."""
-
-    def stacks(self) -> dict[int, str]:
-        return self._thread.stacks() if self.has_begun else {}
-
-    def state_of(self, rank: int) -> str:
-        return self._thread.state_of(rank) if self.has_begun else "idle"
-
-
 _open: set[weakref.ref[Ranks]] = set()
 
 
@@ -599,26 +579,6 @@ def open_ranks(platform: Platform) -> Ranks:
 OPEN_RANKS.append(open_ranks)
 
 
-def machines_for(platform: Platform) -> Machines:
-    """Return the machines of a platform for ranks that stay.
-
-    Raises:
-        LaunchError: If they cannot be had.
-    """
-    if platform.launcher == "ray":
-        from parawrap.launch.ray._machines import RayMachines  # imports Ray
-
-        return RayMachines(platform)
-    return LocalMachines(platform)
-
-
-def replace_platform(job: Job, platform: Platform) -> Job:
-    """Return the job on another platform."""
-    job = copy.copy(job)
-    object.__setattr__(job, "platform", platform)
-    return job
-
-
 def _abandon(thread: _RanksThread, pid: int) -> None:
     """End ranks that were never closed. Does not wait: the collector may run in any thread."""
     if os.getpid() == pid:
@@ -636,20 +596,6 @@ def _end_with_interpreter() -> None:
 
 atexit.register(_end_with_interpreter)
 os.register_at_fork(after_in_child=_open.clear)
-
-
-def _show_output(thread: _RanksThread) -> None:
-    for transcript in thread.transcripts:
-        transcript.show_unfinished()
-    thread.printer.flush()
-
-
-def _quiet(platform: Platform) -> Platform:
-    """Return the platform without output and files: the launch of the ranks makes them."""
-    quiet = copy.copy(platform)
-    for name, value in {"verbose": False, "console_logs": None, "upon_finish": None}.items():
-        object.__setattr__(quiet, name, value)
-    return quiet
 
 
 def _stay() -> None:

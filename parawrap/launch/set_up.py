@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import socket
+import struct
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,33 +20,13 @@ from parawrap.launch._devices import Device, core_of, make_current, rank_device,
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
+from parawrap.launch._world import Place
 from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 from parawrap.processes.preemption import Preemption
 
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_ANY_PORT = 9  # nothing is sent there
 _RISK = ". Any program that can connect to it can disturb it"
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's numbers in its world."""
-
-    global_rank: int
-    local_rank: int
-    node: int
-    world_size: int
-    ranks_per_node: int
-    restart: int = 0
-
-    @classmethod
-    def of(cls, rank: int, platform: Platform, restart: int = 0) -> Place:
-        """Return the place of a rank on a platform, whose nodes have consecutive ranks."""
-        node, local_rank = divmod(rank, platform.ranks_per_node)
-        return cls(rank, local_rank, node, platform.world_size, platform.ranks_per_node, restart)
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """True if all ranks run on one machine."""
-        return self.ranks_per_node == self.world_size
 
 
 @dataclass(frozen=True)
@@ -54,14 +37,12 @@ class RankSetUp:
         platform: The launch's platform.
         place: The rank's place.
         store: The store where the ranks meet; None if they form no process groups and run on several machines.
-        interface: The network interface that leads to the other nodes.
         beside: The number of launches that share the cores of the rank's machine.
     """
 
     platform: Platform
     place: Place
     store: StoreAddress | None
-    interface: str | None = None
     beside: int = 1
 
     def enter(self, preemption: Preemption) -> None:
@@ -72,10 +53,10 @@ class RankSetUp:
             os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
         share_cores(platform, place.ranks_per_node * self.beside)
         os.environ |= self._variables()
-        if self.interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", self.interface)
         if place.is_on_one_machine:
             stay_on_loopback()
+        elif self.store is not None and (interface := _interface_to(str(self.store.host))) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         become(set_up(place, platform, preemption))
         if self.store is not None and platform.requires_ipc:
             try:
@@ -126,11 +107,14 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
     Raises:
         PlatformError: If the rank's device is not on this node.
     """
-    device = rank_device(Device(platform.device), place.local_rank)
-    if device.type == "cuda":
-        _check_cuda(place)
-    if device.type == "neuron":
-        _check_neuron(place)
+    kind = Device(platform.device)
+    device = rank_device(kind, place.local_rank)
+    if device.index is not None and place.local_rank >= visible(kind):
+        msg = (
+            f"rank {place.global_rank} needs {device} of node {place.node} ({socket.gethostname()}), but torch "
+            f"{torch.__version__} sees {visible(kind)} device(s) there: reduce n_gpus, or install a torch for such devices"
+        )
+        raise PlatformError(msg)
     make_current(device)
     seed(platform.seed)
     return Rank(
@@ -146,41 +130,24 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
 
 
 def share_cores(platform: Platform, ranks: int) -> None:
-    """Give this rank its share of the cores. OMP_NUM_THREADS holds for libraries that it loads later."""
-    threads = _threads_per_rank(platform, ranks)
+    """Give this rank its share of the cores, unless the user set one. OMP_NUM_THREADS holds for libraries loaded later."""
+    threads = max(1, usable_cores() // ranks)
+    if platform.device != Device.CPU and platform.n_cpus > 1:
+        threads = platform.n_cpus
+    elif os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def _threads_per_rank(platform: Platform, ranks: int) -> int:
-    """Return the number of threads: the user's setting, or an equal share of the cores."""
-    if platform.device != Device.CPU and platform.n_cpus > 1:
-        return platform.n_cpus
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, usable_cores() // ranks)
-
-
-def _check_cuda(place: Place) -> None:
-    there = torch.cuda.device_count()
-    if place.local_rank < there:
-        return
-    lacks = (
-        f"its torch {torch.__version__} is built without CUDA: install a CUDA build of torch there (https://pytorch.org)"
-        if torch.version.cuda is None
-        else f"{there} CUDA device(s) are visible: reduce n_gpus, or check CUDA_VISIBLE_DEVICES and `nvidia-smi` there"
-    )
-    msg = (
-        f"rank {place.global_rank} needs GPU {place.local_rank} of node {place.node} ({socket.gethostname()}), but {lacks}"
-    )
-    raise PlatformError(msg)
-
-
-def _check_neuron(place: Place) -> None:
-    there = visible(Device.NEURON)
-    if place.local_rank >= there:
-        msg = (
-            f"rank {place.global_rank} needs neuron:{place.local_rank} of node {place.node} ({socket.gethostname()}), but "
-            f"torch sees {there} NeuronCore(s) there: reduce n_gpus, or check NEURON_RT_VISIBLE_CORES and `neuron-ls` there"
-        )
-        raise PlatformError(msg)
+def _interface_to(host: str) -> str | None:
+    """Return the name of the network interface that leads to a host. None if there is none, or only with IPv6."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            probe.connect((host, _ANY_PORT))
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24] == own:
+                    return name
+    return None

@@ -109,7 +109,6 @@ class Call:
         is_cancelled: True if it was interrupted by `Pool.interrupt` and is to have no results.
         has_output: True if a rank wrote output during the call.
         has_loaded: False if a rank could not unpickle the call.
-        took_s: Seconds between the begin and the end of the call.
         departed_at: When the last rank ended the call; the begin of the call before.
         last_sign: When a rank last wrote output, made progress, or ended the call.
         looked_at: When the pool last looked at the ranks.
@@ -131,7 +130,6 @@ class Call:
     is_cancelled: bool = False
     has_output: bool = False
     has_loaded: bool = True
-    took_s: float = 0.0
     departed_at: float = 0.0
     last_sign: float = 0.0
     looked_at: float = 0.0
@@ -267,10 +265,6 @@ class Pool:
             outcome = call.outcomes.get(rank)
             return "running" if outcome is None else outcome.summary
         return "idle"
-
-    def pid_of(self, rank: int) -> int:
-        """Return the id of a rank's process; 0 before its start."""
-        return self._members[rank].pid if rank < len(self._members) else 0
 
     # -- the thread of the pool
 
@@ -445,7 +439,6 @@ class Pool:
         self._call = None
         if not self.is_ending:
             self._timers.clear()
-        call.took_s = time.monotonic() - now
         if self._stays and self._wants_groups and call.number > 0:
             self._must_regroup = self._needs_groups(call)
         return Ending(

@@ -17,8 +17,8 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, SessionError, add_note
-from parawrap.launch import Platform
-from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch import Place, Platform
+from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ending
 from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.pickling import Packed, map_file
@@ -72,7 +72,7 @@ class LocalWorker:
     def __init__(self, index: int, device: torch.device, threads: int, seed: int) -> None:
         self._label = f"worker {index} on {device}"
         platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
-        set_up = RankSetUp(platform, Place.of(0, platform), store=None)
+        set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
         assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False)
         self._printer = Printer()
         self._transcript = Transcript(self._printer, "", None)

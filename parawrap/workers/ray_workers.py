@@ -16,7 +16,7 @@ import torch
 
 from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
-from parawrap.launch.ray.reservation import Reservation, join_cluster
+from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.pickling import Packed
 from parawrap.workers.model import SEEDS
 from parawrap.workers.packing import Block, Packer, aligned
@@ -119,10 +119,9 @@ class RayWorkers:
             reservation.end()
 
     def _reserve(self) -> None:
-        self._ray = join_cluster(self._platform)
-        self._reservation = reservation = Reservation(self._ray, self._platform)
-        reservation.request()
-        while not reservation.is_ready():  # the cluster is large enough when it is idle
+        self._reservation = Reservation(self._platform)
+        self._ray = self._reservation.ray
+        while not self._reservation.is_ready():  # the cluster is large enough when it is idle
             self._check_open()
 
     def _check_open(self) -> None:

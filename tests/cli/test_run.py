@@ -84,7 +84,7 @@ WRONG = [
     ("train:gone", "'train' has no function 'gone'", "train:tried"),
     (
         "train:tried --set sed=1",
-        "sed=1: Platform has no such field: did you mean seed?",
+        "unexpected keyword argument 'sed'",
         "train:tried --set seed=1",
     ),
     ("train:tried --set seed", "--set seed: give FIELD=VALUE, such as --set seed=1", "train:tried --set seed=1"),

@@ -125,8 +125,7 @@ class Observed:
         if name != "inline":
             cancelled = self._new_folder("cancel")
             self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled), **dies)
-            limit = {"timeout_min": 1} if name == "torchrun" else {}  # ends the test if no connection breaks
-            self._play("left in a collective", scenarios.leave_others_in_a_collective, **limit)
+            self._play("left in a collective", scenarios.leave_others_in_a_collective)
 
     def _end_by_limit(self, folder, **limit):
         """Exceed a limit. If a rank had not begun, on a busy machine, try again with a longer limit."""

@@ -47,7 +47,7 @@ _MASKS = [
     (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
     (r"Connection (closed|reset) by peer.*", "… (gloo) connection closed"),
     (r"\(node \d+, [^)]*\)", "(node …)"),
-    (r"node \d+ \([^)]*\)", "node …"),
+    (r"node \d+, \S+ cannot", "node … cannot"),
     (r"(?<![\w.])/[\w./+~-]+", "…"),
     (r"process \d+", "process …"),
     (r"(timeout_min|hang_timeout_s)=[\d.]+", r"\1=…"),

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError
-from tests.helpers.processes import SILENT_S, assert_gone, notes_of, pids_in, ranks, running_script
+from tests.helpers.processes import SILENT_S, assert_gone, pids_in, ranks, running_script
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -30,11 +30,9 @@ def test_waiting_for_a_returned_rank(monkeypatch):
         assert type(caught.value) is LaunchError
         for text in "return_early is deadlocked: rank(s) 0 have returned", "rank 1:", "in all_sum":
             assert text in str(caught.value)
-        assert "models in DistributedDataParallel that the ranks keep must be, too" in notes_of(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
-        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait") as caught:
+        with pytest.raises(LaunchError, match="all_sum is deadlocked: the ranks that were called wait"):
             opened[0](all_sum)
-        assert "models in DistributedDataParallel that the ranks keep must be, too" in notes_of(caught.value)
         assert opened(all_sum) == (2.0, 2.0)
 
 
@@ -132,9 +130,7 @@ if __name__ == "__main__":
             pids = ranks(os.getpid)
             try:
                 ranks(waits, how, Path(how))
-            except KeyboardInterrupt as error:
-                notes = "".join(getattr(error, "__notes__", ()))
-                assert (how == "answers") == ("wrap models in DistributedDataParallel again" in notes)
+            except KeyboardInterrupt:
                 print("interrupted", flush=True)
             try:
                 print(ranks(dist.barrier), ranks(os.getpid) == pids)

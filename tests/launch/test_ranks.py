@@ -311,14 +311,9 @@ def test_a_fork_cannot_use_them(world):
 
 
 def test_ranks_show_their_state(world):
-    pids = world(os.getpid)
-    world(my_rank)
     assert (repr(world), repr(world[1])) == ("<2 ranks of cpu: idle>", "<rank 1 of <2 ranks of cpu: idle>>")
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", world._repr_html_())]
-    assert rows[0] == ["rank", "device", "process", "state", "last call"]
-    for rank, row in enumerate(rows[1:]):
-        assert row[:4] == [f"{rank}", "cpu", f"{pids[rank]}", "idle"]
-        assert re.fullmatch(r"my_rank, [\d.e-]+ s", row[4])
+    assert rows == [["rank", "device", "state"], ["0", "cpu", "idle"], ["1", "cpu", "idle"]]
 
 
 def test_closed_ranks_refuse_calls():

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.launch.set_up import Place, set_up
+from parawrap.launch import Place
+from parawrap.launch.set_up import set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):
@@ -43,7 +44,7 @@ def test_one_rank_per_device():
 def test_rank_without_its_device():
     """The error names the device, the node's count, and what to check."""
     place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
-    with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* torch sees 4 .*reduce n_gpus"):
+    with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
@@ -24,11 +23,11 @@ _ACTOR_THREADS = 4  # one waits for the end of the actor
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
-def join_cluster(platform: Platform) -> Any:
+def join_cluster() -> Any:
     """Join a Ray cluster and return the ray module.
 
     Use the cluster that this process has joined already, or else the one at RAY_ADDRESS, or else the one that runs on this
-    machine. Otherwise start a new cluster.
+    machine.
 
     Raises:
         LaunchError: If ray is not installed, or the cluster cannot be joined.
@@ -44,7 +43,7 @@ def join_cluster(platform: Platform) -> Any:
         raise LaunchError(msg) from error
     with _JOINING:
         if not ray.is_initialized():
-            _join(ray, platform)
+            _join(ray)
     if ray.util.client.ray.is_connected():
         msg = (
             "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot reach it: run the script on "
@@ -54,70 +53,50 @@ def join_cluster(platform: Platform) -> Any:
     return ray
 
 
-def _join(ray: Any, platform: Platform) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = os.environ.get("RAY_ADDRESS")
+def _join(ray: Any) -> None:
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    host, _, port = address.rpartition(":")
     try:
-        _check_answers(address or "")
-        ray.init(address=address or "auto", **quiet)
-        return
+        if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for minutes
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        if address is not None or not isinstance(error, ConnectionError):
-            where = "that runs here" if address is None else f"at RAY_ADDRESS={address}"
-            msg = f"the Ray cluster {where} cannot be joined: {error}. launcher='local' starts the ranks on this machine"
-            raise LaunchError(msg) from error
-    try:
-        ray.init(address="local", num_cpus=max(usable_cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
-    except Exception as error:
-        msg = f"no Ray cluster runs here, and none can be started: {error}"
+        where = "that runs here" if address == "auto" else f"at RAY_ADDRESS={address}"
+        msg = (
+            f"the Ray cluster {where} cannot be joined: {error}. 'ray start --head' starts one, and launcher='local' "
+            "starts the ranks on this machine"
+        )
         raise LaunchError(msg) from error
 
 
-def _check_answers(address: str) -> None:
-    """Check that an address accepts connections, because Ray itself would retry for minutes.
-
-    Raises:
-        OSError: If the address does not accept connections.
-    """
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host, int(port)), _ANSWER_S).close()
-
-
 class Reservation:
-    """A launch's share of the cluster's resources. `request` requests it; `end` releases it. Used by one thread.
-
-    Args:
-        ray: The ray module.
-        platform: The launch's platform.
+    """A launch's share of the cluster's resources. `is_ready` requests it; `end` releases it. Used by one thread.
 
     Raises:
-        LaunchError: If the cluster is too small for the launch, even when idle.
+        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
     """
 
-    def __init__(self, ray: Any, platform: Platform) -> None:
-        self._ray = ray
+    def __init__(self, platform: Platform) -> None:
+        self.ray = join_cluster()
         self._platform = platform
         self._bundle = _bundle(platform)
         self._group: Any = None
         self._ready: Any = None
         self._check_size()
 
-    def request(self) -> None:
-        """Request the resources without waiting for them. Ray moves the share of a lost node to another node.
-
-        Not called by the main thread, where a Ctrl-C could come between the request and the assignment.
-        """
-        strategy = "STRICT_SPREAD" if self._platform.n_nodes > 1 else "STRICT_PACK"
-        self._group = self._ray.util.placement_group([self._bundle] * self._platform.n_nodes, strategy=strategy)
-
     def is_ready(self) -> bool:
-        """Wait a moment for the resources. Return True if the launch has them.
+        """Request the resources, and wait a moment for them. Return True if the launch has them.
+
+        Not called by the main thread, where a Ctrl-C could come between the request and the assignment. Ray moves the share
+        of a lost node to another node.
 
         Raises:
             LaunchError: If Ray was shut down.
         """
-        self._ready = self._ready or self._group.ready()
+        if self._group is None:
+            strategy = "STRICT_SPREAD" if self._platform.n_nodes > 1 else "STRICT_PACK"
+            self._group = self.ray.util.placement_group([self._bundle] * self._platform.n_nodes, strategy=strategy)
+            self._ready = self._group.ready()
         return self.is_done(self._ready)
 
     def is_done(self, reference: Any) -> bool:
@@ -126,57 +105,41 @@ class Reservation:
         Raises:
             LaunchError: If Ray was shut down.
         """
-        self.check_ray()
-        ready, _ = self._ray.wait([reference], timeout=_LOOK_S)
+        if not self.ray.is_initialized():
+            msg = "ray.shutdown() was called before the nodes of the launch were ready"
+            raise LaunchError(msg)
+        ready, _ = self.ray.wait([reference], timeout=_LOOK_S)
         return bool(ready)
 
     def start_actor(self, node: int) -> Any:
         """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources."""
-        platform, bundle = self._platform, self._bundle
-        threads = int(bundle["CPU"] // platform.ranks_per_node)
-        actor = _actor_class(self._ray).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle.get("memory"),
-            max_restarts=0,
-            scheduling_strategy=self._place_of(node),
-        )
-        return actor.remote(threads)
+        threads = int(self._bundle["CPU"] // self._platform.ranks_per_node)
+        return _actor_class(self.ray).options(max_restarts=0, **self._options(node, 1)).remote(threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
         """Return the options of an actor that takes the share of one rank, on the node of that rank."""
-        per_node = self._platform.ranks_per_node
+        return self._options(rank // self._platform.ranks_per_node, self._platform.ranks_per_node)
+
+    def _options(self, node: int, parts: int) -> dict[str, Any]:
+        """Return the options of an actor that takes one of several equal parts of the share of a node."""
         return {
-            "num_cpus": self._bundle["CPU"] // per_node,
-            "num_gpus": self._bundle.get("GPU", 0) // per_node,
-            "memory": int(self._bundle["memory"] // per_node) if "memory" in self._bundle else None,
-            "scheduling_strategy": self._place_of(rank // per_node),
+            "num_cpus": self._bundle["CPU"] // parts,
+            "num_gpus": self._bundle.get("GPU", 0) // parts,
+            "memory": int(self._bundle["memory"] // parts) if "memory" in self._bundle else None,
+            "scheduling_strategy": self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=node
+            ),
         }
 
     def end(self) -> None:
         """Release the resources. Ray kills the actors that still use them."""
-        if self._group is not None and self._ray.is_initialized():  # after a shutdown, any call would start Ray again
-            self._ray.util.remove_placement_group(self._group)
-
-    def check_ray(self) -> None:
-        """Check that this process is still in the cluster.
-
-        Raises:
-            LaunchError: If Ray was shut down.
-        """
-        if not self._ray.is_initialized():
-            msg = "ray.shutdown() was called before the nodes of the launch were ready"
-            raise LaunchError(msg)
-
-    def _place_of(self, node: int) -> Any:
-        return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            placement_group=self._group, placement_group_bundle_index=node
-        )
+        if self._group is not None and self.ray.is_initialized():  # after a shutdown, any call would start Ray again
+            self.ray.util.remove_placement_group(self._group)
 
     def _check_size(self) -> None:
         """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
         platform = self._platform
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
         fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
         if len(fitting) >= platform.n_nodes:
             return

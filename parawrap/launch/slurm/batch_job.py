@@ -5,18 +5,17 @@ The job has one task per rank (`task`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import cloudpickle
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
@@ -41,32 +40,33 @@ _BLOCKING_PYTHON = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
-_STUBS = {"srun": "", "sbatch": "echo Submitted batch job 0"}
-_IN_CHILD = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
+_changing = threading.Lock()  # of the environment
 
 
-def job_script(platform: Platform, folder: Folder) -> str:
+def job_script(platform: Platform) -> str:
     """Return the batch script that `submit` would submit. Requires submitit, but not Slurm.
 
-    submitit shows a script only after a submission. So a child process submits to programs that do nothing.
+    submitit shows a script only after a submission, so this submits to a program that does nothing.
     """
-    _import_submitit()
+    folder = Folder.planned(platform.name)
     with tempfile.TemporaryDirectory(prefix="parawrap-preview-") as place:
-        for name, line in _STUBS.items():
-            Path(place, name).write_text(f"#!/bin/sh\n{line}\n")
+        for name in ("srun", "sbatch"):
+            Path(place, name).write_text("#!/bin/sh\necho Submitted batch job 0\n")
             Path(place, name).chmod(0o700)
         trial = Folder(Path(place, "launch", folder.path.name))
-        _in_child(_submission(platform, [trial], None), os.environ | {"PATH": f"{place}:{os.environ.get('PATH', '')}"})
+        with _environment(PATH=f"{place}:{os.environ.get('PATH', '')}"):
+            _submit(platform, [trial], b"", None)
         text = next(trial.submitit.glob("0_submission.sh")).read_text()
         return text.replace(str(trial.path.parent), str(folder.path.parent))
 
 
-def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | None = None) -> list[str]:
+def submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_parallel: int | None = None) -> list[str]:
     """Submit one job per folder; several jobs form a job array. Return the job numbers.
 
     Args:
         platform: The platform of each launch.
         folders: The folders of the launches. They share one submitit folder.
+        plan: The pickled platform and settings of the ranks.
         max_parallel: The number of jobs of an array that may run at a time. None sets no limit.
 
     Raises:
@@ -79,14 +79,9 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
             "start the ranks here"
         )
         raise LaunchError(msg)
-    submission = _submission(platform, folders, max_parallel)
     try:
-        if "SLURM_JOB_ID" not in os.environ:
-            return submission()
-        # In a job, sbatch would read the job's variables as options.
-        hidden = ("SLURM_", "SLURMD_", "SRUN_")
-        kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith(hidden)}
-        return _in_child(submission, kept)
+        with _environment():
+            return _submit(platform, folders, plan, max_parallel)
     except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
         msg = (
             f"Slurm refused the job: {_reason_of(error)}. It requested {platform.n_nodes} node(s) with "
@@ -98,30 +93,38 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
         raise LaunchError(msg) from error
 
 
-def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int | None) -> Callable[[], list[str]]:
-    """Return a call that submits. Another process can run it without parawrap."""
+@contextlib.contextmanager
+def _environment(**added: str) -> Iterator[None]:
+    """Add variables for a moment, and hide those of a surrounding job, which ``sbatch`` would read as options."""
+    with _changing:
+        before = dict(os.environ)
+        for name in before:
+            if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF":
+                del os.environ[name]
+        os.environ |= added
+        try:
+            yield
+        finally:
+            os.environ |= before
+
+
+def _submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_parallel: int | None) -> list[str]:
+    submitit = _import_submitit()
+    executor = submitit.SlurmExecutor(folders[0].submitit, max_pickle_size_gb=math.inf, python=_blocking_python())
     parameters = _parameters(platform, folders[0], is_array=len(folders) > 1)
     if len(folders) > 1:
         parameters["array_parallelism"] = max_parallel or len(folders)
-    calls = [partial(_run_task, str(folder.path)) for folder in folders]
-    return partial(_submit, str(folders[0].submitit), _blocking_python(), parameters, calls)
+    executor.update_parameters(**parameters)
+    with executor.batch():
+        jobs = [executor.submit(_run_task, str(folder.path), plan) for folder in folders]
+    return [str(job.job_id) for job in jobs]
 
 
 def _blocking_python() -> str:
     return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_BLOCKING_PYTHON)}"
 
 
-def _submit(folder: str, python: str, parameters: dict[str, Any], calls: Sequence[Callable[[], Any]]) -> list[str]:
-    import submitit
-
-    executor = submitit.SlurmExecutor(folder, python=python)
-    executor.update_parameters(**parameters)
-    with executor.batch():
-        jobs = [executor.submit(call) for call in calls]
-    return [str(job.job_id) for job in jobs]
-
-
-def _run_task(folder: str) -> None:
+def _run_task(folder: str, plan: bytes) -> None:
     """Run a task of the job. If the node's Python lacks parawrap, submitit reports the error."""
     import gc
 
@@ -129,30 +132,10 @@ def _run_task(folder: str) -> None:
     from parawrap.launch.slurm.task import run_rank
 
     gc.enable()
-    run_rank(folder)
+    run_rank(folder, plan)
 
 
-def _print_numbers(submission: Callable[[], list[str]]) -> None:
-    print(*submission())  # noqa: T201
-
-
-for _each in (_submit, _run_task, _print_numbers):  # cloudpickle sends functions of __main__ by value
-    _each.__module__ = "__main__"
-
-
-def _in_child(submission: Callable[[], list[str]], environ: Mapping[str, str]) -> list[str]:
-    """Submit in a child process with another environment, as other threads use this one's. Return the job numbers."""
-    call = partial(_print_numbers, submission)
-    path = os.pathsep.join(each for each in sys.path if each)
-    done = subprocess.run(
-        [sys.executable, "-c", _IN_CHILD],
-        input=cloudpickle.dumps(call),
-        env={**environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "CRITICAL"},
-        capture_output=True,
-        check=True,
-    )
-    numbers: list[str] = done.stdout.decode().split()
-    return numbers
+_run_task.__module__ = "__main__"  # so that cloudpickle sends it by value, and nodes without parawrap say so
 
 
 def _import_submitit() -> Any:

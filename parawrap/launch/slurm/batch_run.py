@@ -15,17 +15,19 @@ import math
 import pickle
 import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
 from parawrap.launch.attempts import may_restart, summary_of_attempt
+from parawrap.launch.launch import Launch, start
 from parawrap.launch.slurm import commands
-from parawrap.launch.slurm.launch_folder import Folder, Plan, Report
+from parawrap.launch.slurm.batch_job import submit
+from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -57,6 +59,39 @@ _log = logging.getLogger("parawrap.launch")
 _followed: set[BatchRun] = set()
 
 
+def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
+    """Submit calls as one batch job: several calls are a job array. Return one launch per call.
+
+    Args:
+        jobs: The calls, at least one, on equal platforms.
+        max_parallel: The number of calls that may run at a time. None sets no limit.
+
+    Raises:
+        LaunchError: If Slurm refuses the job. The failed attempt leaves nothing behind.
+    """
+    platform = jobs[0].platform
+    if platform.hang_timeout_s is not None:
+        _log.warning("hang_timeout_s=%g has no effect on Slurm, which controls the ranks", platform.hang_timeout_s)
+    folders = Folder.new(platform.name, len(jobs))
+    try:
+        runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+        launches: list[Launch[Any]] = [Launch(job, run) for job, run in zip(jobs, runs, strict=True)]
+        plan = pickle.dumps((jobs[0].sent_platform, replace(Settings.here(), environ=None)))
+        numbers = submit(platform, folders, plan, max_parallel)
+    except BaseException:
+        for folder in folders:
+            folder.remove()
+        raise
+    try:
+        for launch, run, number in zip(launches, runs, numbers, strict=True):
+            run.note_number(number)
+            start(launch)
+    except BaseException:
+        commands.cancel_job(numbers[0].partition("_")[0])
+        raise
+    return launches
+
+
 class BatchRun:
     """The ranks of one launch in a batch job. Implements `Run`.
 
@@ -73,15 +108,9 @@ class BatchRun:
         self._platform = job.platform
         self._folder = folder
         self._is_cancelled = False
-        self._asking = threading.Lock()  # all requests for stacks share the files
         self._history: list[str] = []
         self.has_begun = False
-        plan = Plan(job.name, job.sent_platform, replace(Settings.here(), environ=None))
-        try:
-            folder.call.write_bytes(job.pack().to_bytes())
-            folder.write_plan(plan)
-        except OSError as error:
-            raise folder.unusable(error) from error
+        folder.call.write_bytes(job.pack().to_bytes())
 
     def note_number(self, number: str) -> None:
         """Store the number of the submitted job, before `supervise`."""
@@ -106,10 +135,8 @@ class BatchRun:
         return "running"
 
     def stacks(self) -> dict[int, str]:
-        with self._asking:
-            return self._ask_for_stacks() if self.has_begun else {}
-
-    def _ask_for_stacks(self) -> dict[int, str]:
+        if not self.has_begun:
+            return {}
         files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
         before = sizes = _sizes(files)
         commands.signal_job(self._number, "USR1")
@@ -123,8 +150,7 @@ class BatchRun:
 
     # -- the thread of the launch
 
-    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        """Follow the job. `on_begin` is not called, because `Launch` does not wait for the ranks of a job."""
+    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
         _followed.add(self)
         output = [
             (transcript, stream, _Tail(Path(path)))
@@ -147,8 +173,6 @@ class BatchRun:
                 if reason := commands.requeue_job(self._number):
                     return replace(ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"])
                 self._note(start, summary_of_attempt(ending, is_preempted=False))
-        except OSError as error:
-            raise self._folder.unusable(error) from error
         finally:
             _followed.discard(self)
             if not commands.job_state(self._number).is_over:
@@ -184,8 +208,7 @@ class _Start:
         self._platform = run._platform
         self._number = run._number
         self._srun_begun = len(_read(run._srun_log))  # a later start appends
-        self._reports: dict[int, Report] = {}
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._nodes = ""
         self._began_at = self._changed_at = self._polled_at = time.monotonic()
         self._ranks_began_at: float | None = None
@@ -199,7 +222,7 @@ class _Start:
         """Wait for the end of this start. Return None if Slurm has requeued the job before."""
         while True:
             self._take_output()
-            self._take_reports()
+            self._take_outcomes()
             self._check_limits()
             if self._ended_at is None and self._has_ended():
                 self._ended_at = time.monotonic()
@@ -222,33 +245,24 @@ class _Start:
                 transcript.write(stream, data)
                 self._changed_at = time.monotonic()
 
-    def _take_reports(self) -> None:
-        """Read the new files in which tasks have written how their ranks ended."""
-        for rank, files in enumerate(self._run._files):
-            try:
-                status = Path(files.result_pickle).stat()
-            except FileNotFoundError:
-                continue
-            seen = (status.st_ino, status.st_mtime_ns)
-            if seen == self._seen.get(rank):
-                continue
-            self._seen[rank] = seen
-            with contextlib.suppress(FileNotFoundError):  # the next start has removed it
-                word, value = pickle.loads(Path(files.result_pickle).read_bytes())
-                if word != "success":
-                    raise self._cannot_run(rank, value)
-                if value.start == self._start:
-                    self._reports[rank] = value
+    def _take_outcomes(self) -> None:
+        """Read the files in which tasks have written how their ranks ended.
 
-    def _cannot_run(self, rank: int, traceback: str) -> LaunchError:
-        """Return the error of a task that could not run this package."""
-        node = rank // self._platform.ranks_per_node
-        hosts = commands.hosts_of(commands.job_state(self._number).nodes)
-        host = hosts[node] if node < len(hosts) else "unknown host"
-        said = traceback.strip().rpartition("\n")[2]
-        error = LaunchError(f"node {node} ({host}) cannot run parawrap: {said}")
-        error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{traceback}")
-        return error
+        Raises:
+            LaunchError: If a task could not run this package.
+        """
+        for rank, files in enumerate(self._run._files):
+            if rank in self._outcomes or not (data := _read(Path(files.result_pickle))):
+                continue
+            word, value = pickle.loads(data)
+            if word != "success":
+                self._nodes = self._nodes or commands.job_state(self._number).nodes
+                error = LaunchError(f"{self._places()[rank]} cannot run parawrap: {value.strip().rpartition(chr(10))[2]}")
+                error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{value}")
+                raise error
+            start, outcome = value
+            if start == self._start:  # not one of an earlier start
+                self._outcomes[rank] = outcome
 
     def _check_limits(self) -> None:
         run, limit = self._run, self._platform.timeout_min
@@ -268,7 +282,7 @@ class _Start:
 
     def _has_ended(self) -> bool:
         """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start end."""
-        outcomes = [report.outcome for report in self._reports.values()]
+        outcomes = self._outcomes.values()
         fails = any(not isinstance(each, (Returned, Requeued)) and not counts_as_echo(each) for each in outcomes)
         return fails or len(outcomes) == self._platform.world_size or bool(self._deaths())
 
@@ -281,7 +295,7 @@ class _Start:
                 commands.cancel_job(self._number)
             return is_late and state.name == "UNKNOWN"  # without an answer of Slurm, nothing more can be done
         self._over_at = self._over_at or now
-        self._take_reports()
+        self._take_outcomes()
         return self._ended_at is not None or self._has_ended() or now >= self._over_at + _LATE_S
 
     def _poll_pause_s(self) -> float:
@@ -298,12 +312,8 @@ class _Start:
             rank: how.strip()
             for ranks, how in _DEATH.findall(said)
             for rank in _numbers_in(ranks)
-            if not isinstance(self._outcome_of(rank), (Returned, Raised, Died, Requeued))
+            if not isinstance(self._outcomes.get(rank), (Returned, Raised, Died, Requeued))
         }
-
-    def _outcome_of(self, rank: int) -> Outcome | None:
-        report = self._reports.get(rank)
-        return None if report is None else report.outcome
 
     def _go_on(self, starts: int) -> Ending | None:
         """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
@@ -330,8 +340,8 @@ class _Start:
         Raises:
             LaunchError: If something else than the ranks has ended the job.
         """
-        outcomes: dict[int, Outcome] = {rank: each.outcome for rank, each in self._reports.items()}
-        places = self._places(state)
+        outcomes = dict(self._outcomes)
+        places = self._places()
         if self._run._is_cancelled:
             return Ending({}, cancelled=True)
         if self._timed_out:
@@ -351,26 +361,23 @@ class _Start:
             is_known = first_failure(outcomes) is not None
         history = []
         if state.name == "OUT_OF_MEMORY":
-            history = [f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._memory}"]
+            history = [
+                f"Slurm reports that job {self._number} ran out of memory; it had reserved {self._platform.ram} GB per node"
+            ]
+        if not is_known and any(isinstance(each, Requeued) for each in outcomes.values()):
+            msg = f"Slurm did not requeue job {self._number}: the cluster needs JobRequeue=1, and the job no no-requeue"
+            raise LaunchError(msg)
         if not is_known and not is_done:
             raise self._unexplained(state)
         for rank in range(self._platform.world_size):
             outcomes.setdefault(rank, Ended(time.time()))
         return Ending(outcomes, places=places, history=history)
 
-    @property
-    def _memory(self) -> str:
-        return f"ram={self._platform.ram} GB per node"
-
-    def _places(self, state: commands.JobState) -> dict[int, str]:
-        hosts = commands.hosts_of(self._nodes)
-        per_node = self._platform.ranks_per_node
-        found = {}
-        for rank in range(self._platform.world_size):
-            node = rank // per_node
-            report = self._reports.get(rank)
-            found[rank] = f"node {node}, {report.host if report else hosts[node] if node < len(hosts) else 'unknown host'}"
-        return found
+    def _places(self) -> dict[int, str]:
+        """Return the node and host of each rank."""
+        hosts = commands.hosts_of(self._nodes) or ["unknown host"] * self._platform.n_nodes
+        of_ranks = [rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)]
+        return {rank: f"node {node}, {hosts[node]}" for rank, node in enumerate(of_ranks)}
 
     def _raise_for(self, state: commands.JobState) -> None:
         """Raise the error of a final state that explains the end of the ranks."""
@@ -387,10 +394,7 @@ class _Start:
             )
             raise LaunchTimeoutError(msg, stacks=stacks)
         if state.name == "OUT_OF_MEMORY" and not self._deaths():
-            msg = f"{name} used more memory than {job} had reserved, {self._memory}"
-            raise LaunchError(msg)
-        if state.name == "PREEMPTED":
-            msg = f"{name} was preempted, and the cluster does not requeue {job}"
+            msg = f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"
             raise LaunchError(msg)
 
     def _unexplained(self, state: commands.JobState) -> LaunchError:
@@ -399,26 +403,20 @@ class _Start:
             "ranks had returned"
         )
         error = LaunchError(msg)
-        if logs := self._ends_of_logs():
-            error.add_note(f"its tasks wrote:\n{logs}")
-        else:
-            where = f"{self._run._folder.root} is on a file system that all nodes share"
-            error.add_note(f"its tasks wrote nothing: check that {where}, or set PARAWRAP_LAUNCH_DIR to another folder")
-        return error
-
-    def _ends_of_logs(self) -> str:
         files = [self._run._srun_log, *(Path(path) for each in self._run._files for path in (each.stdout, each.stderr))]
         ends = [(path.name, _text_of(path).strip()[-_LOG_END:]) for path in files]
-        return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
+        error.add_note("\n".join(f"{name} ends with:\n{end}" for name, end in ends if end))
+        root = self._run._folder.root
+        error.add_note(f"all nodes must share the file system of {root}. PARAWRAP_LAUNCH_DIR names another folder")
+        return error
 
     def _lost(self) -> Ending:
         """Return the ending of a job that has lost a node, whose first rank is the one that died."""
         hosts = commands.hosts_of(self._nodes)
         node = next((node for node, host in enumerate(hosts) if commands.is_down(host)), 0)
         rank = node * self._platform.ranks_per_node
-        host = hosts[node] if node < len(hosts) else "unknown host"
         died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self._number}")
-        return Ending({rank: died}, places={rank: f"node {node}, {host}"})
+        return Ending({rank: died}, places=self._places())
 
 
 def _death(how: str) -> Died:

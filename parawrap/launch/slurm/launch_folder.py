@@ -3,7 +3,7 @@
     NAME-XXXXXXXX/          private; one per job or job array
       submitit/             the batch script, and for each task its output, and how its rank ended
       0/  1/  ...           one per launch:
-        call, plan          what the ranks run, from the submitting process
+        call                what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one
@@ -20,47 +20,14 @@ import os
 import pickle
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
 from parawrap.processes.groups import StoreAddress
-from parawrap.processes.outcomes import Outcome
-from parawrap.processes.settings import Settings
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A launch's settings for its tasks, except for the call.
-
-    Attributes:
-        name: The function's name.
-        platform: The launch's platform.
-        settings: The settings of the submitting process, without its environment.
-    """
-
-    name: str
-    platform: Platform
-    settings: Settings
-
-
-class Report(NamedTuple):
-    """The value that a task returns through submitit.
-
-    Attributes:
-        start: The number of earlier starts of the job.
-        host: The name of its machine.
-        outcome: How its rank ended, with bytes in place of memory.
-    """
-
-    start: int
-    host: str
-    outcome: Outcome
 
 
 class Folder:
@@ -70,7 +37,6 @@ class Folder:
         self.path = path
         self.call = path / "call"
         self.submitit = path.parent / _SUBMITIT
-        self._plan = path / "plan"
 
     @classmethod
     def planned(cls, name: str) -> Folder:
@@ -85,20 +51,16 @@ class Folder:
         Raises:
             LaunchError: If the folders cannot be made.
         """
-        planned = cls.planned(name)
+        root = cls.planned(name).root
         try:
-            planned.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
-        except OSError as error:
-            msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
-            raise LaunchError(msg) from error
-        folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
-        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            array = Path(tempfile.mkdtemp(prefix=f"{cls.planned(name).path.parent.name}-", dir=root))  # mode 0700
+            folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
             for path in (folders[0].submitit, *(folder.path for folder in folders)):
                 path.mkdir()
         except OSError as error:
-            shutil.rmtree(array, ignore_errors=True)
-            raise folders[0].unusable(error) from error
+            msg = f"{root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
+            raise LaunchError(msg) from error
         return folders
 
     def task_files(self, job: str, rank: int) -> Any:
@@ -118,19 +80,6 @@ class Folder:
         with contextlib.suppress(OSError):
             if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
-
-    def unusable(self, error: OSError) -> LaunchError:
-        """Return the exception for a folder that cannot be read or written."""
-        return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
-
-    def write_plan(self, plan: Plan) -> None:
-        """Write the plan, before the job is submitted."""
-        self._plan.write_bytes(pickle.dumps(plan))
-
-    def read_plan(self) -> Plan:
-        """Return the plan."""
-        plan: Plan = pickle.loads(self._plan.read_bytes())
-        return plan
 
     def write_address(self, start: int, address: StoreAddress) -> None:
         """Publish where the ranks of a start of the job meet."""

@@ -28,11 +28,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._addresses import interface_to
-from parawrap.launch.meeting import LINGER_S, Agreement, is_requeued, note_requeue
-from parawrap.launch.set_up import Place, RankSetUp
+from parawrap.launch._platform import Platform
+from parawrap.launch._world import Place
+from parawrap.launch.agreement import Agreement
+from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
-from parawrap.launch.slurm.launch_folder import Folder, Report
+from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.outcomes import (
     Ended,
@@ -40,26 +41,29 @@ from parawrap.processes.outcomes import (
     Raised,
     Requeued,
     Returned,
-    is_echo,
     outcome_of,
 )
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
 from parawrap.processes.script import ScriptOfRank
+from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _LOOK_S = 0.05
 _REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
+_LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
 _LONG = timedelta(days=365)
+_REQUEUED = "requeued"
 
 
-def run_rank(path: str) -> NoReturn:
-    """Be this task's rank, and exit. `path` is the launch's folder."""
+def run_rank(path: str, plan: bytes) -> NoReturn:
+    """Be this task's rank, and exit. `path` is the launch's folder, and the plan a pickled platform and settings."""
+    platform, settings = pickle.loads(plan)
     with contextlib.ExitStack() as cleanup:
-        code = _Task(Folder(Path(path)), cleanup).run()
+        code = _Task(Folder(Path(path)), platform, settings, cleanup).run()
         if code:
             os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
         leave(code)
@@ -68,15 +72,16 @@ def run_rank(path: str) -> NoReturn:
 class _Task:
     """The rank of this task, in its main thread."""
 
-    def __init__(self, folder: Folder, cleanup: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Folder, platform: Platform, settings: Settings, cleanup: contextlib.ExitStack) -> None:
         import submitit  # the submitting process may lack it
 
         job = submitit.JobEnvironment()
         self._folder = folder
         self._cleanup = cleanup
-        self._plan = folder.read_plan()
+        self._platform = platform
+        self._settings = settings
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._place = Place.of(job.global_rank, self._plan.platform, self._start)
+        self._place = Place.of(job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start)
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
         self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
@@ -97,16 +102,15 @@ class _Task:
     def _call(self) -> Outcome:
         """Set up the rank and run the function."""
         try:
-            if self._folder.failures(self._start) > self._plan.platform.max_restarts:
+            if self._folder.failures(self._start) > self._platform.max_restarts:
                 msg = f"start {self._start} of this job follows a lost node, and max_restarts does not allow that"
                 raise LaunchError(msg)
-            self._plan.settings.apply()
+            self._settings.apply()
             sys.breakpointhook = refuse_breakpoint
             address = self._meet()
             agreement = Agreement(lambda: self._messages(address), self._place.global_rank, self._place.world_size)
             self._take_signals(agreement)
-            interface = None if self._place.is_on_one_machine else interface_to(str(address.host))
-            RankSetUp(self._plan.platform, self._place, address, interface).enter(agreement.preemption)
+            RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
             if self._place.global_rank == 0:
                 self._folder.mark_begun(self._start)
             with agreement:
@@ -116,8 +120,6 @@ class _Task:
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if self._store is not None and is_echo(error) and is_requeued(self._store):
-                return self._requeued()
             return replace(outcome_of(error), at=self._order())
 
     def _value(self) -> bytes:
@@ -129,7 +131,7 @@ class _Task:
 
     def _meet(self) -> StoreAddress:
         """Return the store of this start, which rank 0 keeps."""
-        platform = self._plan.platform
+        platform = self._platform
         if self._place.global_rank == 0:
             host = LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun runs on this node
             address = self._cleanup.enter_context(
@@ -203,7 +205,7 @@ class _Task:
 
     def _requeued(self) -> Requeued:
         if self._store is not None:
-            note_requeue(self._store)
+            self._store.set(_REQUEUED, "")
         return Requeued(time.time())
 
     def _order(self) -> float:
@@ -217,7 +219,7 @@ class _Task:
 
     def _await_cause(self) -> None:
         """Wait until the other ranks have reported. The exit of this one would end them, or hide that one has died."""
-        until = time.monotonic() + self._plan.platform.grace_s + _ECHO_S
+        until = time.monotonic() + self._platform.grace_s + _ECHO_S
         with contextlib.suppress(dist.DistError):
             while self._count("ended") + self._count("failed") < self._place.world_size and time.monotonic() < until:
                 time.sleep(_LOOK_S)
@@ -232,7 +234,7 @@ class _Task:
         with contextlib.suppress(Exception):  # the function may have replaced the streams
             flush_streams()
         with submitit.core.utils.temporary_save_path(self._file) as part:
-            part.write_bytes(pickle.dumps(("success", Report(self._start, socket.gethostname(), outcome))))
+            part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
     def _end_together(self) -> int:
         """Wait until all ranks have ended, and requeue the job if one of them requests it. Return the exit code."""
@@ -242,21 +244,20 @@ class _Task:
             if self._count("ended", 1) == self._place.world_size:
                 store.set("all ended", "")
             try:
-                store.wait(["all ended"], timedelta(seconds=LINGER_S))
+                store.wait(["all ended"], timedelta(seconds=_LINGER_S))
             except dist.DistStoreError:  # others may wait for this rank in a collective
                 break_links()
                 store.wait(["all ended"], _LONG)
-            if is_requeued(store, 0.0):
+            if store.check([_REQUEUED]):
                 return self._requeue()
         return 0
 
     def _requeue(self) -> int:
+        """Requeue the job, and wait for its end. Return the exit code if it does not end."""
         if self._place.global_rank == 0:
             self._folder.mark_preempted(self._start)
-            reason = requeue_job(self._number)
-            if reason is not None:
-                error = LaunchError(f"Slurm refused to requeue the job: {reason}")
-                self._write(replace(outcome_of(error), at=0.0))
+            if reason := requeue_job(self._number):
+                sys.__stderr__.write(f"Slurm refused to requeue the job: {reason}\n")  # type: ignore[union-attr]
                 return 1
         time.sleep(_REQUEUE_S)
         return 1

@@ -41,24 +41,23 @@ def platform(**fields):
     return Platform(**{"device": "slurm", "n_nodes": 2, "n_cpus": 4} | fields)
 
 
-def test_the_script_has_the_resources(folder):
+def test_the_script_has_the_resources():
     """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
-    text = batch_job.job_script(platform(n_gpus=2, ram=1.5), folder)
+    text = batch_job.job_script(platform(n_gpus=2, ram=1.5))
     for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
         assert f"#SBATCH {line}\n" in text
-    assert str(folder.submitit) in text
     assert "--kill-on-bad-exit=1" in text
     more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
-    text = batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    text = batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more))
     for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
         assert f"#SBATCH {line}\n" in text
     assert text.index("echo before") < text.index("srun ")
 
 
 @pytest.mark.parametrize("name", ["nodes", "ntasks-per-node", "slurm_nodes", "use_srun", "error", "open_mode"])
-def test_contradicting_parameters(name, folder):
+def test_contradicting_parameters(name):
     with pytest.raises(PlatformError, match=f"leave {name.removeprefix('slurm_').replace('-', '_')} out"):
-        batch_job.job_script(platform(slurm_additional_parameters={name: 1}), folder)
+        batch_job.job_script(platform(slurm_additional_parameters={name: 1}))
 
 
 def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
@@ -68,7 +67,7 @@ def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
         command(name, "")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "here")
-    assert batch_job.submit(platform(), [folder]) == ["7"]
+    assert batch_job.submit(platform(), [folder], b"") == ["7"]
     assert os.environ["SLURM_JOB_ID"] == "here"
     names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}

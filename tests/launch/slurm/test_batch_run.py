@@ -15,9 +15,9 @@ from tests.helpers.waiting import PATIENCE_S
 
 STATES = [
     ("TIMEOUT", LaunchTimeoutError, "len reached the time limit of Slurm job 1, 01:00:00"),
-    ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, ram=2 GB per node"),
+    ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, 2 GB per node"),
     ("NODE_FAIL", RankDiedError, "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node0)"),
-    ("PREEMPTED", LaunchError, "was preempted, and the cluster does not requeue Slurm job 1"),
+    ("PREEMPTED", LaunchError, "Slurm job 1, which ran len, ended as PREEMPTED"),
     ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
     ("FAILED", LaunchError, "Slurm job 1, which ran len, ended as FAILED (NonZeroExitCode)"),
 ]

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
-import pytest
-
-from parawrap.errors import LaunchError
 from parawrap.launch.slurm.launch_folder import Folder
 
 
@@ -27,25 +23,6 @@ def test_the_folder_is_private(tmp_path, monkeypatch):
     assert second.submitit.is_dir()
     second.remove()
     assert list(first.root.iterdir()) == [other.path.parent]
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """LaunchError names the variable that selects another folder, and no folder of an array stays."""
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path))
-    mkdir = Path.mkdir
-
-    def full(self, *args, **options):
-        if self.name == "3":
-            raise OSError(28, "No space left on device")
-        mkdir(self, *args, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", full)
-        with pytest.raises(
-            LaunchError, match=r"No space left on device; free some space there, or set PARAWRAP_LAUNCH_DIR"
-        ):
-            Folder.new("array", 5)
-    assert not list(tmp_path.iterdir())
 
 
 def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch import Job
-from parawrap.launch.slurm.slurm_launcher import launcher
+from parawrap.launch.slurm.batch_run import launch_batch
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
@@ -162,7 +162,7 @@ def submit(function, *args, **fields):
 
 def submit_array(arguments, max_parallel=None, **fields):
     platform = Platform(device="slurm", verbose=False, ipc_groups=None, **fields)
-    return launcher.launch_all([Job(platform, wait_or_requeue, (each,)) for each in arguments], max_parallel)
+    return launch_batch([Job(platform, wait_or_requeue, (each,)) for each in arguments], max_parallel)
 
 
 class Started:
@@ -300,7 +300,7 @@ def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
-    assert raised.value.message.startswith("node 1 (node1) cannot run parawrap: ModuleNotFoundError: ")
+    assert raised.value.message.startswith("node 1, node1 cannot run parawrap: ModuleNotFoundError: ")
 
 
 def test_odd_ends_of_ranks(started):

@@ -8,6 +8,7 @@ the nodes, protects the port. If the launching process dies, Ray ends the actors
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import secrets
 import socket
@@ -19,62 +20,54 @@ from typing import Any, Self
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.attempts import World
+from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.ray._node_actor import CONNECTIONS
-from parawrap.launch.ray.arrivals import CONNECT_S, TOKEN_BYTES, Arrivals
-from parawrap.launch.ray.reservation import Reservation, join_cluster
+from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.groups import LOOPBACK, open_tcp_store
 from parawrap.processes.server import Connections
 from parawrap.processes.settings import Settings
 
+_TOKEN_BYTES = 32
+_HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
+_CONNECT_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
 _LEAVING_S = 10.0  # for the servers to end, which have no ranks left
 _MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
 _LOST = "its node, which no longer answers"
 _log = logging.getLogger("parawrap.launch")
 
 
-class RayMachines:
-    """Nodes of a Ray cluster. Implements `Machines`.
+class RayMachines(Machines):
+    """Nodes of a Ray cluster.
 
     Raises:
         LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
     """
 
     def __init__(self, platform: Platform) -> None:
-        self._platform = platform
-        self._ray = join_cluster(platform)
-        self.reservation = Reservation(self._ray, platform)
-        self._has_requested = False
-
-    def settings(self) -> Settings:
-        return replace(Settings.here(), environ=None)
-
-    def close(self) -> None:
-        self.reservation.end()
+        super().__init__(platform)
+        self.reservation = Reservation(platform)
+        self._ray = self.reservation.ray
 
     @contextlib.contextmanager
-    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[World | None]:
-        if not self._has_requested:
-            self._has_requested = True
-            self.reservation.request()
+    def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
         while not self.reservation.is_ready():
             if is_cancelled():
                 yield None
                 return
         nodes: list[_Node] = []
         try:
-            for number in range(self._platform.n_nodes):
+            for number in range(self.platform.n_nodes):
                 nodes.append(_Node(self._ray, number, self.reservation))  # noqa: PERF401 (those before an error are closed)
             for node in nodes:
                 if not node.await_start(is_cancelled):
                     yield None
                     return
             here = str(self._ray.util.get_node_ip_address())
-            is_local = self._platform.master_addr is None and all(node.address == here for node in nodes)
-            host = self._platform.master_addr or (LOOPBACK if is_local else here)
-            store = open_tcp_store(host, self._platform.master_port, everywhere=not is_local)
-            with store as address, _Starter(self._platform, nodes, LOOPBACK if is_local else here) as starter:
-                yield World(starter, address, _loopback() if is_local else None)
+            is_local = self.platform.master_addr is None and all(node.address == here for node in nodes)
+            host = self.platform.master_addr or (LOOPBACK if is_local else here)
+            store = open_tcp_store(host, self.platform.master_port, everywhere=not is_local)
+            with store as address, _Starter(self.platform, nodes, LOOPBACK if is_local else here) as starter:
+                yield Hosts(starter, address)
         finally:
             closing = [node.close() for node in nodes]
             if closing and self._ray.is_initialized():
@@ -82,9 +75,11 @@ class RayMachines:
                 for node in nodes:
                     node.end()
 
+    def close(self) -> None:
+        self.reservation.end()
 
-def _loopback() -> str:
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+    def settings(self) -> Settings:
+        return replace(Settings.here(), environ=None)
 
 
 class _Node:
@@ -147,13 +142,14 @@ class _Node:
 
 
 class _Starter:
-    """Starts the ranks of one attempt on its nodes. Implements `Starter` of the pool."""
+    """Starts the ranks of one attempt, which connect to a port. Implements `Starter` of the pool."""
 
     def __init__(self, platform: Platform, nodes: list[_Node], host: str) -> None:
         self._per_node = platform.ranks_per_node
         self._nodes = nodes
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._arrivals = Arrivals(host, self._token, CONNECTIONS, platform.world_size)
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
+        self._arrived: dict[int, dict[int, socket.socket]] = {}
         self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
         self._has_asked = False
 
@@ -161,8 +157,8 @@ class _Starter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._arrivals.__exit__()
-        for each in self._status.values():
+        self._listener.close()
+        for each in [*self._status.values(), *(each for found in self._arrived.values() for each in found.values())]:
             each.close()
 
     def start(self, rank: int) -> Connections:
@@ -170,16 +166,35 @@ class _Starter:
             self._has_asked = True
             for node in self._nodes:
                 first = node.number * self._per_node
-                node.actor.start.remote(self._arrivals.address, self._token, range(first, first + self._per_node))
+                address = self._listener.getsockname()[:2]
+                node.actor.start.remote(address, self._token, range(first, first + self._per_node))
                 node.await_end(partial(self._lose, node.number))
+        self._listener.settimeout(_CONNECT_S)
         try:
-            arrived = self._arrivals.of_rank(rank)
+            while len(self._arrived.get(rank, ())) < CONNECTIONS:
+                self._accept()
         except TimeoutError as error:
-            msg = f"rank {rank} on {self.place_of(rank)} did not connect in {CONNECT_S:g} s"
+            msg = f"rank {rank} on {self.place_of(rank)} did not connect in {_CONNECT_S:g} s"
             raise LaunchError(msg) from error
-        status, data, control, *streams = arrived
+        status, data, control, *streams = (each for _, each in sorted(self._arrived.pop(rank).items()))
         self._status[rank] = status.dup()
         return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))
+
+    def _accept(self) -> None:
+        """Accept a connection. Close it if it does not begin with the token."""
+        connection, _ = self._listener.accept()
+        connection.settimeout(_CONNECT_S)
+        hello = b""
+        with contextlib.suppress(OSError):
+            while len(hello) < _HELLO_BYTES and (data := connection.recv(_HELLO_BYTES - len(hello))):
+                hello += data
+        if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:_TOKEN_BYTES], self._token):
+            connection.close()
+            return
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        rank = int.from_bytes(hello[_TOKEN_BYTES:-1], "little")
+        self._arrived.setdefault(rank, {})[hello[-1]] = connection
 
     def _lose(self, number: int) -> None:
         """End the ranks of a node that Ray has lost. TCP would keep their connections open for minutes."""
