@@ -14,7 +14,7 @@ Guarantees of the lanes:
   a device itself, in order.
 - The outcome of a part reaches the caller whatever the part raises; the lane lives on.
 - A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A part that waits for another
-  thread, which itself makes a call, waits forever; after 60 seconds the log shows where.
+  thread, which itself makes a call, waits forever.
 - An interrupted caller leaves at once. Its parts that have not started are dropped.
 - Threads start when first needed. They end with `close`, with the last reference to the lanes, or with the interpreter.
 - A forked child has no lanes: all calls run plainly there.
@@ -25,8 +25,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
-import logging
-import sys
 import threading
 import traceback
 import weakref
@@ -70,11 +68,9 @@ from parawrap.engine.trace import Recorder, timed
 from parawrap.errors import SessionError, ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten
 
-_LOG = logging.getLogger("parawrap.lanes")
 _CPU = torch.device("cpu")
 _TENSOR = frozenset({torch.Tensor})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_LONG_WAIT_S = 60.0  # before the log names a wait: longer than most calls, shorter than a user's patience
 _EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _requires_grad = attrgetter("requires_grad")
 _target_of = attrgetter("target")
@@ -221,22 +217,19 @@ class Calls:
             return entry.plain(*args, **kwargs)
         if (others := self._before_plain) is not None and threading.current_thread() not in others:
             return entry.plain(*args, **kwargs)  # in a thread that the plain call of now has started, and may wait for
-        if not self._lock.acquire(timeout=_LONG_WAIT_S):
-            log_wait("a call has been waiting for the call of another thread", lanes.all)
-            self._lock.acquire()
-        try:
+        with self._lock:
             if not lanes.is_open:  # it was closed meanwhile
                 return entry.plain(*args, **kwargs)
             if replicas.is_quiet:
                 return self._call_in_turn(entry, args, kwargs)
             self.holds_whole_calls = True  # they would find, or write, what this call leaves in a replica
-            for lane in lanes.all:
-                if lane.gate.locked():
-                    wait_and_log(lane.gate, "a call has been waiting for whole calls", lanes.all)
-            return self._call_in_turn(entry, args, kwargs)
-        finally:
-            self.holds_whole_calls = False
-            self._lock.release()
+            try:
+                for lane in lanes.all:
+                    with lane.gate:  # a whole call that has begun ends first
+                        pass
+                return self._call_in_turn(entry, args, kwargs)
+            finally:
+                self.holds_whole_calls = False
 
     def wait_for_cut_call(self) -> None:
         """Wait until no call of another thread holds whole calls back."""
@@ -736,8 +729,6 @@ class Job:
             lane, task = self.lanes[at_lane], self.tasks[index]
             if context is not None and at > 0:  # a part finds no variable that the one before it has set
                 task = partial(context.copy().run, task)
-            if lane.lock.locked():
-                wait_and_log(lane.lock, f"{lane} has been busy", self.lanes)
             with lane.lock:  # no interrupt comes between this line and the next
                 start = perf_counter_ns()
                 before = here.lane
@@ -843,9 +834,7 @@ class Lanes:
                 group = job.groups.pop(index, None)
                 if group is not None:
                     job.modes.run(partial(job.run, group), self.all[index].device, home)
-            if not job.done.acquire(timeout=_LONG_WAIT_S):
-                log_wait("a call has been waiting for its lanes", self.all)
-                job.done.acquire()
+            job.done.acquire()
         except BaseException:
             job.drop()
             raise
@@ -916,8 +905,6 @@ class Lanes:
         """Keep every lane idle inside the block, and the devices done with what lanes queued."""
         with ExitStack() as held:
             for lock in {id(lane.lock): lane.lock for lane in self.all}.values():
-                if lock.locked():
-                    wait_and_log(lock, "a change of the model has been waiting for busy lanes", self.all)
                 held.enter_context(lock)
             if self._only_cpu and home in (None, _CPU):
                 yield
@@ -1025,27 +1012,6 @@ def raise_first_failure(
         raise first
     finally:
         del first, others  # the traceback holds this frame
-
-
-def wait_and_log(lock: threading.Lock, what: str, lanes: Sequence[Lane]) -> None:
-    """Wait until a lock was free, and log a long wait. It is not held afterwards."""
-    if not lock.acquire(timeout=_LONG_WAIT_S):
-        log_wait(what, lanes)
-        lock.acquire()
-    lock.release()
-
-
-def log_wait(what: str, lanes: Sequence[Lane]) -> None:
-    """Log where the threads of lanes are, once a wait is long."""
-    frames = sys._current_frames()
-    idents = [(lane, lane.thread.ident) for lane in lanes if lane.thread is not None and lane.thread.ident is not None]
-    stacks = [f"{lane}:\n{''.join(traceback.format_stack(frames[ident]))}" for lane, ident in idents if ident in frames]
-    _LOG.warning(
-        "%s for %d s. A model must not wait for another thread that calls it, or for another lane.\n%s",
-        what,
-        _LONG_WAIT_S,
-        "\n".join(stacks),
-    )
 
 
 # Inherited by lanes from the caller

@@ -17,7 +17,7 @@ import torch
 
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use, warn_caller
 from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
-from parawrap.engine.call import Calls, Entry, Lane, Modes, here, log_wait, must_run_plainly
+from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
 from parawrap.engine.device_streams import LaneFuture, Moment, Reached
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.stats import LaneStats, Stats
@@ -32,7 +32,6 @@ _CHANGED = (
     "the model changed while a stream of batches or a submitted call was open, which read it when it began. Read the "
     "outputs first, and change the model then"
 )
-_LONG_WAIT_S = 60.0  # before the log names a wait
 
 
 class Ready(NamedTuple):
@@ -131,9 +130,7 @@ class WholeCall:
 
     def result(self) -> Any:
         """Wait for the call, and return its output or raise its error, once."""
-        if not self._done.acquire(timeout=_LONG_WAIT_S):
-            log_wait("a stream has been waiting for its lanes", self.session.lanes.all)
-            self._done.acquire()
+        self._done.acquire()
         error, output = self._error, self._output
         self._error = self._output = None
         try:
