@@ -660,7 +660,8 @@ class Lane:
     def _serve(self, threads: int | None, ready: threading.Event) -> None:
         """Run the lane's thread. It refers to nothing but the lane, so abandoned lanes can be collected."""
         if threads is not None:
-            settle(threads)
+            torch.get_num_threads()  # without this, the thread's first parallel operator undoes the setting
+            torch.set_num_threads(threads)
         here.lane = self  # for good: callbacks of futures run in this thread too, and must not wait for lanes
         ready.set()
         while (work := self.inbox.get()) is not None:
@@ -797,13 +798,15 @@ class Lanes:
         groups = dict(self._groups.get(key) or self._group(key))
         job = Job(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
-        is_alone = not groups or (torch.get_num_threads() == self._threads and getattr(_seen, "yes", False))
-        threads = 0 if is_alone or self._threads is None else lower_threads(self._threads)
+        threads = torch.get_num_threads()
+        lowers = bool(groups) and self._threads not in (None, threads)
+        if lowers:
+            torch.set_num_threads(self._threads)
         try:
             self._run_job(job, first, [*groups])
         finally:
-            if threads:
-                restore_threads(threads)
+            if lowers:
+                torch.set_num_threads(threads)
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:
                 lane.streams.be_waited_for()
@@ -957,7 +960,7 @@ class Lanes:
                 lane.streams.end()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        with intra_op_threads(1):  # a lane sets the count for new threads too: leaving the block restores it
+        with intra_op_threads(None):  # a lane sets the count for new threads too: leaving the block restores it
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self._threads)
@@ -1017,10 +1020,8 @@ def raise_first_failure(
 # Inherited by lanes from the caller
 
 
-class _Autocast(NamedTuple):
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
+_Autocast = tuple[str, bool, torch.dtype]
+"""A kind of device, True if autocast is enabled there, and its dtype."""
 
 
 class Modes(NamedTuple):
@@ -1032,7 +1033,7 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[_Autocast, ...]  # empty when it is off for every kind, with torch's dtypes
+    autocast: tuple[_Autocast, ...]  # empty if it is off for every kind
     autocast_cache: bool
     default_device: torch.device | None
     context: contextvars.Context
@@ -1040,12 +1041,11 @@ class Modes(NamedTuple):
     @classmethod
     def capture(cls, kind: str) -> Modes:
         """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
-        kinds, defaults = _kinds_with_autocast(kind)
-        has_autocast = any(map(torch.is_autocast_enabled, kinds)) or (*map(torch.get_autocast_dtype, kinds),) != defaults
+        kinds = _kinds_with_autocast(kind)
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _autocast(kinds) if has_autocast else (),
+            _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else (),
             torch.is_autocast_cache_enabled(),
             _default_device() if count_function_modes() else None,
             contextvars.copy_context(),
@@ -1075,8 +1075,7 @@ class Modes(NamedTuple):
 
     def _run_with_more(self, work: Callable[[], Any], default_device: torch.device | None) -> Any:
         """Run work under autocast and a default device."""
-        kinds = [each.kind for each in self.autocast]
-        before, cache_before = _autocast(kinds), torch.is_autocast_cache_enabled()
+        before, cache_before = _autocast(kind for kind, *_ in self.autocast), torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
         try:
             _set_autocast(self.autocast, cache=self.autocast_cache)
@@ -1114,7 +1113,7 @@ def must_run_plainly(backend: Backend) -> bool:
 def without_autocast(kind: str) -> Iterator[None]:
     """Run the block without autocast on the CPU and on that kind of device."""
     with ExitStack() as stack:
-        for each in _kinds_with_autocast(kind)[0]:
+        for each in _kinds_with_autocast(kind):
             if torch.is_autocast_enabled(each):
                 stack.enter_context(torch.autocast(each, enabled=False))
         yield
@@ -1127,81 +1126,32 @@ def _default_device() -> torch.device | None:
 
 
 @functools.cache
-def _kinds_with_autocast(kind: str) -> tuple[tuple[str, ...], tuple[torch.dtype, ...]]:
-    """Return the CPU and that kind if they have autocast, and the dtypes that a new thread finds for them."""
-    kinds = tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
-    found: list[torch.dtype] = []
-    thread = threading.Thread(target=lambda: found.extend(map(torch.get_autocast_dtype, kinds)))
-    thread.start()
-    thread.join()
-    return kinds, tuple(found)
+def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
+    """Return the CPU and that kind if they have autocast."""
+    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
 
 
 def _autocast(kinds: Iterable[str]) -> tuple[_Autocast, ...]:
-    return tuple(_Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _set_autocast(states: Iterable[_Autocast], *, cache: bool) -> None:
-    for state in states:
-        torch.set_autocast_enabled(state.kind, state.enabled)
-        torch.set_autocast_dtype(state.kind, state.dtype)
+    for kind, is_enabled, dtype in states:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(cache)
-
-
-# Threads of operators
-
-_counting = threading.Lock()
-_inside = 0
-_outside = 0
-_seen = threading.local()
-
-
-def settle(threads: int) -> None:
-    """Set the calling thread's count of intra-op threads for good; the first thing that a lane's thread does.
-
-    A new thread must read its count before it sets one, or its first parallel operator undoes the setting.
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-    _seen.yes = True
-
-
-def lower_threads(threads: int) -> int:
-    """Let operators of the calling thread use that many threads. Return what `restore_threads` takes; 0 if nothing changed.
-
-    torch.set_num_threads sets the calling thread's count, and also the count that a thread takes when it runs its first
-    operator. A caller that lowers its count must therefore restore it. A caller that runs its first operator while another
-    one has lowered the count would take the lowered one for its own; it gets back the count from before.
-    """
-    global _inside, _outside
-    count = torch.get_num_threads()
-    if count == threads and getattr(_seen, "yes", False):
-        return 0
-    with _counting:
-        if _inside == 0:
-            _outside = count
-        elif not getattr(_seen, "yes", False):
-            count = _outside
-        _inside += 1
-    _seen.yes = True
-    torch.set_num_threads(threads)
-    return count
-
-
-def restore_threads(count: int) -> None:
-    """Give the calling thread the count back that `lower_threads` returned."""
-    global _inside
-    with _counting:
-        _inside -= 1
-    torch.set_num_threads(count)
 
 
 @contextmanager
 def intra_op_threads(threads: int | None) -> Iterator[None]:
-    """Let operators of the calling thread use that many threads inside the block (None: as many as before)."""
-    count = 0 if threads is None else lower_threads(threads)
+    """Let operators of the calling thread use that many threads inside the block (None: as many as before).
+
+    The count is that of the calling thread, and of threads that run their first operator later. Both are restored.
+    """
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
         yield
     finally:
-        if count:
-            restore_threads(count)
+        torch.set_num_threads(before)
