@@ -36,8 +36,7 @@ from parawrap.engine._private_names import version_of as version_of
 from parawrap.engine.away import Away
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 from parawrap.engine.holdings import ABSENT, Change, Holdings, Place
-from parawrap.engine.survey import Survey, captured, storage_of, vars_of
-from parawrap.engine.torchscript import ScriptPairs, copy_script, fill_scripts
+from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
@@ -73,7 +72,6 @@ class Replica:
         self.has_graph = False  # True if a graph may lead here: checkpointing calls the modules again in a backward pass
         self.tensors = tensors
         self.params = list(params)
-        self._scripts: ScriptPairs = []
         self._memo: dict[int, Any] = {**{id(each): each for each in survey.shared}, **(known or {})}
         self._memo |= {id(original): each for original, each in zip(survey.params, params, strict=True)}
         self._memo |= {id(original): each for original, each in zip(survey.tensors, tensors, strict=True)}
@@ -135,7 +133,6 @@ class Replica:
             self.holdings.put(place, key, tensor)
         for original, tensor in zip(originals, new, strict=True):
             self._memo[id(original)] = tensor
-        fill_scripts(self._scripts, self.of)
         mine[:] = new
         self._origins = None
         self.holdings.note()
@@ -158,12 +155,12 @@ class Replica:
 
     def _copy_target(self) -> None:
         survey, memo = self.survey, self._memo
-        if any(id(each) in memo and memo[id(each)] is not each for each in survey.params):
-            for script in survey.scripts:
-                pairs = copy_script(script)
-                memo[id(script)] = pairs[0][1]
-                self._scripts += pairs
-            fill_scripts(self._scripts, self.of)
+        if survey.scripts and any(self.of(each) is not each for each in survey.params):
+            msg = (
+                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on {self.device}: a TorchScript module "
+                "cannot be copied there. Use the module that it was made from, or lanes on the device of the model alone"
+            )
+            raise ReplicaError(msg)
         twins = [function for function in survey.twins if id(function) not in memo]
         for function in twins:
             self._start_twin(function)
@@ -410,8 +407,6 @@ class Replicas:
             return
         _refuse_devices(survey, home)
         _refuse_cuda_graphs(survey, self.devices)
-        if any(device != home for device in self.devices):
-            _refuse_left_behind(survey, home)
         self._refresh_away()
         copies = [self._try_to_copy_tensors(device) for device in self.devices]
         known = [{}] * len(self.devices) if self._copies_of_parts is None else self._copies_of_parts(survey)
@@ -912,18 +907,6 @@ def _refuse_cuda_graphs(survey: Survey, devices: Iterable[torch.device]) -> None
                 'lane has its own. Compile it with torch.compile(model), or with mode="max-autotune-no-cudagraphs"'
             )
             raise ReplicaError(msg)
-
-
-def _refuse_left_behind(survey: Survey, home: torch.device | None) -> None:
-    """Refuse tensors that only functions hold: lanes on other devices would find them on the model's."""
-    for function in survey.functions:
-        for name, part in captured(function):
-            if isinstance(part, torch.Tensor) and part.device == home and id(part) not in survey.owned:
-                msg = (
-                    f"no replica can be made on another device: {survey.path_of(function)!r} captures {name!r}, which is a "
-                    "tensor that only a function holds. Register it as a buffer of the model"
-                )
-                raise ReplicaError(msg)
 
 
 def _clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -45,7 +45,6 @@ from parawrap.engine._private_names import (
     is_compiled_module,
 )
 from parawrap.engine.holdings import LISTS, Place, names_of_slots
-from parawrap.engine.torchscript import tensors_of_script
 from parawrap.errors import ReplicaError
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
@@ -264,7 +263,7 @@ class Survey:
         """Enter a scripted module, which lanes share: it has no state in Python."""
         self.shared.append(module)
         self.scripts.append(module)
-        for name, tensor in tensors_of_script(module):
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
                 self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
                 self.params.append(tensor)
