@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ import torch
 from parawrap.backends import transfer
 from parawrap.engine._private_names import version_of
 from parawrap.engine.cut_errors import (
-    hint_of_items,
-    hint_of_shared_lists,
     hint_of_sizes,
     refuse_attributes,
     refuse_broken_units,
@@ -301,10 +299,10 @@ class ShardPlan:
             except (RuntimeError, NotImplementedError) as error:
                 if leaf.layout is torch.strided and not leaf.is_nested:
                     raise
+                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
                 msg = (
-                    f"{addresses(self.spec, CALL_ROOTS)[index]} of shape {tuple(leaf.shape)} and layout {leaf.layout} "
-                    "cannot be split by torch. A parallel block whose in_dims has None for its parameter gives it whole to "
-                    "every lane"
+                    f"{addresses(self.spec, CALL_ROOTS)[index]} is a {kind}, which torch cannot split. Pass a dense tensor "
+                    "to cut it. A parallel block whose in_dims has None for its parameter gives it whole to every lane"
                 )
                 raise ShardError(msg) from error
         parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
@@ -378,13 +376,6 @@ class Cutter:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
-        if args and not kwargs and not self.in_dims and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
-            try:  # the short way for the most common call: positional tensors on the CPU
-                extents = tuple(map(itemgetter(self.dim), map(_shape_of, args)))
-            except (IndexError, RuntimeError):  # a tensor without that dim, or a nested one
-                pass
-            else:
-                return FlatCall(args, flatten_call(args, {})[1], extents, on_cpu=True)
         if self.in_dims:
             self.unused.difference_update(kwargs)
             args, kwargs = self._declarations.mark_items(args, kwargs)
@@ -435,8 +426,7 @@ class Cutter:
         is_cut = rows is not None and rows > 1 and lanes > 1
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_cut and not self.lists_are_shared)
         if rows is None:
-            hint = None if self.lists_are_shared or lanes == 1 else hint_of_items(self._declarations, flat)
-            return ShardPlan.of(spec, leaves, (None,) * len(leaves), (0,), hint)
+            return ShardPlan.of(spec, leaves, (None,) * len(leaves), (0,))
         if rows % self.unit:
             refuse_broken_units(flat, rows, self.unit)
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
@@ -444,8 +434,6 @@ class Cutter:
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
         largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
         hint = hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None
-        if is_cut and self.lists_are_shared:
-            hint = hint_of_shared_lists(self._declarations, flat, rows)
         return ShardPlan.of(spec, leaves, cut, sizes, hint)
 
     def _layout(self, spec: TreeSpec) -> _Layout:

@@ -127,13 +127,10 @@ def test_hooks_keep_their_cells():
 
 
 def test_a_list_as_long_as_the_batch():
-    """It goes whole to every lane, as in torch, with one warning whose cure cuts it."""
+    """It goes whole to every lane, as in torch. A block cuts it with `in_dims`."""
     model = Calls(lambda x, names: x * len(names))
     net, x = DataParallel(model, TWO), torch.ones(4, 2)
-    with pytest.warns(UserWarning, match=r'"names"\] is a list of 4 items.*whole to every lane; .*in_dims='):
-        assert_close(net(x, names=["a"] * 4), x * 4)
-    assert_close(net(x, names=["a"] * 4), x * 4)  # without another warning, which would be an error
-    assert_close(net(x, names=["a"] * 3), x * 3)
+    assert_close(net(x, names=["a"] * 4), x * 4)
     with torch.no_grad(), parallel(lambda x, names: x * len(names), TWO, in_dims={"names": "items"}, out_dims=0) as p:
         assert_close(p(x, ["a"] * 4), x * 2)
     net.close()

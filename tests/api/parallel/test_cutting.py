@@ -154,22 +154,16 @@ def test_in_dims_of_any_argument(form):
         assert_close(p(columns=columns, table=table, ids=ids), plain)
 
 
-def test_texts_without_tensors_warn():
-    """Such a call runs plainly. The warning names both values of `in_dims`, and each of them ends it."""
+def test_texts_without_tensors():
+    """Such a call runs plainly, unless `in_dims` cuts the texts by item."""
 
     def target(texts):
         return [text.upper() for text in texts]
 
-    with parallel(target, TWO) as p:
-        with pytest.warns(UserWarning, match=r"a call without tensors runs plainly: args\[0\] is a list") as caught:
-            p(list("abcde"))
-        p(list("abcde"))  # one warning per block
-    cures = cures_of(str(caught[0].message))
-    assert {"texts": "items"} in cures
-    for in_dims in cures:
+    for in_dims, shards in ((None, ()), ({"texts": None}, ()), ({"texts": "items"}, (3, 2))):
         with parallel(target, TWO, in_dims=in_dims) as p:
             assert p(list("abcde")) == list("ABCDE")
-            assert p.stats().shards == ((3, 2) if in_dims["texts"] else ())
+            assert p.stats().shards == shards
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
