@@ -329,8 +329,7 @@ class _Layout(NamedTuple):
 class Cutter:
     """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
 
-    `sizes` gives the sizes of the shards, in units of `unit` rows. `unused` are names in `in_dims` that no call passed yet,
-    and that only ``**kwargs`` takes. With `lists_are_shared`, the rules are those of
+    `sizes` gives the sizes of the shards, in units of `unit` rows. With `lists_are_shared`, the rules are those of
     torch.nn.DataParallel: every lane gets the same list or object.
     """
 
@@ -352,7 +351,6 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit
-        self.unused = {name for name in self.in_dims if parameters is not None and not parameters.names(name)}
         self._layouts: dict[TreeSpec, _Layout] = {}
         self._of_shapes: dict[tuple[int, tuple[torch.Size, ...]], ShardPlan] = {}  # of calls of plain tensors on the CPU
 
@@ -377,7 +375,6 @@ class Cutter:
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
         if self.in_dims:
-            self.unused.difference_update(kwargs)
             args, kwargs = self._declarations.mark_items(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         return FlatCall(leaves, spec, tuple(map(extent_of, leaves, self._layout(spec).dims)))

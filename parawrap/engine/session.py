@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.backends import backend_of, device_of, drop_own_frames, record_use, warn_caller
+from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
 from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
 from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
 from parawrap.engine.device_streams import LaneFuture, Moment, Reached
@@ -292,12 +292,6 @@ class Session(Calls):
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too."""
         self.lanes.close()
-        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
-        if unused and self.stats().calls:
-            warn_caller(
-                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
-                "leave it out"
-            )
         if here.lane is None and self.lanes.pid == getpid():
             self.replicas.warn()
             with self._lock, self.lanes.idle():

@@ -405,12 +405,6 @@ class WorkerSession:
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too."""
         self.pool.close()
-        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
-        if unused and self._calls:
-            warn_caller(
-                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
-                "leave it out"
-            )
 
     def stats(self) -> Stats:
         """Return the counters."""
