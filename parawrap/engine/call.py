@@ -629,7 +629,7 @@ class Lane:
         self.taking = threading.Lock()
         self.tasks = self.rows = self.cut_rows = self.whole_calls = self.busy_ns = 0
         self.thread: threading.Thread | None = None
-        self.streams = LaneStreams(backend_of(device.type), device)
+        self.streams = LaneStreams(device, index)
         self._shared = deque() if shared is None else shared  # whole calls, oldest first
 
     def __repr__(self) -> str:
@@ -957,7 +957,6 @@ class Lanes:
             _end_threads(self.all)
             for lane in self.all:
                 lane.streams.be_waited_for()
-                lane.streams.end()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
         with intra_op_threads(None):  # a lane sets the count for new threads too: leaving the block restores it
