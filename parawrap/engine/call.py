@@ -37,7 +37,7 @@ from operator import attrgetter, itemgetter
 from os import getpid
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
@@ -121,7 +121,7 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
     def __init__(self, plain: Callable[..., Any], under: Any) -> None:
         super().__init__(plain)
         self._self_under = under
-        self._self_route: tuple[Callable[[], Caller | None], Entry] = NOWHERE
+        self._self_route: tuple[Callable[[], Any], Entry] = NOWHERE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         find, entry = self._self_route
@@ -156,12 +156,6 @@ class Entry(NamedTuple):
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
 
 
-class Caller(Protocol):
-    """Runs the calls of the methods of a module inside a block."""
-
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
 class Calls:
     """The cut calls and the plain calls of one target, on lanes in threads of this process. Thread-safe.
 
@@ -192,7 +186,6 @@ class Calls:
         self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks, copies_of_parts=copies_of_parts)
         self.recorder = Recorder(target)
         self.plain_calls = self.watched_calls = self.cut_calls = 0
-        self._counting = threading.Lock()  # of watched calls, which run plainly and hold no other lock
         self.shards: tuple[int, ...] = ()
         self._lock = threading.RLock()  # calls of several threads wait for each other
         self._before_plain: list[threading.Thread] | None = None  # the threads that ran before the plain call of now
@@ -212,8 +205,7 @@ class Calls:
         if here.lane is not None or not lanes.is_open or lanes.pid != getpid():
             return entry.plain(*args, **kwargs)
         if must_run_plainly(lanes.backend):
-            with self._counting:
-                self.watched_calls += 1
+            self.watched_calls += 1
             return entry.plain(*args, **kwargs)
         if (others := self._before_plain) is not None and threading.current_thread() not in others:
             return entry.plain(*args, **kwargs)  # in a thread that the plain call of now has started, and may wait for
@@ -384,7 +376,8 @@ class Calls:
 
         Raises:
             ReplicaError: If the model cannot be copied, or as for a cut call.
-            BaseException: As for `apply`.
+            BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
+                lanes have finished.
         """
         replicas = self.replicas
         with self._lock:
@@ -408,25 +401,15 @@ class Calls:
             replicas.settle_call(used, versions)
         return outputs
 
-    def apply(
-        self,
-        calls: Sequence[Callable[[], Any]],
-        leaves: Sequence[Any] = (),
-        describe: Callable[[int], str] | None = None,
-    ) -> list[Any]:
-        """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls.
-
-        Raises:
-            BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
-                lanes have finished.
-        """
+    def apply(self, calls: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
+        """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls."""
         with self._lock:
             turns = self._decide_turns(leaves, only_tensors=False)
             draws = self._read_generators() if turns is None and self._warns_of_draws else None
             moments = self._read_moments_of(leaves, len(calls))
             outputs, errors = self.lanes.run(calls, turns, self.replicas.home, moments)
             if errors:
-                raise_first_failure(errors, len(calls), self.lanes.all, describe)
+                raise_first_failure(errors, len(calls), self.lanes.all)
             if draws is not None:
                 self._warn_of_draws(draws)
             if moments:
@@ -798,15 +781,15 @@ class Lanes:
         groups = dict(self._groups.get(key) or self._group(key))
         job = Job(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
-        threads = torch.get_num_threads()
-        lowers = bool(groups) and self._threads not in (None, threads)
+        before = torch.get_num_threads()
+        lowers = bool(groups) and self._threads is not None and self._threads != before
         if lowers:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._threads)  # type: ignore[arg-type]
         try:
             self._run_job(job, first, [*groups])
         finally:
             if lowers:
-                torch.set_num_threads(threads)
+                torch.set_num_threads(before)
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:
                 lane.streams.be_waited_for()

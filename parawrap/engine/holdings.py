@@ -19,6 +19,8 @@ from operator import is_not
 from types import CellType
 from typing import Any, NamedTuple
 
+from parawrap.tree import names_of_slots
+
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 LISTS = (list, deque, set)
 _BORDER = ((),)  # between two containers, so that an object that moves from one to the next is noticed
@@ -145,19 +147,6 @@ class Cell:
         for part in parts:
             if part is not ABSENT:
                 self.cell.cell_contents = part
-
-
-def names_of_slots(cls: type) -> list[str]:
-    """Return the names of the slots of a class, those of private names as Python stores them."""
-    found: list[str] = []
-    for each in cls.__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
-    return found
 
 
 class Change(NamedTuple):

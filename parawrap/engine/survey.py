@@ -44,8 +44,9 @@ from parawrap.engine._private_names import (
     is_compiled_function,
     is_compiled_module,
 )
-from parawrap.engine.holdings import LISTS, Place, names_of_slots
+from parawrap.engine.holdings import LISTS, Place
 from parawrap.errors import ReplicaError
+from parawrap.tree import names_of_slots
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 
