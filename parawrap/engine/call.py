@@ -29,7 +29,7 @@ import threading
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import cycle
@@ -58,7 +58,7 @@ from parawrap.engine._private_names import (
     tracing_state,
     version_of,
 )
-from parawrap.engine.cut import Cutter, Piece, Shard, ShardPlan
+from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_for_moment
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
@@ -195,7 +195,6 @@ class Calls:
         self._note_home()
         self.holds_whole_calls = False
         self._probed: set[ShardPlan] = set()
-        self._warns_of_draws = len(devices) > 1
         self._warns_of_turns = devices[0].type == "cpu" and self.lanes.share_devices
         self._has_warned_of_plan = False
 
@@ -285,7 +284,7 @@ class Calls:
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
             shards = [Shard((), {}, 0)] * len(sizes)
-            tasks = self._place_parts(entry, plan.cut(flat, columns), flat, shards)
+            tasks = self._place_parts(entry, plan, flat, columns, shards)
             moments = self._read_moments(flat, len(sizes))
         if self.recorder.traces:
             tasks = self._record(entry, tasks, sizes)
@@ -405,16 +404,7 @@ class Calls:
         """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls."""
         with self._lock:
             turns = self._decide_turns(leaves, only_tensors=False)
-            draws = self._read_generators() if turns is None and self._warns_of_draws else None
-            moments = self._read_moments_of(leaves, len(calls))
-            outputs, errors = self.lanes.run(calls, turns, self.replicas.home, moments)
-            if errors:
-                raise_first_failure(errors, len(calls), self.lanes.all)
-            if draws is not None:
-                self._warn_of_draws(draws)
-            if moments:
-                record_use(flatten(outputs)[0])
-        return outputs
+            return self.lanes.apply(calls, leaves, turns, self.replicas.home, self.output_device)
 
     # Decisions
 
@@ -473,46 +463,36 @@ class Calls:
 
     def _read_probe(self, *, looks: bool, turns: str | None) -> tuple[Any, Any]:
         contents = self.replicas.read_contents() if looks and self.replicas.is_new else None
-        return contents, self._read_generators() if turns is None and self._warns_of_draws else None
+        return contents, self.lanes.read_draws() if turns is None else None
 
     def _check_probe(self, plan: ShardPlan, probe: tuple[Any, Any]) -> None:
         contents, draws = probe
         if contents is not None:
             self.replicas.check_contents(contents)
         if draws is not None:
-            self._warn_of_draws(draws)
+            self.lanes.warn_of_draws(draws)
         self.replicas.is_new = False
         if len(self._probed) > _MOST_PROBED:
             self._probed.clear()
         self._probed.add(plan)
 
-    def _read_generators(self) -> list[torch.Tensor]:
-        """Return the states of the generators that lanes share."""
-        shared = [device for device, count in Counter(self.devices).items() if count > 1 and device.type != "cpu"]
-        states = [torch.default_generator.get_state(), *(backend_of(each.type).rng_state(each) for each in shared)]
-        return [state for state in states if state is not None]
-
-    def _warn_of_draws(self, before: list[torch.Tensor]) -> None:
-        """Warn once if lanes that ran at the same time drew from a shared generator."""
-        if not all(map(torch.equal, before, self._read_generators())):
-            self._warns_of_draws = False
-            warn_caller(_DRAWS)
-
     # Scatter and gather beyond tensors on the CPU
 
     def _place_parts(
-        self, entry: Entry, pieces: Sequence[Piece], flat: FlatCall, shards: list[Shard]
+        self, entry: Entry, plan: ShardPlan, flat: FlatCall, columns: Sequence[Sequence[Any]], shards: list[Shard]
     ) -> list[Callable[[], Any]]:
         """Return one task per shard, which first copies the shard to the device of its lane."""
         devices = self.devices
         if self.stays_on_cpu and all(map(_is_on_cpu, flat.leaves)):
             devices = (_CPU,)
-        return [
-            partial(_run_piece, entry.of(replica.target), piece, device, shards, index)
-            for index, (replica, piece, device) in enumerate(
-                zip(cycle(self.replicas.all), pieces, cycle(devices), strict=False)
-            )
-        ]
+
+        def run(function: Callable[..., Any], index: int, device: torch.device) -> Any:
+            shard = shards[index] = plan.place(flat, columns, index, device)
+            return function(*shard.args, **shard.kwargs)
+
+        functions = (entry.of(replica.target) for replica in cycle(self.replicas.all))
+        lanes = zip(functions, range(len(plan.sizes)), cycle(devices), strict=False)
+        return [partial(run, *each) for each in lanes]
 
     def _read_moments(self, flat: FlatCall, count: int) -> Sequence[Moment]:
         if self.stays_on_cpu and (flat.on_cpu or all(map(_is_on_cpu, flat.leaves))):
@@ -521,10 +501,7 @@ class Calls:
 
     def _read_moments_of(self, leaves: Iterable[Any], count: int) -> Sequence[Moment]:
         """Return the position of the caller in its streams, for each lane; nothing if everything is on the CPU."""
-        home = self.replicas.home
-        found = (*map(device_of, leaves), self.output_device)
-        sources = {device for device in found if device is not None and device != home}
-        return self.lanes.read_moments(sources, home, count)
+        return self.lanes.read_moments((*map(device_of, leaves), self.output_device), self.replicas.home, count)
 
     def _record(self, entry: Entry, tasks: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Callable[[], Any]]:
         record = self.recorder.record
@@ -560,12 +537,6 @@ class Calls:
 
 
 _MOST_PROBED = 1024  # plans; as many as a cutter keeps
-
-
-def _run_piece(function: Callable[..., Any], piece: Piece, device: torch.device, shards: list[Shard], index: int) -> Any:
-    """Copy a shard to the device of its lane, and call a function with it."""
-    shard = shards[index] = piece.on(device)
-    return function(*shard.args, **shard.kwargs)
 
 
 def _is_on_cpu(leaf: Any) -> bool:
@@ -764,6 +735,7 @@ class Lanes:
         self._own_locks = [lane.lock for lane in self.all]
         self._gate = threading.Lock()
         self._changed: Moment = {}
+        self._warns_of_draws = self.count > 1
         self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
 
     def run(
@@ -825,7 +797,14 @@ class Lanes:
             job.drop()
             raise
 
-    def apply(self, tasks: Sequence[Callable[[], Any]], leaves: Sequence[Any] = ()) -> list[Any]:
+    def apply(
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        leaves: Sequence[Any],
+        turns: str | None = None,
+        home: torch.device | None = None,
+        output_device: torch.device | None = None,
+    ) -> list[Any]:
         """Run task i in lane i, and return their values in lane order. `leaves` are the arguments of all tasks.
 
         Lanes that share a device run in turns if one of `leaves` requires gradients.
@@ -834,21 +813,38 @@ class Lanes:
             BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
                 lanes have finished.
         """
-        turns = None
         if torch.are_deterministic_algorithms_enabled() or profiler_runs():
             turns = "all"
-        elif self.share_devices and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        elif (
+            turns is None
+            and self.share_devices
+            and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        ):
             turns = "device"
-        moments = self.read_moments({each for each in map(device_of, leaves) if each is not None}, None, len(tasks))
-        before = torch.default_generator.get_state() if turns is None and len(tasks) > 1 else None
-        outputs, errors = self.run(tasks, turns, None, moments)
+        moments = self.read_moments((*map(device_of, leaves), output_device), home, len(tasks))
+        draws = self.read_draws() if turns is None else None
+        outputs, errors = self.run(tasks, turns, home, moments)
         if errors:
             raise_first_failure(errors, len(tasks), self.all)
-        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
-            warn_caller(_DRAWS)
+        if draws is not None:
+            self.warn_of_draws(draws)
         if moments:
             record_use(flatten(outputs)[0])
         return outputs
+
+    def read_draws(self) -> list[torch.Tensor] | None:
+        """Return the states of the generators that lanes share; None if a warning of draws was given."""
+        if not self._warns_of_draws:
+            return None
+        shared = [device for device, count in Counter(lane.device for lane in self.all).items() if count > 1]
+        states = [backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"]
+        return [torch.default_generator.get_state(), *(state for state in states if state is not None)]
+
+    def warn_of_draws(self, before: list[torch.Tensor]) -> None:
+        """Warn once if lanes that ran at the same time drew from a shared generator. `before` is from `read_draws`."""
+        if not all(map(torch.equal, before, self.read_draws() or before)):
+            self._warns_of_draws = False
+            warn_caller(_DRAWS)
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not inside a lane, after `close`, or while it is traced."""
@@ -912,20 +908,19 @@ class Lanes:
         for lane, own in zip(self.all, self._own_locks, strict=True):
             lane.lock = self._own_locks[0] if shares else own
 
-    def read_moments(self, sources: Collection[torch.device], home: torch.device | None, count: int) -> Sequence[Moment]:
+    def read_moments(
+        self, sources: Iterable[torch.device | None], home: torch.device | None, count: int
+    ) -> Sequence[Moment]:
         """Return the position of the caller in its streams, as it concerns each lane; nothing if all is on the CPU.
 
-        `sources` are devices with data for the calls, other than the model's.
+        `sources` are devices with data for the calls, or None.
         """
-        if self._only_cpu and home in (None, _CPU) and all(device.type == "cpu" for device in sources):
+        found = {device for device in (home, *sources) if device is not None}
+        if self._only_cpu and all(device.type == "cpu" for device in found):
             return ()
-        of_all = [home, *sources, *(lane.device for lane in self.all[:count])]
-        devices = [*dict.fromkeys(device for device in of_all if device is not None)]
-        moment = moment_of(devices, shared=torch.is_grad_enabled())
-        return [
-            {device: mark for device, mark in moment.items() if device in (*sources, home, lane.device)}
-            for lane in self.all[:count]
-        ]
+        lanes = self.all[:count]
+        moment = moment_of([*found.union(lane.device for lane in lanes)], shared=torch.is_grad_enabled())
+        return [{device: mark for device, mark in moment.items() if device in (*found, lane.device)} for lane in lanes]
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""

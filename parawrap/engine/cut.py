@@ -122,32 +122,6 @@ class Shard(NamedTuple):
     origins: dict[int, Any] = {}  # noqa: RUF012
 
 
-class Piece(NamedTuple):
-    """A shard that still lies where the caller has it: rows of cut leaves, and the leaves that every lane gets whole."""
-
-    spec: TreeSpec
-    leaves: Sequence[Any]
-    whole: Sequence[Any]
-    dims: Sequence[int | None]
-    rows: int
-
-    def on(self, device: torch.device) -> Shard:
-        """Return the shard on a device: what lies there already, and copies of the rest on the thread's streams."""
-        here: dict[int, Any] = {}  # one object at two places stays one object
-        for leaf in self.leaves:
-            if id(leaf) not in here:
-                here[id(leaf)] = _move(leaf, device)
-        leaves = [here[id(leaf)] for leaf in self.leaves]
-        origins: dict[int, Any] = {}  # of copies of tensors that were not cut, and of parts of values with registered rules
-        for placed, whole, dim in zip(leaves, self.whole, self.dims, strict=True):
-            if isinstance(whole, WholeLeaf):
-                origins[id(placed)] = whole.value
-            elif dim is None and isinstance(whole, torch.Tensor) and placed is not whole:
-                origins[id(placed)] = whole
-        args, kwargs = unflatten(self.spec, leaves)
-        return Shard(args, kwargs, self.rows, leaves, origins)
-
-
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
     """How the calls of one structure are cut: each leaf's dim (None: whole to every lane) and the sizes of the shards.
@@ -255,17 +229,27 @@ class ShardPlan:
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
-    def cut(self, flat: FlatCall, columns: Sequence[Sequence[Any]] | None = None) -> list[Piece]:
-        """Return one piece per size, with the parts that `columns` returned; with views by default."""
-        columns = self.columns(flat, copy=False) if columns is None else columns
-        return [
-            Piece(flat.spec, [column[shard] for column in columns], flat.leaves, self.dims, size)
-            for shard, size in enumerate(self.sizes)
-        ]
+    def place(self, flat: FlatCall, columns: Sequence[Sequence[Any]], index: int, device: torch.device) -> Shard:
+        """Return a shard of these columns on a device. Parts from elsewhere are copied on the thread's streams."""
+        parts = [column[index] for column in columns]
+        here: dict[int, Any] = {}  # one object at two places stays one object
+        for part in parts:
+            if id(part) not in here:
+                here[id(part)] = _move(part, device)
+        leaves = [here[id(part)] for part in parts]
+        origins: dict[int, Any] = {}  # of copies of tensors that were not cut, and of parts of values with registered rules
+        for placed, whole, dim in zip(leaves, flat.leaves, self.dims, strict=True):
+            if isinstance(whole, WholeLeaf):
+                origins[id(placed)] = whole.value
+            elif dim is None and isinstance(whole, torch.Tensor) and placed is not whole:
+                origins[id(placed)] = whole
+        args, kwargs = unflatten(flat.spec, leaves)
+        return Shard(args, kwargs, self.sizes[index], leaves, origins)
 
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """Return one shard per size, each on its device; `devices` has one entry per shard."""
-        return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]
+        columns = self.columns(flat, copy=False)
+        return [self.place(flat, columns, index, device) for index, device in enumerate(devices)]
 
     def update(self, flat: FlatCall, shards: Sequence[Shard]) -> None:
         """Put what the lanes did to their parts of a cache into the cache that the caller passed."""

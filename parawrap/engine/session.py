@@ -319,8 +319,7 @@ class Session(Calls):
         if call.ready.on_cpu and _are_on_cpu(call):
             return None
         home = self.replicas.home
-        found = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
-        sources = {device for device in found if device is not None and device != home}
+        sources = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
         moments = self.lanes.read_moments(sources, home, 1)
         return moments[0] if moments else None
 
@@ -328,7 +327,7 @@ class Session(Calls):
         """Compute the arguments, and copy them to the lane's device, next to the earlier work of the lane."""
         self._prepare(call, lane)
         plan, flat = self.cutters[call.entry.method].whole(call.args, call.kwargs)
-        shard = plan.cut(flat)[0].on(lane.device)
+        (shard,) = plan.scatter(flat, [lane.device])
         call.args, call.kwargs = shard.args, shard.kwargs
         call.update = partial(plan.update, flat, [shard])
         self._count_rows(call, lane)
