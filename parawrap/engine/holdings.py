@@ -121,32 +121,18 @@ class Slots:
                 object.__setattr__(self.value, name, part)
 
 
-class Cell:
+class Cell(Slots):
     """A closure cell, read and written like a list of one item."""
 
     def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __len__(self) -> int:
-        return 1
+        self.value = cell
+        self.names = ["cell_contents"]
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            return iter([self.cell.cell_contents])
+            return iter([self.value.cell_contents])
         except ValueError:  # it is empty
             return iter([ABSENT])
-
-    def __setitem__(self, index: int, part: Any) -> None:
-        self.cell.cell_contents = part
-
-    def clear(self) -> None:
-        with contextlib.suppress(ValueError):
-            del self.cell.cell_contents
-
-    def extend(self, parts: list[Any]) -> None:
-        for part in parts:
-            if part is not ABSENT:
-                self.cell.cell_contents = part
 
 
 class Change(NamedTuple):

@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -432,7 +432,7 @@ class Replicas:
         self._refresh_away()
         for replica in self.all:
             away = self._away.get(replica.device)
-            if away is None or all(map(_are_one, away.copies, replica.params)):
+            if away is None or all(map(is_, away.copies, replica.params)):
                 continue
             if not replica.replace(self.survey.params, replica.params, self._params_on(replica.device)):
                 self._build()
@@ -468,7 +468,7 @@ class Replicas:
         at_home = [tensor for tensor in params if tensor.device == self.home]
         for device in devices:
             away = self._away.get(device)
-            if away is None or not _are_same(away.originals, at_home):
+            if away is None or [*map(id, away.originals)] != [*map(id, at_home)]:
                 self._away[device] = away = Away(device, at_home)
             self.generation += away.has_changed()
             copied = away.refresh(detach=self._detach)
@@ -960,14 +960,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         other = other.to(one.device)
         return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
-    return one is other
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_are_one, one, other))
-
-
-def _are_one(one: Any, other: Any) -> bool:
     return one is other
 
 
