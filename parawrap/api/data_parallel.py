@@ -14,7 +14,7 @@ from parawrap.api._wrapped_attributes import get_wrapped_attribute, submodule
 from parawrap.api.scatter_gather import as_calls, cut, device_named, gather_outputs, parallel_apply, replicate, vector
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
-from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes
+from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.session import Session
@@ -215,9 +215,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
-        sizes = equal_sizes if backend_of(self.src_device_obj.type).compiles_each_shape else balanced_sizes
         parameters = Parameters(self.module.forward)
-        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=sizes)
+        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = device_named(self.output_device)
         return Session(

@@ -33,7 +33,7 @@ from parawrap.api._check_arguments import (
 from parawrap.api._streams import Streams
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine.call import Entry
-from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, uneven_sizes
 from parawrap.engine.declarations import InDim
 from parawrap.engine.join_rules import OutDims, PadValue, Reduce
 from parawrap.engine.patch import PatchedMethods
@@ -176,7 +176,7 @@ class Parallel(Streams, Generic[TargetT]):
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
         rules = make_join_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles)
         self._unit = check_unit(unit, on_cores=bool(self._cores))
-        sizes = equal_sizes if compiles else uneven_sizes if rules.needs_proof else balanced_sizes
+        sizes = uneven_sizes if rules.needs_proof and not compiles else balanced_sizes
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()

@@ -83,19 +83,6 @@ def uneven_sizes(rows: int, parts: int) -> tuple[int, ...]:
     return uneven_sizes(rows, len(sizes) - 1)
 
 
-def equal_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes that add up to `rows`: all equal, except the last, which is the rest.
-
-    For devices that compile each new size: a call has two sizes at most.
-
-    >>> equal_sizes(10, 4), equal_sizes(2, 4), equal_sizes(16, 4), equal_sizes(0, 4)
-    ((3, 3, 3, 1), (1, 1), (4, 4, 4, 4), (0,))
-    """
-    size = max(1, -(-rows // parts))
-    full, rest = divmod(rows, size)
-    return (size,) * full + ((rest,) if rest or not rows else ())
-
-
 def sizes_in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
     """Return sizes that add up to `rows`, multiples of `unit` except the last, as balanced as units allow.
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes, uneven_sizes
+from parawrap.engine.cut import Cutter, balanced_sizes, uneven_sizes
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.shards import CPU
 
-rules = st.sampled_from([balanced_sizes, uneven_sizes, equal_sizes])
+rules = st.sampled_from([balanced_sizes, uneven_sizes])
 Pair = namedtuple("Pair", "first second")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 

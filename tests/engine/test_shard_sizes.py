@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from parawrap.engine.cut import Cutter, balanced_sizes, equal_sizes, sizes_in_units, uneven_sizes
+from parawrap.engine.cut import Cutter, balanced_sizes, sizes_in_units, uneven_sizes
 from tests.helpers.properties import given, st
 from tests.helpers.shards import planned
 
@@ -15,26 +15,23 @@ EVERY = list(product(range(201), range(1, 17)))
 """Rows and lanes."""
 
 
-@pytest.mark.parametrize(
-    "rule", [balanced_sizes, uneven_sizes, equal_sizes, lambda rows, parts: sizes_in_units(rows, parts, 3)]
-)
+@pytest.mark.parametrize("rule", [balanced_sizes, uneven_sizes, lambda rows, parts: sizes_in_units(rows, parts, 3)])
 def test_sizes_add_up(rule):
     """The larger sizes are first, none is zero unless `rows` is, and there are at most as many as lanes."""
     for rows, parts in EVERY:
         sizes = rule(rows, parts)
         assert sum(sizes) == rows
-        assert [*sizes] == sorted(sizes, reverse=True) or rule not in (balanced_sizes, uneven_sizes, equal_sizes)
+        assert [*sizes] == sorted(sizes, reverse=True) or rule not in (balanced_sizes, uneven_sizes)
         assert min(sizes) > 0 or sizes == (0,)
         assert len(sizes) <= parts
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64), st.integers(1, 16))
 def test_balanced_equal_and_unit_sizes(rows, parts, unit):
-    """Balanced sizes differ by at most one; equal sizes and sizes in units may have a smaller last one."""
+    """Balanced sizes differ by at most one; sizes in units may have a smaller last one."""
     sizes = balanced_sizes(rows, parts)
     assert sizes[0] - sizes[-1] <= 1
     assert len(sizes) == max(1, min(rows, parts))
-    assert set(equal_sizes(rows, parts)[:-1]) <= {-(-rows // parts)}
     *full, last = sizes_in_units(rows, parts, unit)
     assert all(size % unit == 0 for size in full)
     assert [size // unit for size in full] + [-(-last // unit)] == [*balanced_sizes(-(-rows // unit), parts)]
@@ -70,4 +67,4 @@ def test_a_large_shard_has_a_hint():
         sizes, largest = uneven_sizes(rows, lanes), balanced_sizes(rows, lanes)[0]
         assert (hint_of(uneven_sizes, rows, lanes) is not None) == (8 * sizes[0] > 9 * largest)
     assert "a call of 4 rows on 2 lanes runs whole" in hint_of(uneven_sizes, 4)
-    assert hint_of(balanced_sizes, 8) is hint_of(equal_sizes, 8) is None
+    assert hint_of(balanced_sizes, 8) is None
