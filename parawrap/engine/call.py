@@ -101,11 +101,8 @@ class _Here(threading.local):
 here = _Here()
 
 
-def _no_caller() -> None:
-    """Return None, before a block opens and after it has ended: stubs that are still referenced call plainly."""
-
-
-NOWHERE: Any = (_no_caller, None)
+NOWHERE: Any = (lambda: None, None)
+"""The route of a stub before a block opens and after it has ended: the stub calls plainly."""
 
 
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
@@ -222,11 +219,6 @@ class Calls:
             finally:
                 self.holds_whole_calls = False
 
-    def wait_for_cut_call(self) -> None:
-        """Wait until no call of another thread holds whole calls back."""
-        with self._lock:
-            pass
-
     def _call_in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call, while no other thread calls the target."""
         lanes, replicas = self.lanes, self.replicas
@@ -240,8 +232,9 @@ class Calls:
             plan = cutter.plan(flat, lanes.count)
         else:
             flat = FlatCall(args, plan.spec, (), on_cpu=True)
-        if plan.hint is not None:
-            self._warn_of_plan(plan.hint)
+        if plan.hint is not None and not self._has_warned_of_plan:
+            self._has_warned_of_plan = True
+            warn_caller(plan.hint)
         sizes = plan.sizes
         if len(sizes) == 1 and self._is_whole_here(flat):
             return self.run_plainly(entry, args, kwargs)
@@ -285,7 +278,9 @@ class Calls:
         else:
             shards = [Shard((), {}, 0)] * len(sizes)
             tasks = self._place_parts(entry, plan, flat, columns, shards)
-            moments = self._read_moments(flat, len(sizes))
+            if not (self.stays_on_cpu and all(map(_is_on_cpu, flat.leaves))):
+                sources = (*map(device_of, flat.leaves), self.output_device)
+                moments = lanes.read_moments(sources, replicas.home, len(sizes))
         if self.recorder.traces:
             tasks = self._record(entry, tasks, sizes)
         if len(sizes) > lanes.count:
@@ -454,11 +449,6 @@ class Calls:
         home = self.replicas.home
         self.stays_on_cpu = self._lanes_are_on_cpu and (home is None or home.type == "cpu")
 
-    def _warn_of_plan(self, hint: str) -> None:
-        if not self._has_warned_of_plan:
-            self._has_warned_of_plan = True
-            warn_caller(hint)
-
     # Facts that the comparison in each call cannot show: read for each new plan, and after each change of the model
 
     def _read_probe(self, *, looks: bool, turns: str | None) -> tuple[Any, Any]:
@@ -494,15 +484,6 @@ class Calls:
         lanes = zip(functions, range(len(plan.sizes)), cycle(devices), strict=False)
         return [partial(run, *each) for each in lanes]
 
-    def _read_moments(self, flat: FlatCall, count: int) -> Sequence[Moment]:
-        if self.stays_on_cpu and (flat.on_cpu or all(map(_is_on_cpu, flat.leaves))):
-            return ()
-        return self._read_moments_of(flat.leaves, count)
-
-    def _read_moments_of(self, leaves: Iterable[Any], count: int) -> Sequence[Moment]:
-        """Return the position of the caller in its streams, for each lane; nothing if everything is on the CPU."""
-        return self.lanes.read_moments((*map(device_of, leaves), self.output_device), self.replicas.home, count)
-
     def _record(self, entry: Entry, tasks: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Callable[[], Any]]:
         record = self.recorder.record
         return [
@@ -525,7 +506,8 @@ class Calls:
         """Join the outputs of the lanes on the output device."""
         device = None  # all outputs are already on the CPU
         if not (self.stays_on_cpu and (self.replicas.home is not None or self.output_device is not None or flat.on_cpu)):
-            device = self.output_device or self.replicas.home or _first_device(flat.leaves) or self.devices[0]
+            of_leaves = next(filter(None, map(device_of, flat.leaves)), None)
+            device = self.output_device or self.replicas.home or of_leaves or self.devices[0]
             record_use(flatten(outputs)[0])
             self.lanes.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         originals = partial(_originals_of, self.replicas.all, plan, flat, shards)
@@ -541,10 +523,6 @@ _MOST_PROBED = 1024  # plans; as many as a cutter keeps
 
 def _is_on_cpu(leaf: Any) -> bool:
     return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
-
-
-def _first_device(leaves: Sequence[Any]) -> torch.device | None:
-    return next((device for leaf in leaves if (device := device_of(leaf)) is not None), None)
 
 
 def _originals_of(
@@ -588,6 +566,11 @@ class Lane:
 
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
+
+    @property
+    def load(self) -> tuple[bool, int, int]:
+        """How much the lane has to do, for a comparison with other lanes."""
+        return self.lock.locked(), self.streams.unfinished(), self.tasks
 
     def start(self, threads: int | None) -> None:
         """Start the lane's thread, and wait until its count of intra-op threads is set."""
@@ -870,7 +853,7 @@ class Lanes:
             for lane in self.all[:1] if in_order else self.all:
                 if not lane.taking.locked():
                     # A caller may be at work in the first, or its device may be behind
-                    chosen = lane if chosen is None else min(chosen, lane, key=_load_of)
+                    chosen = lane if chosen is None else min(chosen, lane, key=attrgetter("load"))
                     if self._only_cpu and not chosen.lock.locked():
                         break
             if chosen is not None and chosen.taking.acquire(blocking=False):
@@ -895,13 +878,10 @@ class Lanes:
                 lane.streams.be_waited_for()
             wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
             yield
-            self._changed = moment_of(self._devices_with(home), shared=False)
+            devices = {home, *(lane.device for lane in self.all)}
+            self._changed = moment_of(filter(None, devices), shared=False)
             for lane in self.all:
                 lane.streams.wait_next(self._changed)
-
-    def _devices_with(self, home: torch.device | None) -> list[torch.device]:
-        devices = [lane.device for lane in self.all]
-        return [*dict.fromkeys(devices if home is None else [home, *devices])]
 
     def share_lock(self, *, shares: bool) -> None:
         """Let all lanes share one lock, so that only one of them runs at a time; or give each its own. Inside `idle`."""
@@ -951,10 +931,6 @@ class Lanes:
             groups.setdefault(thread, []).append(index)
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
-
-
-def _load_of(lane: Lane) -> tuple[bool, int, int]:
-    return lane.lock.locked(), lane.streams.unfinished(), lane.tasks
 
 
 def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:

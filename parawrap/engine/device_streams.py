@@ -175,6 +175,17 @@ class LaneStreams:
         streams[self._device].wait_stream(copying)
 
 
+def follow(reached: Reached, value: Any) -> None:
+    """Have the calling thread's streams, or a callback that may pass the value on, come after these events."""
+    for device, event in reached:
+        stream = backend_of(device.type).stream(device)
+        if stream is None or _landing.lands:
+            event.synchronize()
+        else:
+            stream.wait_event(event)
+    record_use(flatten(value)[0])
+
+
 class LaneFuture(Future[Any]):
     """A future with a result that may be used on the current streams of the thread that reads it.
 
@@ -201,12 +212,6 @@ class LaneFuture(Future[Any]):
         except BaseException:
             del self  # it has the error, and the traceback of the error holds this frame
             raise
-        for device, event in self._reached:
-            stream = backend_of(device.type).stream(device)
-            if stream is None or _landing.lands:
-                event.synchronize()
-            else:
-                stream.wait_event(event)
         if self._reached:
-            record_use(flatten(value)[0])
+            follow(self._reached, value)
         return value

@@ -313,11 +313,6 @@ class Replicas:
         self._written: dict[str, None] = {}
         self._warned: set[str] = set()
 
-    @property
-    def trains(self) -> bool:
-        """True if a module is in training mode."""
-        return self.survey.trains
-
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model lies on that device now, or has no tensors."""
         return _home_of(self.target) in (None, device)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
+from parawrap.backends import device_of, drop_own_frames, record_use
 from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
 from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
-from parawrap.engine.device_streams import LaneFuture, Moment, Reached
+from parawrap.engine.device_streams import LaneFuture, Moment, Reached, follow
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
@@ -56,8 +56,8 @@ class WholeCall:
     """A call that one lane runs whole. It is like a future, without the locks that a stream does not need."""
 
     __slots__ = (
-        *("_callbacks", "_done", "_error", "_output", "_reached", "_state"),
-        *("args", "entry", "future", "kwargs", "moment", "ready", "session", "update"),
+        *("_callbacks", "_done", "_error", "_output", "_state"),
+        *("args", "entry", "future", "kwargs", "moment", "reached", "ready", "session", "update"),
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class WholeCall:
         self._state = [None]  # popped by the lane that runs the call, or by `cancel`
         self._output: Any = None
         self._error: BaseException | None = None
-        self._reached: Reached = ()
+        self.reached: Reached = ()
         self._callbacks: list[Callable[[Any], object]] = []
         self._done = threading.Lock()
         self._done.acquire()
@@ -98,7 +98,8 @@ class WholeCall:
                 if not session.holds_whole_calls:
                     self._run_in(lane)
                     break
-            session.wait_for_cut_call()
+            with session._lock:  # wait for the call that holds whole calls back
+                pass
         self.args, self.kwargs = (), {}
         if self.future is not None:
             self._land()
@@ -138,14 +139,8 @@ class WholeCall:
                 raise error
         finally:
             del error  # its traceback holds this frame
-        for device, event in self._reached:
-            stream = backend_of(device.type).stream(device)
-            if stream is None:
-                event.synchronize()
-            else:
-                stream.wait_event(event)
-        if self._reached:
-            record_use(flatten(output)[0])
+        if self.reached:
+            follow(self.reached, output)
         return output
 
     def cancel(self) -> bool:
@@ -166,10 +161,6 @@ class WholeCall:
         if not self._done.locked():
             self._run_callbacks()
 
-    def note_reached(self, reached: Reached) -> None:
-        """Note events that follow the work of the call on its devices."""
-        self._reached = reached
-
     def _land(self) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
         future, self.future = self.future, None
@@ -178,7 +169,7 @@ class WholeCall:
         assert future is not None
         try:
             if error is None:
-                future.land(output, self._reached)
+                future.land(output, self.reached)
             else:
                 future.set_exception(error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
@@ -274,7 +265,7 @@ class Session(Calls):
             return self._run_on(call, lane)
         work, stage = partial(self._run_on, call, lane), partial(self._stage, call, lane)
         output, reached = lane.streams.run_staged(work, stage, call.moment)
-        call.note_reached(reached)
+        call.reached = reached  # events that follow the work of the call on its devices
         return output
 
     def cancel(self) -> None:

@@ -123,7 +123,9 @@ def stream(
                         break
                     pending = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
-                    has_ended, failure = True, _note_reading(error, number)
+                    drop_own_frames(error)
+                    add_note(error, f"while batch {number} of the stream was read, counted from 0")
+                    has_ended, failure = True, error
                     break
                 hint = None if type(batch) is torch.Tensor or prepare is not None else _hint(batch)
                 flying.append((number, pending or starter.start(number, batch), batch if with_inputs else None, hint))
@@ -140,7 +142,10 @@ def stream(
                     folder.commit(number_of, output)
             except Exception as error:
                 pending = None  # break the reference cycle: future, error, traceback, this frame
-                _note_failure(error, number_of, hint)
+                drop_own_frames(error)
+                add_note(error, f"in batch {number_of} of the stream, counted from 0")
+                if hint is not None:
+                    add_note(error, hint)
                 if not return_exceptions or isinstance(error, (SessionError, CancelledError, ResumeError)):
                     if isinstance(error, StopIteration):
                         msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
@@ -156,12 +161,6 @@ def stream(
         del failure  # its traceback holds this frame
         for flight in flying:
             flight[1].cancel()
-
-
-def _note_reading(error: Exception, number: int) -> Exception:
-    drop_own_frames(error)
-    add_note(error, f"while batch {number} of the stream was read, counted from 0")
-    return error
 
 
 class _AsFinished:
@@ -201,13 +200,6 @@ def _has_output(flying: deque[Flight] | _AsFinished) -> bool:
 
 def _put_number(finished: SimpleQueue[int], number: int, _: object) -> None:
     finished.put(number)
-
-
-def _note_failure(error: Exception, number: int, hint: str | None) -> None:
-    drop_own_frames(error)
-    add_note(error, f"in batch {number} of the stream, counted from 0")
-    if hint is not None:
-        add_note(error, hint)
 
 
 def _hint(batch: Any) -> str | None:

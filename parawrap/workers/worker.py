@@ -272,7 +272,7 @@ class Server:
         """
         numbers = torch.get_rng_state() if torch.are_deterministic_algorithms_enabled() else None
         output = self._run(method, None, args, kwargs)
-        if self._replicas.trains and self._has_written_buffers():
+        if self._replicas.survey.trains and self._has_written_buffers():
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)
