@@ -14,30 +14,18 @@ Guarantees, for devices that have streams:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from parawrap.backends import Stream, backend_of, record_use
-from parawrap.tree import flatten
+from parawrap.backends import Stream, backend_of
 
 T = TypeVar("T")
 _AHEAD = 2  # batches on the device: one runs while the next one is copied
-
-
-class _Landing(threading.local):
-    """`lands` is True if the thread runs callbacks. The class has the default: a failed lookup takes a microsecond."""
-
-    lands = False
-
-
-_landing = _Landing()
 
 
 class Mark(NamedTuple):
@@ -173,45 +161,3 @@ class LaneStreams:
         with self._backend.activate(self._device, copying):
             stage()
         streams[self._device].wait_stream(copying)
-
-
-def follow(reached: Reached, value: Any) -> None:
-    """Have the calling thread's streams, or a callback that may pass the value on, come after these events."""
-    for device, event in reached:
-        stream = backend_of(device.type).stream(device)
-        if stream is None or _landing.lands:
-            event.synchronize()
-        else:
-            stream.wait_event(event)
-    record_use(flatten(value)[0])
-
-
-class LaneFuture(Future[Any]):
-    """A future with a result that may be used on the current streams of the thread that reads it.
-
-    Any number of threads may read it. A callback runs in the lane's thread and may pass the result on, so it waits.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lane = 0  # the index of the lane that runs it
-        self._reached: Reached = ()
-
-    def land(self, value: Any, reached: Reached) -> None:
-        """Set the value, which is there after these events."""
-        self._reached = reached
-        before, _landing.lands = _landing.lands, True
-        try:
-            self.set_result(value)  # runs the callbacks
-        finally:
-            _landing.lands = before
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            value = super().result(timeout)
-        except BaseException:
-            del self  # it has the error, and the traceback of the error holds this frame
-            raise
-        if self._reached:
-            follow(self._reached, value)
-        return value

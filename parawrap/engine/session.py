@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.backends import device_of, drop_own_frames, record_use
+from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
 from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
 from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
-from parawrap.engine.device_streams import LaneFuture, Moment, Reached, follow
+from parawrap.engine.device_streams import Moment, Reached
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
@@ -50,6 +50,39 @@ class Ready(NamedTuple):
     profiles: bool
     prepares: Sequence[Prepare] | None
     generation: int | None = None
+
+
+def follow(reached: Reached, value: Any) -> None:
+    """Have the calling thread's streams come after these events. A callback in a lane waits: it may pass the value on."""
+    for device, event in reached:
+        stream = backend_of(device.type).stream(device)
+        if stream is None or here.lane is not None:
+            event.synchronize()
+        else:
+            stream.wait_event(event)
+    record_use(flatten(value)[0])
+
+
+class LaneFuture(Future[Any]):
+    """A future with a result that may be used on the current streams of the thread that reads it.
+
+    Any number of threads may read it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lane = 0  # the index of the lane that runs it
+        self.reached: Reached = ()  # events that follow the work on its devices
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            value = super().result(timeout)
+        except BaseException:
+            del self  # it has the error, and the traceback of the error holds this frame
+            raise
+        if self.reached:
+            follow(self.reached, value)
+        return value
 
 
 class WholeCall:
@@ -169,7 +202,8 @@ class WholeCall:
         assert future is not None
         try:
             if error is None:
-                future.land(output, self.reached)
+                future.reached = self.reached
+                future.set_result(output)
             else:
                 future.set_exception(error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
@@ -224,12 +258,9 @@ class Session(Calls):
         ready = self.get_ready()
         if ready is None:
             try:
-                output = self.run_plainly(entry, args, kwargs)
+                return succeeded(self.run_plainly(entry, args, kwargs))
             except Exception as error:  # noqa: BLE001
                 return failed(error)
-            done: Future[Any] = Future()
-            done.set_result(output)
-            return done
         future = LaneFuture()
         self.send(WholeCall(self, entry, args, kwargs, ready, future))
         return future

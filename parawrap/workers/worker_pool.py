@@ -15,7 +15,7 @@ import torch
 from parawrap.backends import Backend, backend_of
 from parawrap.engine.call import Entry, Lane, Modes, here, must_run_plainly
 from parawrap.engine.cut import Shard
-from parawrap.engine.device_streams import LaneFuture
+from parawrap.engine.session import LaneFuture
 from parawrap.engine.streams import Prepare
 from parawrap.engine.trace import timed
 from parawrap.errors import SessionError
