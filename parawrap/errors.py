@@ -12,7 +12,7 @@ the device, and the shard.
     ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
     ├── ReplicaError (RuntimeError)             a module cannot be replicated
     ├── SessionError (RuntimeError)             a block is used after it was closed
-    ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream, or is in use
+    ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream
     ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
     ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
     ├── VersionError (RuntimeError)             this release of torch or Python lacks what parawrap needs

@@ -133,7 +133,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             waiting += each
         elif isinstance(each, types.MethodType):
             waiting.append(each.__self__)
-        names = {*getattr(each, "__dict__", ()), *itertools.chain.from_iterable(map(_list_slots, type(each).__mro__))}
+        names = {*getattr(each, "__dict__", ()), *names_of_slots(type(each))}
         waiting += [getattr(each, name) for name in names if isinstance(name, str) and hasattr(each, name)]
 
 
@@ -147,13 +147,17 @@ def list_attributes(tensor: torch.Tensor) -> list[str]:
     return [name for name in tensor.__dict__ if not name.startswith("_dynamo_")]
 
 
-def _list_slots(cls: type) -> list[str]:
-    """Return the names of the slots of a class; those of private names as Python stores them."""
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    is_private = [name.startswith("__") and not name.endswith("__") for name in names]
-    prefix = f"_{cls.__name__.lstrip('_')}"
-    return [prefix + name if private else name for name, private in zip(names, is_private, strict=True)]
+def names_of_slots(cls: type) -> list[str]:
+    """Return the names of the slots of a class, those of private names as Python stores them."""
+    found: list[str] = []
+    for each in cls.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
+    return found
 
 
 # Options that may be trees like a value: `in_dims`, `out_dims`, `reduce`

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ import torch
 from parawrap.engine.call import Entry
 from parawrap.engine.resume import OutputFolder
 from parawrap.engine.session import Session
-from parawrap.engine.streams import StreamOptions, StreamSize, stream
+from parawrap.engine.streams import StreamSize, stream
 from parawrap.errors import ShardError
 
 if TYPE_CHECKING:
@@ -100,9 +99,9 @@ class Streams:
             ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, if
                 `key` is given without `resume`, or if `methods` names several methods. Use ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
-            ResumeError: From the generator, if the folder cannot be made, is in use, holds outputs of another target, or
-                holds outputs of other batches than the source gives; if a batch cannot be pickled and there is no `key`; or
-                if an output cannot be saved.
+            ResumeError: If the folder cannot be made; from the generator, if it holds outputs of another target or of
+                other batches than the source gives, if a batch cannot be pickled and there is no `key`, or if an output
+                cannot be saved.
 
         Example:
             >>> import torch
@@ -130,12 +129,16 @@ class Streams:
         entry, name = self._entry()
         total = _length_of(batches) if total is None else total
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
-        options = StreamOptions(buffersize, prepare, with_inputs, return_exceptions, ordered)
-        starter = session.open_stream(entry, prepare, size)
-        if resume is None:
-            outputs = stream(starter, batches, options)
-        else:
-            outputs = _stream_to_folder(partial(stream, starter, batches), options, OutputFolder(Path(resume), name, key))
+        outputs = stream(
+            session.open_stream(entry, prepare, size),
+            batches,
+            buffersize=buffersize,
+            prepare=prepare,
+            with_inputs=with_inputs,
+            return_exceptions=return_exceptions,
+            ordered=ordered,
+            folder=None if resume is None else OutputFolder(Path(resume), name, key),
+        )
         return _draw_bar(outputs, total, desc) if progress else outputs
 
 
@@ -162,14 +165,6 @@ def _length_of(batches: Iterable[Any]) -> int | None:
         with suppress(TypeError, NotImplementedError):  # a DataLoader of a dataset without a length
             return len(batches)
     return None
-
-
-def _stream_to_folder(
-    start: Callable[[StreamOptions], Iterator[Any]], options: StreamOptions, folder: OutputFolder
-) -> Iterator[Any]:
-    """Run a stream with its folder open, from the first output that is read."""
-    with folder as opened:
-        yield from start(options._replace(folder=opened))
 
 
 def _draw_bar(outputs: Iterator[Any], total: int | None, desc: str | None) -> Iterator[Any]:

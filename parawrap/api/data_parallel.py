@@ -14,7 +14,7 @@ from parawrap.api._wrapped_attributes import WrappedAttributes
 from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate, vector
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, names_cores, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
-from parawrap.engine.cut import Cutter, balanced_sizes
+from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.session import Session
@@ -188,7 +188,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         self.src_device_obj = self._lanes[0]
         self._check_placement()
         parameters = Parameters(self.module.forward)
-        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=balanced_sizes)
+        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = device_named(self.output_device)
         return Session(

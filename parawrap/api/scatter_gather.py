@@ -87,11 +87,11 @@ def cut(
     args = () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
-    pieces = plan.cut(flat)
     has_rows = plan.rows > 0 or any(dim is not None for dim in plan.dims)
-    if not has_rows and (args or kwargs):
-        pieces *= len(devices)  # as in torch, values that are not cut go to every device
-    shards = [piece.on(device) for piece, device in zip(pieces, devices[: len(pieces)], strict=True)]
+    if has_rows or not (args or kwargs):
+        shards = plan.scatter(flat, devices[: len(plan.sizes)])
+    else:  # as in torch, values that are not cut go to every device
+        shards = [plan.scatter(flat, [device])[0] for device in devices]
     return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
 

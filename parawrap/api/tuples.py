@@ -25,8 +25,8 @@ from parawrap.api._containers import (
     transpose_rows,
 )
 from parawrap.api.move_to_device import recursive_to
-from parawrap.engine.concatenate import have_one_scale, other_sizes, shapes_of
-from parawrap.engine.torch_lists import are_auxiliary
+from parawrap.engine.concatenate import other_sizes, shapes_of
+from parawrap.engine.join import are_auxiliary
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import flatten, tensors_in
 
@@ -209,9 +209,8 @@ def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torc
         msg = f"cannot join {place}: shapes {shapes_of(parts)} differ beyond dim {dim}. Pad them, or do not join them"
         raise GatherError(msg)
     here = [part.to(parts[0].device) for part in parts]
-    if not have_one_scale(here):
-        why = "the parts are quantized with different scales, or per channel"
-        msg = f"cannot join {place}: {why}. Return tensor.dequantize()"
+    if here[0].is_quantized:
+        msg = f"cannot join {place}: the parts are quantized, and may have different scales. Return tensor.dequantize()"
         raise GatherError(msg)
     if here[0].dim() == 0:
         return torch.stack(here)

@@ -113,21 +113,3 @@ def uses_cuda_graphs(compiled: Any) -> bool:
     """True if a compiled module captures CUDA graphs, as with ``mode="reduce-overhead"``."""
     read = getattr(compiled, "get_compiler_config", None)
     return read is not None and bool((read() or {}).get("triton.cudagraphs"))
-
-
-# TorchScript
-_SCRIPTED = "replicas of TorchScript modules"
-_type_of_script = private_name("torch._C.ConcreteModuleType.from_jit_type", _SCRIPTED)
-
-
-def replicate_script(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of one scripted module that shares code and attributes."""
-    copy: torch.nn.Module = private_attribute(module, "_replicate_for_data_parallel", _SCRIPTED)()
-    return copy
-
-
-def getters_of_script(module: torch.nn.Module) -> dict[str, Callable[[], Any]]:
-    """Return a function that reads it for each attribute that a scripted module has in C++, by name."""
-    cpp: Any = private_attribute(module, "_c", _SCRIPTED)
-    script_type = private_attribute(cpp, "_type", _SCRIPTED)()
-    return {name: partial(cpp.getattr, name) for name in _type_of_script(script_type).get_attributes()}

@@ -12,9 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parawrap.backends import transfer
 from parawrap.engine._private_names import version_of
-from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
+from parawrap.engine.batched_copies import bytes_of, copies_at, lasting, pack_small, send_packed
 
-_SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
 _address_of = torch.Tensor.data_ptr
 _requires_grad = attrgetter("requires_grad")
 _last_step = object()
@@ -86,21 +85,13 @@ def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
 
 def _send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return tensors on another device, the small dense ones of one dtype in one copy. Gradients flow through it."""
-    groups: dict[torch.dtype, list[int]] = {}
-    found = list(tensors)
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.nbytes <= _SMALL:
-            groups.setdefault(tensor.dtype, []).append(index)
-        else:
-            found[index] = transfer(tensor, device)
-    for group in groups.values():
-        if len(group) == 1:
-            found[group[0]] = transfer(tensors[group[0]], device)
-            continue
-        packed = torch.cat([tensors[index].reshape(-1) for index in group])
-        pieces = transfer(packed, device).split([tensors[index].numel() for index in group])
-        for index, piece in zip(group, pieces, strict=True):
-            found[index] = piece.view(tensors[index].shape)
+    found = [*tensors]
+    packs = pack_small(tensors)
+    for index in {*range(len(found))} - {index for pack in packs for index in pack}:
+        found[index] = transfer(tensors[index], device)
+    for pack in packs:
+        for index, piece in zip(pack, send_packed([tensors[index] for index in pack], device), strict=True):
+            found[index] = piece
     return found
 
 

@@ -17,39 +17,22 @@ _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts
 _MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 
 
-class PackedTensors:
-    """Tensors of one device, packed once and sent to any number of devices."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._packs = [(pack, _pack([tensors[index] for index in pack])) for pack in _packs(tensors)]
-        packed = {index for pack, _ in self._packs for index in pack}
-        self._single = [index for index in range(len(tensors)) if index not in packed]
-
-    def write(self, copies: Sequence[torch.Tensor]) -> None:
-        """Write the tensors into these copies of theirs, which lie on one device; large ones straight."""
-        for index in self._single:
-            transfer_into(copies[index], self._tensors[index])
-        for pack, flat in self._packs:
-            there = transfer(flat, copies[0].device)
-            pieces = there.split([self._tensors[index].numel() for index in pack])
-            shaped = [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
-            copy_all([copies[index] for index in pack], shaped)
-
-
 def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of tensors on another device. Plain tensors travel together."""
-    sent = {index for index, tensor in enumerate(tensors) if can_be_sent(tensor)}
     copies = [
-        torch.empty_like(tensor, device=device) if index in sent else tensor.to(device, copy=True)
-        for index, tensor in enumerate(tensors)
+        torch.empty_like(tensor, device=device) if _can_be_written(tensor) else tensor.to(device, copy=True)
+        for tensor in tensors
     ]
-    written = [copies[index] for index in sent]
-    PackedTensors([tensors[index] for index in sent]).write(written)
+    plain = [(tensor, each) for tensor, each in zip(tensors, copies, strict=True) if _can_be_written(tensor)]
+    packs = pack_small([tensor for tensor, _ in plain])
+    for index in {*range(len(plain))} - {index for pack in packs for index in pack}:
+        transfer_into(plain[index][1], plain[index][0])
+    for pack in packs:
+        copy_all([plain[index][1] for index in pack], send_packed([plain[index][0] for index in pack], device))
     return copies
 
 
-def can_be_sent(tensor: torch.Tensor) -> bool:
+def _can_be_written(tensor: torch.Tensor) -> bool:
     """True if an empty copy of the tensor can be made and written later: a plain, strided tensor."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
@@ -59,7 +42,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
-def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def pack_small(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the indices of tensors that travel together: small tensors of one dtype, up to a number of bytes."""
     packs: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -75,8 +58,11 @@ def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [pack for pack in packs if len(pack) > 1]
 
 
-def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def send_packed(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Send tensors of one dtype in one copy. The results share memory, and gradients flow through them."""
+    packed = transfer(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    pieces = packed.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class lasting:  # noqa: N801

@@ -14,7 +14,7 @@ Guarantees of the lanes:
   a device itself, in order.
 - The outcome of a part reaches the caller whatever the part raises; the lane lives on.
 - A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A part that waits for another
-  thread, which itself makes a call, waits forever; after 60 seconds the log shows where.
+  thread, which itself makes a call, waits forever.
 - An interrupted caller leaves at once. Its parts that have not started are dropped.
 - Threads start when first needed. They end with `close`, with the last reference to the lanes, or with the interpreter.
 - A forked child has no lanes: all calls run plainly there.
@@ -25,13 +25,11 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
-import logging
-import sys
 import threading
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import cycle
@@ -39,7 +37,7 @@ from operator import attrgetter, itemgetter
 from os import getpid
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import wrapt
@@ -60,7 +58,7 @@ from parawrap.engine._private_names import (
     tracing_state,
     version_of,
 )
-from parawrap.engine.cut import Cutter, Piece, Shard, ShardPlan
+from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_for_moment
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
@@ -70,11 +68,9 @@ from parawrap.engine.trace import Recorder, timed
 from parawrap.errors import SessionError, ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten
 
-_LOG = logging.getLogger("parawrap.lanes")
 _CPU = torch.device("cpu")
 _TENSOR = frozenset({torch.Tensor})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_LONG_WAIT_S = 60.0  # before the log names a wait: longer than most calls, shorter than a user's patience
 _EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _requires_grad = attrgetter("requires_grad")
 _target_of = attrgetter("target")
@@ -105,11 +101,8 @@ class _Here(threading.local):
 here = _Here()
 
 
-def _no_caller() -> None:
-    """Return None, before a block opens and after it has ended: stubs that are still referenced call plainly."""
-
-
-NOWHERE: Any = (_no_caller, None)
+NOWHERE: Any = (lambda: None, None)
+"""The route of a stub before a block opens and after it has ended: the stub calls plainly."""
 
 
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
@@ -125,7 +118,7 @@ class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
     def __init__(self, plain: Callable[..., Any], under: Any) -> None:
         super().__init__(plain)
         self._self_under = under
-        self._self_route: tuple[Callable[[], Caller | None], Entry] = NOWHERE
+        self._self_route: tuple[Callable[[], Any], Entry] = NOWHERE
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         find, entry = self._self_route
@@ -160,12 +153,6 @@ class Entry(NamedTuple):
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
 
 
-class Caller(Protocol):
-    """Runs the calls of the methods of a module inside a block."""
-
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
 class Calls:
     """The cut calls and the plain calls of one target, on lanes in threads of this process. Thread-safe.
 
@@ -196,7 +183,6 @@ class Calls:
         self.replicas = Replicas(target, devices, methods, shares_hooks=shares_hooks, copies_of_parts=copies_of_parts)
         self.recorder = Recorder(target)
         self.plain_calls = self.watched_calls = self.cut_calls = 0
-        self._counting = threading.Lock()  # of watched calls, which run plainly and hold no other lock
         self.shards: tuple[int, ...] = ()
         self._lock = threading.RLock()  # calls of several threads wait for each other
         self._before_plain: list[threading.Thread] | None = None  # the threads that ran before the plain call of now
@@ -206,7 +192,6 @@ class Calls:
         self._note_home()
         self.holds_whole_calls = False
         self._probed: set[ShardPlan] = set()
-        self._warns_of_draws = len(devices) > 1
         self._warns_of_turns = devices[0].type == "cpu" and self.lanes.share_devices
         self._has_warned_of_plan = False
 
@@ -216,32 +201,23 @@ class Calls:
         if here.lane is not None or not lanes.is_open or lanes.pid != getpid():
             return entry.plain(*args, **kwargs)
         if must_run_plainly(lanes.backend):
-            with self._counting:
-                self.watched_calls += 1
+            self.watched_calls += 1
             return entry.plain(*args, **kwargs)
         if (others := self._before_plain) is not None and threading.current_thread() not in others:
             return entry.plain(*args, **kwargs)  # in a thread that the plain call of now has started, and may wait for
-        if not self._lock.acquire(timeout=_LONG_WAIT_S):
-            log_wait("a call has been waiting for the call of another thread", lanes.all)
-            self._lock.acquire()
-        try:
+        with self._lock:
             if not lanes.is_open:  # it was closed meanwhile
                 return entry.plain(*args, **kwargs)
             if replicas.is_quiet:
                 return self._call_in_turn(entry, args, kwargs)
             self.holds_whole_calls = True  # they would find, or write, what this call leaves in a replica
-            for lane in lanes.all:
-                if lane.gate.locked():
-                    wait_and_log(lane.gate, "a call has been waiting for whole calls", lanes.all)
-            return self._call_in_turn(entry, args, kwargs)
-        finally:
-            self.holds_whole_calls = False
-            self._lock.release()
-
-    def wait_for_cut_call(self) -> None:
-        """Wait until no call of another thread holds whole calls back."""
-        with self._lock:
-            pass
+            try:
+                for lane in lanes.all:
+                    with lane.gate:  # a whole call that has begun ends first
+                        pass
+                return self._call_in_turn(entry, args, kwargs)
+            finally:
+                self.holds_whole_calls = False
 
     def _call_in_turn(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call, while no other thread calls the target."""
@@ -256,8 +232,9 @@ class Calls:
             plan = cutter.plan(flat, lanes.count)
         else:
             flat = FlatCall(args, plan.spec, (), on_cpu=True)
-        if plan.hint is not None:
-            self._warn_of_plan(plan.hint)
+        if plan.hint is not None and not self._has_warned_of_plan:
+            self._has_warned_of_plan = True
+            warn_caller(plan.hint)
         sizes = plan.sizes
         if len(sizes) == 1 and self._is_whole_here(flat):
             return self.run_plainly(entry, args, kwargs)
@@ -300,8 +277,10 @@ class Calls:
             tasks: Sequence[Callable[[], Any]] = [*map(partial, functions, *columns)]
         else:
             shards = [Shard((), {}, 0)] * len(sizes)
-            tasks = self._place_parts(entry, plan.cut(flat, columns), flat, shards)
-            moments = self._read_moments(flat, len(sizes))
+            tasks = self._place_parts(entry, plan, flat, columns, shards)
+            if not (self.stays_on_cpu and all(map(_is_on_cpu, flat.leaves))):
+                sources = (*map(device_of, flat.leaves), self.output_device)
+                moments = lanes.read_moments(sources, replicas.home, len(sizes))
         if self.recorder.traces:
             tasks = self._record(entry, tasks, sizes)
         if len(sizes) > lanes.count:
@@ -391,7 +370,8 @@ class Calls:
 
         Raises:
             ReplicaError: If the model cannot be copied, or as for a cut call.
-            BaseException: As for `apply`.
+            BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
+                lanes have finished.
         """
         replicas = self.replicas
         with self._lock:
@@ -415,30 +395,11 @@ class Calls:
             replicas.settle_call(used, versions)
         return outputs
 
-    def apply(
-        self,
-        calls: Sequence[Callable[[], Any]],
-        leaves: Sequence[Any] = (),
-        describe: Callable[[int], str] | None = None,
-    ) -> list[Any]:
-        """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls.
-
-        Raises:
-            BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
-                lanes have finished.
-        """
+    def apply(self, calls: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
+        """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls."""
         with self._lock:
             turns = self._decide_turns(leaves, only_tensors=False)
-            draws = self._read_generators() if turns is None and self._warns_of_draws else None
-            moments = self._read_moments_of(leaves, len(calls))
-            outputs, errors = self.lanes.run(calls, turns, self.replicas.home, moments)
-            if errors:
-                raise_first_failure(errors, len(calls), self.lanes.all, describe)
-            if draws is not None:
-                self._warn_of_draws(draws)
-            if moments:
-                record_use(flatten(outputs)[0])
-        return outputs
+            return self.lanes.apply(calls, leaves, turns, self.replicas.home, self.output_device)
 
     # Decisions
 
@@ -488,67 +449,40 @@ class Calls:
         home = self.replicas.home
         self.stays_on_cpu = self._lanes_are_on_cpu and (home is None or home.type == "cpu")
 
-    def _warn_of_plan(self, hint: str) -> None:
-        if not self._has_warned_of_plan:
-            self._has_warned_of_plan = True
-            warn_caller(hint)
-
     # Facts that the comparison in each call cannot show: read for each new plan, and after each change of the model
 
     def _read_probe(self, *, looks: bool, turns: str | None) -> tuple[Any, Any]:
         contents = self.replicas.read_contents() if looks and self.replicas.is_new else None
-        return contents, self._read_generators() if turns is None and self._warns_of_draws else None
+        return contents, self.lanes.read_draws() if turns is None else None
 
     def _check_probe(self, plan: ShardPlan, probe: tuple[Any, Any]) -> None:
         contents, draws = probe
         if contents is not None:
             self.replicas.check_contents(contents)
         if draws is not None:
-            self._warn_of_draws(draws)
+            self.lanes.warn_of_draws(draws)
         self.replicas.is_new = False
         if len(self._probed) > _MOST_PROBED:
             self._probed.clear()
         self._probed.add(plan)
 
-    def _read_generators(self) -> list[torch.Tensor]:
-        """Return the states of the generators that lanes share."""
-        shared = [device for device, count in Counter(self.devices).items() if count > 1 and device.type != "cpu"]
-        states = [torch.default_generator.get_state(), *(backend_of(each.type).rng_state(each) for each in shared)]
-        return [state for state in states if state is not None]
-
-    def _warn_of_draws(self, before: list[torch.Tensor]) -> None:
-        """Warn once if lanes that ran at the same time drew from a shared generator."""
-        if not all(map(torch.equal, before, self._read_generators())):
-            self._warns_of_draws = False
-            warn_caller(_DRAWS)
-
     # Scatter and gather beyond tensors on the CPU
 
     def _place_parts(
-        self, entry: Entry, pieces: Sequence[Piece], flat: FlatCall, shards: list[Shard]
+        self, entry: Entry, plan: ShardPlan, flat: FlatCall, columns: Sequence[Sequence[Any]], shards: list[Shard]
     ) -> list[Callable[[], Any]]:
         """Return one task per shard, which first copies the shard to the device of its lane."""
         devices = self.devices
         if self.stays_on_cpu and all(map(_is_on_cpu, flat.leaves)):
             devices = (_CPU,)
-        return [
-            partial(_run_piece, entry.of(replica.target), piece, device, shards, index)
-            for index, (replica, piece, device) in enumerate(
-                zip(cycle(self.replicas.all), pieces, cycle(devices), strict=False)
-            )
-        ]
 
-    def _read_moments(self, flat: FlatCall, count: int) -> Sequence[Moment]:
-        if self.stays_on_cpu and (flat.on_cpu or all(map(_is_on_cpu, flat.leaves))):
-            return ()
-        return self._read_moments_of(flat.leaves, count)
+        def run(function: Callable[..., Any], index: int, device: torch.device) -> Any:
+            shard = shards[index] = plan.place(flat, columns, index, device)
+            return function(*shard.args, **shard.kwargs)
 
-    def _read_moments_of(self, leaves: Iterable[Any], count: int) -> Sequence[Moment]:
-        """Return the position of the caller in its streams, for each lane; nothing if everything is on the CPU."""
-        home = self.replicas.home
-        found = (*map(device_of, leaves), self.output_device)
-        sources = {device for device in found if device is not None and device != home}
-        return self.lanes.read_moments(sources, home, count)
+        functions = (entry.of(replica.target) for replica in cycle(self.replicas.all))
+        lanes = zip(functions, range(len(plan.sizes)), cycle(devices), strict=False)
+        return [partial(run, *each) for each in lanes]
 
     def _record(self, entry: Entry, tasks: Sequence[Callable[[], Any]], sizes: Sequence[int]) -> list[Callable[[], Any]]:
         record = self.recorder.record
@@ -572,7 +506,8 @@ class Calls:
         """Join the outputs of the lanes on the output device."""
         device = None  # all outputs are already on the CPU
         if not (self.stays_on_cpu and (self.replicas.home is not None or self.output_device is not None or flat.on_cpu)):
-            device = self.output_device or self.replicas.home or _first_device(flat.leaves) or self.devices[0]
+            of_leaves = next(filter(None, map(device_of, flat.leaves)), None)
+            device = self.output_device or self.replicas.home or of_leaves or self.devices[0]
             record_use(flatten(outputs)[0])
         originals = partial(_originals_of, self.replicas.all, plan, flat, shards)
         kind = self.lanes.backend.type
@@ -585,18 +520,8 @@ class Calls:
 _MOST_PROBED = 1024  # plans; as many as a cutter keeps
 
 
-def _run_piece(function: Callable[..., Any], piece: Piece, device: torch.device, shards: list[Shard], index: int) -> Any:
-    """Copy a shard to the device of its lane, and call a function with it."""
-    shard = shards[index] = piece.on(device)
-    return function(*shard.args, **shard.kwargs)
-
-
 def _is_on_cpu(leaf: Any) -> bool:
     return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
-
-
-def _first_device(leaves: Sequence[Any]) -> torch.device | None:
-    return next((device for leaf in leaves if (device := device_of(leaf)) is not None), None)
 
 
 def _originals_of(
@@ -635,11 +560,16 @@ class Lane:
         self.taking = threading.Lock()
         self.tasks = self.rows = self.cut_rows = self.whole_calls = self.busy_ns = 0
         self.thread: threading.Thread | None = None
-        self.streams = LaneStreams(backend_of(device.type), device)
+        self.streams = LaneStreams(device, index)
         self._shared = deque() if shared is None else shared  # whole calls, oldest first
 
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
+
+    @property
+    def load(self) -> tuple[bool, int, int]:
+        """How much the lane has to do, for a comparison with other lanes."""
+        return self.lock.locked(), self.streams.unfinished(), self.tasks
 
     def start(self, threads: int | None) -> None:
         """Start the lane's thread, and wait until its count of intra-op threads is set."""
@@ -666,7 +596,8 @@ class Lane:
     def _serve(self, threads: int | None, ready: threading.Event) -> None:
         """Run the lane's thread. It refers to nothing but the lane, so abandoned lanes can be collected."""
         if threads is not None:
-            settle(threads)
+            torch.get_num_threads()  # without this, the thread's first parallel operator undoes the setting
+            torch.set_num_threads(threads)
         here.lane = self  # for good: callbacks of futures run in this thread too, and must not wait for lanes
         ready.set()
         while (work := self.inbox.get()) is not None:
@@ -735,8 +666,6 @@ class Job:
             lane, task = self.lanes[at_lane], self.tasks[index]
             if context is not None and at > 0:  # a part finds no variable that the one before it has set
                 task = partial(context.copy().run, task)
-            if lane.lock.locked():
-                wait_and_log(lane.lock, f"{lane} has been busy", self.lanes)
             with lane.lock:  # no interrupt comes between this line and the next
                 start = perf_counter_ns()
                 before = here.lane
@@ -788,6 +717,7 @@ class Lanes:
         self._own_locks = [lane.lock for lane in self.all]
         self._gate = threading.Lock()
         self._changed: Moment = {}
+        self._warns_of_draws = self.count > 1
         self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
 
     def run(
@@ -805,13 +735,15 @@ class Lanes:
         groups = dict(self._groups.get(key) or self._group(key))
         job = Job(self.all, tasks, groups, home, moments)
         first = groups.pop(0)
-        is_alone = not groups or (torch.get_num_threads() == self._threads and getattr(_seen, "yes", False))
-        threads = 0 if is_alone or self._threads is None else lower_threads(self._threads)
+        before = torch.get_num_threads()
+        lowers = bool(groups) and self._threads is not None and self._threads != before
+        if lowers:
+            torch.set_num_threads(self._threads)  # type: ignore[arg-type]
         try:
             self._run_job(job, first, [*groups])
         finally:
-            if threads:
-                restore_threads(threads)
+            if lowers:
+                torch.set_num_threads(before)
         if moments and not torch.is_grad_enabled():
             for lane in self.all[: len(tasks)]:
                 lane.streams.be_waited_for()
@@ -842,14 +774,19 @@ class Lanes:
                 group = job.groups.pop(index, None)
                 if group is not None:
                     job.modes.run(partial(job.run, group), self.all[index].device, home)
-            if not job.done.acquire(timeout=_LONG_WAIT_S):
-                log_wait("a call has been waiting for its lanes", self.all)
-                job.done.acquire()
+            job.done.acquire()
         except BaseException:
             job.drop()
             raise
 
-    def apply(self, tasks: Sequence[Callable[[], Any]], leaves: Sequence[Any] = ()) -> list[Any]:
+    def apply(
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        leaves: Sequence[Any],
+        turns: str | None = None,
+        home: torch.device | None = None,
+        output_device: torch.device | None = None,
+    ) -> list[Any]:
         """Run task i in lane i, and return their values in lane order. `leaves` are the arguments of all tasks.
 
         Lanes that share a device run in turns if one of `leaves` requires gradients.
@@ -858,21 +795,38 @@ class Lanes:
             BaseException: If a lane fails: the error of the first such lane, with a note on lane and device. All other
                 lanes have finished.
         """
-        turns = None
         if torch.are_deterministic_algorithms_enabled() or profiler_runs():
             turns = "all"
-        elif self.share_devices and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        elif (
+            turns is None
+            and self.share_devices
+            and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+        ):
             turns = "device"
-        moments = self.read_moments({each for each in map(device_of, leaves) if each is not None}, None, len(tasks))
-        before = torch.default_generator.get_state() if turns is None and len(tasks) > 1 else None
-        outputs, errors = self.run(tasks, turns, None, moments)
+        moments = self.read_moments((*map(device_of, leaves), output_device), home, len(tasks))
+        draws = self.read_draws() if turns is None else None
+        outputs, errors = self.run(tasks, turns, home, moments)
         if errors:
             raise_first_failure(errors, len(tasks), self.all)
-        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
-            warn_caller(_DRAWS)
+        if draws is not None:
+            self.warn_of_draws(draws)
         if moments:
             record_use(flatten(outputs)[0])
         return outputs
+
+    def read_draws(self) -> list[torch.Tensor] | None:
+        """Return the states of the generators that lanes share; None if a warning of draws was given."""
+        if not self._warns_of_draws:
+            return None
+        shared = [device for device, count in Counter(lane.device for lane in self.all).items() if count > 1]
+        states = [backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"]
+        return [torch.default_generator.get_state(), *(state for state in states if state is not None)]
+
+    def warn_of_draws(self, before: list[torch.Tensor]) -> None:
+        """Warn once if lanes that ran at the same time drew from a shared generator. `before` is from `read_draws`."""
+        if not all(map(torch.equal, before, self.read_draws() or before)):
+            self._warns_of_draws = False
+            warn_caller(_DRAWS)
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not inside a lane, after `close`, or while it is traced."""
@@ -898,7 +852,7 @@ class Lanes:
             for lane in self.all[:1] if in_order else self.all:
                 if not lane.taking.locked():
                     # A caller may be at work in the first, or its device may be behind
-                    chosen = lane if chosen is None else min(chosen, lane, key=_load_of)
+                    chosen = lane if chosen is None else min(chosen, lane, key=attrgetter("load"))
                     if self._only_cpu and not chosen.lock.locked():
                         break
             if chosen is not None and chosen.taking.acquire(blocking=False):
@@ -915,8 +869,6 @@ class Lanes:
         """Keep every lane idle inside the block, and the devices done with what lanes queued."""
         with ExitStack() as held:
             for lock in {id(lane.lock): lane.lock for lane in self.all}.values():
-                if lock.locked():
-                    wait_and_log(lock, "a change of the model has been waiting for busy lanes", self.all)
                 held.enter_context(lock)
             if self._only_cpu and home in (None, _CPU):
                 yield
@@ -925,33 +877,29 @@ class Lanes:
                 lane.streams.be_waited_for()
             wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
             yield
-            self._changed = moment_of(self._devices_with(home), shared=False)
+            devices = {home, *(lane.device for lane in self.all)}
+            self._changed = moment_of(filter(None, devices), shared=False)
             for lane in self.all:
                 lane.streams.wait_next(self._changed)
-
-    def _devices_with(self, home: torch.device | None) -> list[torch.device]:
-        devices = [lane.device for lane in self.all]
-        return [*dict.fromkeys(devices if home is None else [home, *devices])]
 
     def share_lock(self, *, shares: bool) -> None:
         """Let all lanes share one lock, so that only one of them runs at a time; or give each its own. Inside `idle`."""
         for lane, own in zip(self.all, self._own_locks, strict=True):
             lane.lock = self._own_locks[0] if shares else own
 
-    def read_moments(self, sources: Collection[torch.device], home: torch.device | None, count: int) -> Sequence[Moment]:
+    def read_moments(
+        self, sources: Iterable[torch.device | None], home: torch.device | None, count: int
+    ) -> Sequence[Moment]:
         """Return the position of the caller in its streams, as it concerns each lane; nothing if all is on the CPU.
 
-        `sources` are devices with data for the calls, other than the model's.
+        `sources` are devices with data for the calls, or None.
         """
-        if self._only_cpu and home in (None, _CPU) and all(device.type == "cpu" for device in sources):
+        found = {device for device in (home, *sources) if device is not None}
+        if self._only_cpu and all(device.type == "cpu" for device in found):
             return ()
-        of_all = [home, *sources, *(lane.device for lane in self.all[:count])]
-        devices = [*dict.fromkeys(device for device in of_all if device is not None)]
-        moment = moment_of(devices, shared=torch.is_grad_enabled())
-        return [
-            {device: mark for device, mark in moment.items() if device in (*sources, home, lane.device)}
-            for lane in self.all[:count]
-        ]
+        lanes = self.all[:count]
+        moment = moment_of([*found.union(lane.device for lane in lanes)], shared=torch.is_grad_enabled())
+        return [{device: mark for device, mark in moment.items() if device in (*found, lane.device)} for lane in lanes]
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
@@ -966,10 +914,9 @@ class Lanes:
             _end_threads(self.all)
             for lane in self.all:
                 lane.streams.be_waited_for()
-                lane.streams.end()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        with intra_op_threads(1):  # a lane sets the count for new threads too: leaving the block restores it
+        with intra_op_threads(None):  # a lane sets the count for new threads too: leaving the block restores it
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self._threads)
@@ -983,10 +930,6 @@ class Lanes:
             groups.setdefault(thread, []).append(index)
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
-
-
-def _load_of(lane: Lane) -> tuple[bool, int, int]:
-    return lane.lock.locked(), lane.streams.unfinished(), lane.tasks
 
 
 def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
@@ -1026,34 +969,11 @@ def raise_first_failure(
         del first, others  # the traceback holds this frame
 
 
-def wait_and_log(lock: threading.Lock, what: str, lanes: Sequence[Lane]) -> None:
-    """Wait until a lock was free, and log a long wait. It is not held afterwards."""
-    if not lock.acquire(timeout=_LONG_WAIT_S):
-        log_wait(what, lanes)
-        lock.acquire()
-    lock.release()
-
-
-def log_wait(what: str, lanes: Sequence[Lane]) -> None:
-    """Log where the threads of lanes are, once a wait is long."""
-    frames = sys._current_frames()
-    idents = [(lane, lane.thread.ident) for lane in lanes if lane.thread is not None and lane.thread.ident is not None]
-    stacks = [f"{lane}:\n{''.join(traceback.format_stack(frames[ident]))}" for lane, ident in idents if ident in frames]
-    _LOG.warning(
-        "%s for %d s. A model must not wait for another thread that calls it, or for another lane.\n%s",
-        what,
-        _LONG_WAIT_S,
-        "\n".join(stacks),
-    )
-
-
 # Inherited by lanes from the caller
 
 
-class _Autocast(NamedTuple):
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
+_Autocast = tuple[str, bool, torch.dtype]
+"""A kind of device, True if autocast is enabled there, and its dtype."""
 
 
 class Modes(NamedTuple):
@@ -1065,7 +985,7 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[_Autocast, ...]  # empty when it is off for every kind, with torch's dtypes
+    autocast: tuple[_Autocast, ...]  # empty if it is off for every kind
     autocast_cache: bool
     default_device: torch.device | None
     context: contextvars.Context
@@ -1073,12 +993,11 @@ class Modes(NamedTuple):
     @classmethod
     def capture(cls, kind: str) -> Modes:
         """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
-        kinds, defaults = _kinds_with_autocast(kind)
-        has_autocast = any(map(torch.is_autocast_enabled, kinds)) or (*map(torch.get_autocast_dtype, kinds),) != defaults
+        kinds = _kinds_with_autocast(kind)
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _autocast(kinds) if has_autocast else (),
+            _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else (),
             torch.is_autocast_cache_enabled(),
             _default_device() if count_function_modes() else None,
             contextvars.copy_context(),
@@ -1108,8 +1027,7 @@ class Modes(NamedTuple):
 
     def _run_with_more(self, work: Callable[[], Any], default_device: torch.device | None) -> Any:
         """Run work under autocast and a default device."""
-        kinds = [each.kind for each in self.autocast]
-        before, cache_before = _autocast(kinds), torch.is_autocast_cache_enabled()
+        before, cache_before = _autocast(kind for kind, *_ in self.autocast), torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
         try:
             _set_autocast(self.autocast, cache=self.autocast_cache)
@@ -1147,7 +1065,7 @@ def must_run_plainly(backend: Backend) -> bool:
 def without_autocast(kind: str) -> Iterator[None]:
     """Run the block without autocast on the CPU and on that kind of device."""
     with ExitStack() as stack:
-        for each in _kinds_with_autocast(kind)[0]:
+        for each in _kinds_with_autocast(kind):
             if torch.is_autocast_enabled(each):
                 stack.enter_context(torch.autocast(each, enabled=False))
         yield
@@ -1160,81 +1078,32 @@ def _default_device() -> torch.device | None:
 
 
 @functools.cache
-def _kinds_with_autocast(kind: str) -> tuple[tuple[str, ...], tuple[torch.dtype, ...]]:
-    """Return the CPU and that kind if they have autocast, and the dtypes that a new thread finds for them."""
-    kinds = tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
-    found: list[torch.dtype] = []
-    thread = threading.Thread(target=lambda: found.extend(map(torch.get_autocast_dtype, kinds)))
-    thread.start()
-    thread.join()
-    return kinds, tuple(found)
+def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
+    """Return the CPU and that kind if they have autocast."""
+    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
 
 
 def _autocast(kinds: Iterable[str]) -> tuple[_Autocast, ...]:
-    return tuple(_Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _set_autocast(states: Iterable[_Autocast], *, cache: bool) -> None:
-    for state in states:
-        torch.set_autocast_enabled(state.kind, state.enabled)
-        torch.set_autocast_dtype(state.kind, state.dtype)
+    for kind, is_enabled, dtype in states:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(cache)
-
-
-# Threads of operators
-
-_counting = threading.Lock()
-_inside = 0
-_outside = 0
-_seen = threading.local()
-
-
-def settle(threads: int) -> None:
-    """Set the calling thread's count of intra-op threads for good; the first thing that a lane's thread does.
-
-    A new thread must read its count before it sets one, or its first parallel operator undoes the setting.
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-    _seen.yes = True
-
-
-def lower_threads(threads: int) -> int:
-    """Let operators of the calling thread use that many threads. Return what `restore_threads` takes; 0 if nothing changed.
-
-    torch.set_num_threads sets the calling thread's count, and also the count that a thread takes when it runs its first
-    operator. A caller that lowers its count must therefore restore it. A caller that runs its first operator while another
-    one has lowered the count would take the lowered one for its own; it gets back the count from before.
-    """
-    global _inside, _outside
-    count = torch.get_num_threads()
-    if count == threads and getattr(_seen, "yes", False):
-        return 0
-    with _counting:
-        if _inside == 0:
-            _outside = count
-        elif not getattr(_seen, "yes", False):
-            count = _outside
-        _inside += 1
-    _seen.yes = True
-    torch.set_num_threads(threads)
-    return count
-
-
-def restore_threads(count: int) -> None:
-    """Give the calling thread the count back that `lower_threads` returned."""
-    global _inside
-    with _counting:
-        _inside -= 1
-    torch.set_num_threads(count)
 
 
 @contextmanager
 def intra_op_threads(threads: int | None) -> Iterator[None]:
-    """Let operators of the calling thread use that many threads inside the block (None: as many as before)."""
-    count = 0 if threads is None else lower_threads(threads)
+    """Let operators of the calling thread use that many threads inside the block (None: as many as before).
+
+    The count is that of the calling thread, and of threads that run their first operator later. Both are restored.
+    """
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
         yield
     finally:
-        if count:
-            restore_threads(count)
+        torch.set_num_threads(before)

@@ -14,14 +14,6 @@ from parawrap.engine.join_rules import CURE, SAME, Reduce, refuse
 # Tensors and arrays
 
 
-def have_one_scale(parts: Sequence[torch.Tensor]) -> bool:
-    """True if parts are not quantized, or with one scale for all: torch.cat takes the scale of the first part."""
-    if not parts[0].is_quantized:
-        return True
-    per_tensor = all(part.is_quantized and part.qscheme() == torch.per_tensor_affine for part in parts)
-    return per_tensor and len({(part.q_scale(), part.q_zero_point()) for part in parts}) == 1
-
-
 def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:
     """Return numpy arrays next to each other along `dim`."""
     if len({other_sizes(part.shape, dim) for part in parts}) > 1:

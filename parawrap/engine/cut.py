@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,6 @@ import torch
 from parawrap.backends import transfer
 from parawrap.engine._private_names import version_of
 from parawrap.engine.cut_errors import (
-    hint_of_items,
-    hint_of_shared_lists,
     hint_of_sizes,
     refuse_attributes,
     refuse_broken_units,
@@ -109,32 +107,6 @@ class Shard(NamedTuple):
     rows: int
     leaves: Sequence[Any] = ()
     origins: dict[int, Any] = {}  # noqa: RUF012
-
-
-class Piece(NamedTuple):
-    """A shard that still lies where the caller has it: rows of cut leaves, and the leaves that every lane gets whole."""
-
-    spec: TreeSpec
-    leaves: Sequence[Any]
-    whole: Sequence[Any]
-    dims: Sequence[int | None]
-    rows: int
-
-    def on(self, device: torch.device) -> Shard:
-        """Return the shard on a device: what lies there already, and copies of the rest on the thread's streams."""
-        here: dict[int, Any] = {}  # one object at two places stays one object
-        for leaf in self.leaves:
-            if id(leaf) not in here:
-                here[id(leaf)] = _move(leaf, device)
-        leaves = [here[id(leaf)] for leaf in self.leaves]
-        origins: dict[int, Any] = {}  # of copies of tensors that were not cut, and of parts of values with registered rules
-        for placed, whole, dim in zip(leaves, self.whole, self.dims, strict=True):
-            if isinstance(whole, WholeLeaf):
-                origins[id(placed)] = whole.value
-            elif dim is None and isinstance(whole, torch.Tensor) and placed is not whole:
-                origins[id(placed)] = whole
-        args, kwargs = unflatten(self.spec, leaves)
-        return Shard(args, kwargs, self.rows, leaves, origins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,17 +216,27 @@ class ShardPlan:
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
-    def cut(self, flat: FlatCall, columns: Sequence[Sequence[Any]] | None = None) -> list[Piece]:
-        """Return one piece per size, with the parts that `columns` returned; with views by default."""
-        columns = self.columns(flat, copy=False) if columns is None else columns
-        return [
-            Piece(flat.spec, [column[shard] for column in columns], flat.leaves, self.dims, size)
-            for shard, size in enumerate(self.sizes)
-        ]
+    def place(self, flat: FlatCall, columns: Sequence[Sequence[Any]], index: int, device: torch.device) -> Shard:
+        """Return a shard of these columns on a device. Parts from elsewhere are copied on the thread's streams."""
+        parts = [column[index] for column in columns]
+        here: dict[int, Any] = {}  # one object at two places stays one object
+        for part in parts:
+            if id(part) not in here:
+                here[id(part)] = _move(part, device)
+        leaves = [here[id(part)] for part in parts]
+        origins: dict[int, Any] = {}  # of copies of tensors that were not cut, and of parts of values with registered rules
+        for placed, whole, dim in zip(leaves, flat.leaves, self.dims, strict=True):
+            if isinstance(whole, WholeLeaf):
+                origins[id(placed)] = whole.value
+            elif dim is None and isinstance(whole, torch.Tensor) and placed is not whole:
+                origins[id(placed)] = whole
+        args, kwargs = unflatten(flat.spec, leaves)
+        return Shard(args, kwargs, self.sizes[index], leaves, origins)
 
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """Return one shard per size, each on its device; `devices` has one entry per shard."""
-        return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]
+        columns = self.columns(flat, copy=False)
+        return [self.place(flat, columns, index, device) for index, device in enumerate(devices)]
 
     def update(self, flat: FlatCall, shards: Sequence[Shard]) -> None:
         """Put what the lanes did to their parts of a cache into the cache that the caller passed."""
@@ -288,10 +270,10 @@ class ShardPlan:
             except (RuntimeError, NotImplementedError) as error:
                 if leaf.layout is torch.strided and not leaf.is_nested:
                     raise
+                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
                 msg = (
-                    f"{addresses(self.spec, CALL_ROOTS)[index]} of shape {tuple(leaf.shape)} and layout {leaf.layout} "
-                    "cannot be split by torch. A parallel block whose in_dims has None for its parameter gives it whole to "
-                    "every lane"
+                    f"{addresses(self.spec, CALL_ROOTS)[index]} is a {kind}, which torch cannot split. Pass a dense tensor "
+                    "to cut it. A parallel block whose in_dims has None for its parameter gives it whole to every lane"
                 )
                 raise ShardError(msg) from error
         parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
@@ -318,8 +300,7 @@ class _Layout(NamedTuple):
 class Cutter:
     """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
 
-    `sizes` gives the sizes of the shards, in units of `unit` rows. `unused` are names in `in_dims` that no call passed yet,
-    and that only ``**kwargs`` takes. With `lists_are_shared`, the rules are those of
+    `sizes` gives the sizes of the shards, in units of `unit` rows. With `lists_are_shared`, the rules are those of
     torch.nn.DataParallel: every lane gets the same list or object.
     """
 
@@ -341,7 +322,6 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit
-        self.unused = {name for name in self.in_dims if parameters is not None and not parameters.names(name)}
         self._layouts: dict[TreeSpec, _Layout] = {}
         self._of_shapes: dict[tuple[int, tuple[torch.Size, ...]], ShardPlan] = {}  # of calls of plain tensors on the CPU
 
@@ -365,15 +345,7 @@ class Cutter:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
-        if args and not kwargs and not self.in_dims and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
-            try:  # the short way for the most common call: positional tensors on the CPU
-                extents = tuple(map(itemgetter(self.dim), map(_shape_of, args)))
-            except (IndexError, RuntimeError):  # a tensor without that dim, or a nested one
-                pass
-            else:
-                return FlatCall(args, flatten_call(args, {})[1], extents, on_cpu=True)
         if self.in_dims:
-            self.unused.difference_update(kwargs)
             args, kwargs = self._declarations.mark_items(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         return FlatCall(leaves, spec, tuple(map(extent_of, leaves, self._layout(spec).dims)))
@@ -422,8 +394,7 @@ class Cutter:
         is_cut = rows is not None and rows > 1 and lanes > 1
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_cut and not self.lists_are_shared)
         if rows is None:
-            hint = None if self.lists_are_shared or lanes == 1 else hint_of_items(self._declarations, flat)
-            return ShardPlan.of(spec, leaves, (None,) * len(leaves), (0,), hint)
+            return ShardPlan.of(spec, leaves, (None,) * len(leaves), (0,))
         if rows % self.unit:
             refuse_broken_units(flat, rows, self.unit)
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
@@ -431,8 +402,6 @@ class Cutter:
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
         largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
         hint = hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None
-        if is_cut and self.lists_are_shared:
-            hint = hint_of_shared_lists(self._declarations, flat, rows)
         return ShardPlan.of(spec, leaves, cut, sizes, hint)
 
     def _layout(self, spec: TreeSpec) -> _Layout:

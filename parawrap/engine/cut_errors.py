@@ -1,4 +1,4 @@
-"""Errors of calls that cannot be cut, and warnings about calls that an option would cut better.
+"""Errors of calls that cannot be cut, and the warning of a call that an option would cut better.
 
 Each error names every value concerned, and the `in_dims` that settle all of them at once.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from parawrap.engine.declarations import Declarations
-from parawrap.engine.extents import ARRAY, BEYOND, CALL_ROOTS, FIXED, NESTED, OBJECT, FlatCall, has_items
+from parawrap.engine.extents import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
 from parawrap.engine.rules.registry import registration_of
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, sequences, tensors_in
@@ -156,15 +156,13 @@ def refuse_unclear(declarations: Declarations, flat: FlatCall, rows: int | None,
 
 
 def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: bool) -> Iterator[_Unclear]:
-    """Yield objects of unknown classes, nested tensors, and arrays, which all lanes would share."""
+    """Yield objects of unknown classes and arrays, which all lanes would share."""
     if all(extent > OBJECT for extent in flat.extents):
         return
     where, paths = addresses(flat.spec, CALL_ROOTS), flat.spec.paths()
     for index, (leaf, extent) in enumerate(zip(flat.leaves, flat.extents, strict=True)):
         place, path, kind = where[index], paths[index], type(leaf).__name__
-        if extent == NESTED:
-            yield _Unclear(path, f"{place} is a nested tensor, which torch cannot split. Pad it to cut it")
-        elif extent <= ARRAY and is_strict:
+        if extent <= ARRAY and is_strict:
             says = f"{place} is an array with {ARRAY - extent} rows, and the batch has {rows}"
             yield _Unclear(path, f"{says}. Pass torch.from_numpy(...) of it", may_be_items=True)
         elif extent == OBJECT and next(tensors_in(leaf), None) is not None:
@@ -192,34 +190,6 @@ def _find_sequences(declarations: Declarations, flat: FlatCall, rows: int) -> It
             f"batch has {rows} rows: it may have one item per row or be one value for all rows"
         )
         yield _Unclear(path, says, may_be_items=True)
-
-
-def hint_of_items(declarations: Declarations, flat: FlatCall) -> str | None:
-    """Return a warning for a call that is not cut although it has texts or arrays; None for any other call."""
-    paths, extents = flat.spec.paths(), flat.extents
-    arrays = [(paths[index], "array") for index, extent in enumerate(extents) if extent < ARRAY - 1]
-    texts = [
-        (path, _kind_of(node))
-        for path, node, start in sequences(flat.spec)
-        if len(path) > 1 and node.num_children > 1 and FIXED in extents[start : start + node.num_leaves]
-    ]
-    for path, kind in arrays + texts:
-        if declarations.name_at(path) is not None and declarations.find(path) is UNDECLARED:
-            cut, whole = declarations.write_cure({path: "items"}), declarations.write_cure({path: None})
-            return (
-                f"a call without tensors runs plainly: {address(CALL_ROOTS[path[0]], path[1:])} is a {kind}. To cut it by "
-                f"item, use {cut}; to keep the call plain, use {whole}"
-            )
-    return None
-
-
-def hint_of_shared_lists(declarations: Declarations, flat: FlatCall, rows: int) -> str | None:
-    """Return a warning for a list as long as the batch, which goes whole to every lane, as in torch.nn.DataParallel."""
-    found = next(_find_sequences(declarations, flat, rows), None)
-    if found is None:
-        return None
-    cure = declarations.write_cure({found.path: "items"})
-    return f"{found.says}. Like torch.nn.DataParallel, parawrap gives it whole to every lane; {cure} cuts it by item"
 
 
 def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:

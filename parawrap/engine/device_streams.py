@@ -14,30 +14,18 @@ Guarantees, for devices that have streams:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from parawrap.backends import Backend, Stream, backend_of, record_use
-from parawrap.tree import flatten
+from parawrap.backends import Stream, backend_of
 
 T = TypeVar("T")
 _AHEAD = 2  # batches on the device: one runs while the next one is copied
-_HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
-
-
-class _Landing(threading.local):
-    """`lands` is True if the thread runs callbacks. The class has the default: a failed lookup takes a microsecond."""
-
-    lands = False
-
-
-_landing = _Landing()
 
 
 class Mark(NamedTuple):
@@ -72,60 +60,26 @@ def wait_for_moment(moment: Moment) -> None:
             stream.wait_event(mark.event)
 
 
-class _Shelf:
-    """The streams that no lane has, for the next ones: torch keeps a workspace for each stream that it ever worked on."""
-
-    # No lock: a pool may be collected, and put its streams here, while another one is about to take some.
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, deque[Stream]] = {}
-        self._made: dict[torch.device, set[Stream]] = {}
-
-    def take(self, device: torch.device) -> Stream:
-        try:
-            return self._streams.setdefault(device, deque()).pop()
-        except IndexError:
-            return self._make(device)
-
-    def _make(self, device: torch.device) -> Stream:
-        """A stream that no lane has; torch hands out a device's few in turn, so it may be one that a lane has after all."""
-        made = self._made.setdefault(device, set())
-        stream = _new_stream(device)
-        for _ in range(_HANDED_OUT_IN_TURN - 1):
-            if stream not in made:
-                break
-            stream = _new_stream(device)
-        made.add(stream)
-        return stream
-
-    def put(self, device: torch.device, stream: Stream) -> None:
-        self._streams.setdefault(device, deque()).append(stream)
-
-
-def _new_stream(device: torch.device) -> Stream:
+@cache
+def _stream_of_lane(device: torch.device, lane: int, use: str) -> Stream:
+    """Return the stream of the lanes with this index, of all blocks: torch keeps a workspace for each stream ever used."""
     stream = backend_of(device.type).new_stream(device)
     assert stream is not None, "a device with a current stream has others"
     return stream
 
 
-_shelf = _Shelf()
-
-
 class LaneStreams:
-    """The streams of one lane, one for each device that its work has to do with. Each is made when first needed.
+    """The streams of one lane, one for each device that its work has to do with, and one for copies of inputs.
 
-    Used by the thread that has the lane, or by several where a lane is shared; `be_waited_for` by any.
+    Used by the thread that has the lane; `be_waited_for` by any.
     """
 
-    def __init__(self, backend: Backend, device: torch.device) -> None:
-        self._backend = backend
+    def __init__(self, device: torch.device, lane: int) -> None:
+        self._backend = backend_of(device.type)
         self._device = device
-        self._making = threading.RLock()  # a pool that is collected meanwhile ends its lanes' streams in this thread
-        self._own: dict[torch.device, Stream] = {}
+        self._lane = lane
         self._last: dict[torch.device, Stream] = {}
         self._since: dict[torch.device, Mark] = {}
-        self._copying: tuple[Stream, ...] = ()
-        self._ended = False
         self._ahead: deque[Reached] = deque()
 
     def run(self, work: Callable[[], T], moment: Moment) -> T:
@@ -146,20 +100,10 @@ class LaneStreams:
                 self._ahead.append(reached)
         return value, reached
 
-    def end(self) -> None:
-        """Return the streams for use by others. A running call keeps using them: a stream keeps its order."""
-        with self._making:
-            lent = [] if self._ended else [*self._own.items(), *((self._device, each) for each in self._copying)]
-            self._ended = True
-        for device, stream in lent:
-            _shelf.put(device, stream)
-
     def _hold_back(self) -> None:
         """Wait until the work before the last one is done."""
-        with self._making:
-            over = [self._ahead.popleft() for _ in range(len(self._ahead) - _AHEAD + 1)]
-        for reached in over:
-            for _, event in reached:
+        while len(self._ahead) >= _AHEAD:
+            for _, event in self._ahead.popleft():
                 event.synchronize()
 
     def unfinished(self) -> int:
@@ -194,7 +138,7 @@ class LaneStreams:
 
     def _stream_after(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""
-        stream = mark.stream if mark.event is None else self._stream_on(device)
+        stream = mark.stream if mark.event is None else _stream_of_lane(device, self._lane, "work")
         last, self._last[device] = self._last.get(device, stream), stream
         if last != stream:
             stream.wait_stream(last)
@@ -205,59 +149,13 @@ class LaneStreams:
             stream.record_event()  # a thread's first call of cuBLAS warns, unless CUDA was called before
         return stream
 
-    def _stream_on(self, device: torch.device) -> Stream:
-        with self._making:
-            if device not in self._own:
-                self._own[device] = _shelf.take(device)
-            return self._own[device]
-
     def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
         """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
         if mark is None or mark.event is None:
             stage()
             return
-        with self._making:
-            if not self._copying:
-                self._copying = (_shelf.take(self._device),)
-            (copying,) = self._copying
+        copying = _stream_of_lane(self._device, self._lane, "copies")
         copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()
         streams[self._device].wait_stream(copying)
-
-
-class LaneFuture(Future[Any]):
-    """A future with a result that may be used on the current streams of the thread that reads it.
-
-    Any number of threads may read it. A callback runs in the lane's thread and may pass the result on, so it waits.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lane = 0  # the index of the lane that runs it
-        self._reached: Reached = ()
-
-    def land(self, value: Any, reached: Reached) -> None:
-        """Set the value, which is there after these events."""
-        self._reached = reached
-        before, _landing.lands = _landing.lands, True
-        try:
-            self.set_result(value)  # runs the callbacks
-        finally:
-            _landing.lands = before
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            value = super().result(timeout)
-        except BaseException:
-            del self  # it has the error, and the traceback of the error holds this frame
-            raise
-        for device, event in self._reached:
-            stream = backend_of(device.type).stream(device)
-            if stream is None or _landing.lands:
-                event.synchronize()
-            else:
-                stream.wait_event(event)
-        if self._reached:
-            record_use(flatten(value)[0])
-        return value

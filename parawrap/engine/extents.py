@@ -25,11 +25,9 @@ CALL_ROOTS = ("args", "kwargs")
 
 # Extents of leaves without rows
 BROADCAST = -1  # every lane gets the same object
-FIXED = -2  # also; a value such as a text: a list may have one per row
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
 OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
-NESTED = -6  # a nested tensor of the strided layout, which torch cannot split
 ARRAY = -100  # and below, by its length: an array of another library
 
 NUMBERS = (int, float, bool, complex, torch.dtype, torch.device, torch.Generator)
@@ -58,10 +56,8 @@ def extent_of(leaf: Any, dim: int | None) -> int:
     if isinstance(leaf, torch.Tensor):
         if dim is None:
             return BROADCAST
-        if leaf.is_nested and leaf.layout is torch.strided:
-            return NESTED
         if -leaf.ndim <= dim < leaf.ndim:
-            return leaf.size(dim) if leaf.is_nested else leaf.shape[dim]
+            return leaf.size(dim)  # a nested tensor has no shape
         return BEYOND if leaf.ndim else BROADCAST
     if isinstance(leaf, WholeLeaf):
         if dim is None:
@@ -69,10 +65,8 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         rules = splitter_of(leaf.value)
         rows = rules.rows(leaf.value)
         return EMPTY if rows == 0 and rules.update is not None else rows
-    if leaf is None or isinstance(leaf, NUMBERS):
+    if dim is None or leaf is None or isinstance(leaf, (*NUMBERS, *_VALUES)) or _is_numpy_value(leaf):
         return BROADCAST
-    if dim is None or isinstance(leaf, _VALUES) or _is_numpy_value(leaf):
-        return FIXED
     length = _length_of_array(leaf)
     return OBJECT if length is None else ARRAY - length
 

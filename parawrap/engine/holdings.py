@@ -19,6 +19,8 @@ from operator import is_not
 from types import CellType
 from typing import Any, NamedTuple
 
+from parawrap.tree import names_of_slots
+
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 LISTS = (list, deque, set)
 _BORDER = ((),)  # between two containers, so that an object that moves from one to the next is noticed
@@ -119,45 +121,18 @@ class Slots:
                 object.__setattr__(self.value, name, part)
 
 
-class Cell:
+class Cell(Slots):
     """A closure cell, read and written like a list of one item."""
 
     def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __len__(self) -> int:
-        return 1
+        self.value = cell
+        self.names = ["cell_contents"]
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            return iter([self.cell.cell_contents])
+            return iter([self.value.cell_contents])
         except ValueError:  # it is empty
             return iter([ABSENT])
-
-    def __setitem__(self, index: int, part: Any) -> None:
-        self.cell.cell_contents = part
-
-    def clear(self) -> None:
-        with contextlib.suppress(ValueError):
-            del self.cell.cell_contents
-
-    def extend(self, parts: list[Any]) -> None:
-        for part in parts:
-            if part is not ABSENT:
-                self.cell.cell_contents = part
-
-
-def names_of_slots(cls: type) -> list[str]:
-    """Return the names of the slots of a class, those of private names as Python stores them."""
-    found: list[str] = []
-    for each in cls.__mro__:
-        slots = vars(each).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name in ("__dict__", "__weakref__"):
-                continue
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
-    return found
 
 
 class Change(NamedTuple):

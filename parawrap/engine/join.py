@@ -12,14 +12,13 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
 from parawrap.engine.concatenate import (
     are_of_one_form,
     concatenate_arrays,
-    have_one_scale,
     is_number,
     list_values,
     other_sizes,
@@ -31,7 +30,6 @@ from parawrap.engine.concatenate import (
 )
 from parawrap.engine.join_rules import CURE, JOIN_LIST, SAME, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
-from parawrap.engine.torch_lists import Flat, are_items_as_torch, holds_only_values
 from parawrap.errors import GatherError
 from parawrap.tree import (
     UNDECLARED,
@@ -44,6 +42,9 @@ from parawrap.tree import (
     tensors_in,
     unflatten,
 )
+
+Flat = tuple[list[Any], TreeSpec]
+"""The leaves of an output, and its structure."""
 
 Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 """Returns one function per shard: from a value of that lane to the caller's value that it is a copy of, or None."""
@@ -169,7 +170,7 @@ class _Join:
     def join_values(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the one value of all lanes, of any structure."""
         if _TENSOR.issuperset(map(type, column)) and not declared.is_tree:
-            return self._join_tensors(cast("Sequence[torch.Tensor]", column), declared)
+            return self._join_arrays(column, declared)
         flat = [flatten(value, _is_sequence) for value in column]
         spec = flat[0][1]
         if any(other != spec for _, other in flat[1:]):
@@ -193,7 +194,7 @@ class _Join:
             kind = type(declared.out_dim).__name__
             refuse(f"out_dims declares a {kind} here, and the lanes returned a {type(first).__name__}")
         if all(isinstance(value, torch.Tensor) for value in column):
-            return self._join_tensors(column, declared)
+            return self._join_arrays(column, declared)
         if any(type(value) is not type(first) for value in column) and not all(map(is_number, column)):
             kinds = " and ".join(sorted({type(value).__name__ for value in column}))
             refuse(f"the lanes returned values of type {kinds}. {CURE}")
@@ -211,11 +212,12 @@ class _Join:
 
     # Tensors and arrays
 
-    def _join_tensors(self, column: Sequence[torch.Tensor], declared: Declared) -> Any:
+    def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Join tensors, or numpy arrays."""
         first = column[0]
         if declared.names_reduce and declared.reduce is not None and first.ndim and not self.rules.as_torch:
-            return self._reduce_tensors(column, declared)
-        if first.is_nested and first.layout is torch.strided:
+            return self._reduce_arrays(column, declared)
+        if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
             refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         dim = self._row_dim(column, declared) if first.ndim else None
         if dim is not None and not self._takes_any_rows(declared):
@@ -227,14 +229,17 @@ class _Join:
             return self._join_numbers(column, declared)
         if dim is not None:
             return self._concatenate(column, dim, declared)
-        if declared.is_whole and declared.reduce is not None and declared.out_dim is UNDECLARED:
-            return self._reduce_tensors(column, declared)
+        has_reduce = declared.reduce is not None and not self.rules.as_torch
+        if has_reduce and declared.is_whole and declared.out_dim is UNDECLARED:
+            return self._reduce_arrays(column, declared)
         return self._take_declared_equal(column, declared)
 
-    def _concatenate(self, parts: Sequence[torch.Tensor], dim: int, declared: Declared) -> torch.Tensor:
-        """Return tensors next to each other along `dim`, on the output device."""
-        if len(parts) > 1 and not have_one_scale(parts):
-            refuse("the lanes returned tensors quantized with different scales, or per channel. Return tensor.dequantize()")
+    def _concatenate(self, parts: Sequence[Any], dim: int, declared: Declared) -> Any:
+        """Return tensors next to each other along `dim`, on the output device; or arrays."""
+        if not isinstance(parts[0], torch.Tensor):
+            return concatenate_arrays(parts, dim)
+        if len(parts) > 1 and parts[0].is_quantized:
+            refuse("the lanes returned quantized tensors, which may have different scales. Return tensor.dequantize()")
         names = list_attributes(parts[0])
         if names and len(parts) > 1 and not self.rules.as_torch:
             kind = type(parts[0])
@@ -277,27 +282,10 @@ class _Join:
             )
         return 0
 
-    def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        has_reduce = declared.reduce is not None and not self.rules.as_torch
-        if has_reduce and declared.names_reduce:
-            return self._reduce_arrays(column, declared)
-        dim = self._row_dim(column, declared)
-        if dim is not None:
-            return concatenate_arrays(column, dim)
-        original = self._original(column)
-        if original is not None:
-            return original
-        if has_reduce and declared.is_whole and declared.out_dim is UNDECLARED:
-            return self._reduce_arrays(column, declared)
-        return self._take_declared_equal(column, declared)
-
     def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        if declared.reduce != "sum":
-            refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
-        return self._reduce_tensors(column, declared)
-
-    def _reduce_tensors(self, column: Sequence[Any], declared: Declared) -> Any:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
+        if not isinstance(column[0], torch.Tensor) and declared.reduce != "sum":
+            refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
         _refuse_reduced_and_equal(declared)
         if self.lanes > 1 and len({part.shape for part in column}) > 1:
             refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
@@ -393,10 +381,11 @@ class _Join:
         if declared.is_of_sequence or out_dim is None or self.lanes == 1:
             return False
         if self.rules.as_torch:
-            return are_items_as_torch(column, self.rows, around)
+            _refuse_unclear_lists(column, self.rows, around)
+            return False  # torch joins lists item by item
         if out_dim == "ragged":
             return True
-        if isinstance(out_dim, int) and not holds_only_values(column):
+        if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
         lengths = list(map(len, column))
         if out_dim is UNDECLARED:
@@ -507,6 +496,53 @@ def _refuse_reduced_and_equal(declared: Declared) -> None:
             "values together. Keep one of them: a dict or a tuple in reduce leaves values out, and out_dims=0 leaves "
             "numbers to reduce"
         )
+
+
+def _refuse_unclear_lists(column: Sequence[Any], sizes: Sequence[int] | None, around: Flat | None) -> None:
+    """Refuse lists that may have one item per row: torch.nn.DataParallel joins all lists item by item.
+
+    The items of other lists are tensors with the rows, such as the heads of a model, or 0-d tensors, such as losses.
+    `sizes` are the rows of the lanes. `around` is the flattened output of the first lane that holds the list.
+    """
+    if all(leaf is None for value in column for leaf in flatten(value)[0]):
+        return  # also empty lists
+    if type(column[0]) is tuple and any(map(_holds_tensors, column)):
+        return  # a structure
+    found = [[leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)] for value in column]
+    counts = [{leaf.shape[0] for leaf in tensors if leaf.ndim} for tensors in found]
+    has_rows = any(map(_holds_tensors, column)) and all(len(each) <= 1 for each in counts)
+    if sizes is not None:
+        has_rows = has_rows and all(each <= {rows} for each, rows in zip(counts, sizes, strict=True))
+        if has_rows and list(map(len, column)) == list(sizes):
+            item = next(item for value in column for item in value if item is not None)
+            has_few_dims = any(leaf.ndim < 2 for tensors in found for leaf in tensors)
+            beside = (
+                {} if around is None else {path[-1]: leaf for path, leaf in zip(around[1].paths(), around[0], strict=True)}
+            )
+            has_rows = are_auxiliary(column[0], beside) or not (has_few_dims or isinstance(item, Mapping))
+    if not has_rows:
+        refuse(
+            f"the lanes returned a {type(column[0]).__name__} of {list_values(list(map(len, column)))} items: one item per "
+            "row, or parts of every row. Use parallel(model, devices): its unequal shards show the difference, and "
+            'out_dims="items" declares one item per row. Return a tuple of tensors to join its items'
+        )
+
+
+def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:
+    """True if dicts in a list repeat tensors next to the list: the same keys and shapes, as the `aux_outputs` of DETR."""
+    return all(
+        isinstance(item, Mapping) and item and all(_has_shape_of(beside.get(key), value) for key, value in item.items())
+        for item in items
+    )
+
+
+def _has_shape_of(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
+
+
+def _holds_tensors(value: Any) -> bool:
+    """True if a value holds a tensor, or a value with rules of its own."""
+    return any(isinstance(leaf, (torch.Tensor, WholeLeaf)) for leaf in flatten(value)[0])
 
 
 def _is_sequence(node: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parawrap.engine._private_names import COMPILED_CALL
-from parawrap.engine.call import NOWHERE, Caller, Entry, Stub
+from parawrap.engine.call import NOWHERE, Entry, Stub
 from parawrap.engine.holdings import ABSENT
 
 _rewriting = threading.RLock()
@@ -61,21 +61,6 @@ class PlainView(dict[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain())
 
-    def __len__(self) -> int:
-        return len(self.plain())
-
-    def __eq__(self, other: object) -> bool:
-        return self.plain() == (other.plain() if isinstance(other, PlainView) else other)
-
-    def __or__(self, other: Any) -> Any:
-        return self.plain() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.plain()
-
-    def __repr__(self) -> str:
-        return repr(self.plain())
-
     def keys(self) -> Any:
         return self.plain().keys()
 
@@ -86,7 +71,6 @@ class PlainView(dict[str, Any]):
         return self.plain().items()
 
     copy = __copy__ = plain
-    __hash__ = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return copy.deepcopy(self.plain(), memo)
@@ -106,8 +90,8 @@ class PatchedMethods:
         self._methods = methods
         self._stubs: dict[str, Stub] = {}
 
-    def install(self, calls: Caller) -> None:
-        """Send every call of the methods to `calls`, through any reference to the module."""
+    def install(self, calls: Any) -> None:
+        """Send every call of the methods to the `call` of a session, through any reference to the module."""
         with _rewriting:
             if not isinstance(vars(self._module), PlainView):
                 object.__setattr__(self._module, "__dict__", PlainView(self._module))

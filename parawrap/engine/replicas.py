@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -36,8 +36,7 @@ from parawrap.engine._private_names import version_of as version_of
 from parawrap.engine.away import Away
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 from parawrap.engine.holdings import ABSENT, Change, Holdings, Place
-from parawrap.engine.survey import Survey, captured, storage_of, vars_of
-from parawrap.engine.torchscript import ScriptPairs, copy_script, fill_scripts
+from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
@@ -73,7 +72,6 @@ class Replica:
         self.has_graph = False  # True if a graph may lead here: checkpointing calls the modules again in a backward pass
         self.tensors = tensors
         self.params = list(params)
-        self._scripts: ScriptPairs = []
         self._memo: dict[int, Any] = {**{id(each): each for each in survey.shared}, **(known or {})}
         self._memo |= {id(original): each for original, each in zip(survey.params, params, strict=True)}
         self._memo |= {id(original): each for original, each in zip(survey.tensors, tensors, strict=True)}
@@ -135,7 +133,6 @@ class Replica:
             self.holdings.put(place, key, tensor)
         for original, tensor in zip(originals, new, strict=True):
             self._memo[id(original)] = tensor
-        fill_scripts(self._scripts, self.of)
         mine[:] = new
         self._origins = None
         self.holdings.note()
@@ -158,12 +155,12 @@ class Replica:
 
     def _copy_target(self) -> None:
         survey, memo = self.survey, self._memo
-        if any(id(each) in memo and memo[id(each)] is not each for each in survey.params):
-            for script in survey.scripts:
-                pairs = copy_script(script)
-                memo[id(script)] = pairs[0][1]
-                self._scripts += pairs
-            fill_scripts(self._scripts, self.of)
+        if survey.scripts and any(self.of(each) is not each for each in survey.params):
+            msg = (
+                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on {self.device}: a TorchScript module "
+                "cannot be copied there. Use the module that it was made from, or lanes on the device of the model alone"
+            )
+            raise ReplicaError(msg)
         twins = [function for function in survey.twins if id(function) not in memo]
         for function in twins:
             self._start_twin(function)
@@ -316,11 +313,6 @@ class Replicas:
         self._written: dict[str, None] = {}
         self._warned: set[str] = set()
 
-    @property
-    def trains(self) -> bool:
-        """True if a module is in training mode."""
-        return self.survey.trains
-
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model lies on that device now, or has no tensors."""
         return _home_of(self.target) in (None, device)
@@ -410,8 +402,6 @@ class Replicas:
             return
         _refuse_devices(survey, home)
         _refuse_cuda_graphs(survey, self.devices)
-        if any(device != home for device in self.devices):
-            _refuse_left_behind(survey, home)
         self._refresh_away()
         copies = [self._try_to_copy_tensors(device) for device in self.devices]
         known = [{}] * len(self.devices) if self._copies_of_parts is None else self._copies_of_parts(survey)
@@ -437,7 +427,7 @@ class Replicas:
         self._refresh_away()
         for replica in self.all:
             away = self._away.get(replica.device)
-            if away is None or all(map(_are_one, away.copies, replica.params)):
+            if away is None or all(map(is_, away.copies, replica.params)):
                 continue
             if not replica.replace(self.survey.params, replica.params, self._params_on(replica.device)):
                 self._build()
@@ -473,7 +463,7 @@ class Replicas:
         at_home = [tensor for tensor in params if tensor.device == self.home]
         for device in devices:
             away = self._away.get(device)
-            if away is None or not _are_same(away.originals, at_home):
+            if away is None or [*map(id, away.originals)] != [*map(id, at_home)]:
                 self._away[device] = away = Away(device, at_home)
             self.generation += away.has_changed()
             copied = away.refresh(detach=self._detach)
@@ -914,18 +904,6 @@ def _refuse_cuda_graphs(survey: Survey, devices: Iterable[torch.device]) -> None
             raise ReplicaError(msg)
 
 
-def _refuse_left_behind(survey: Survey, home: torch.device | None) -> None:
-    """Refuse tensors that only functions hold: lanes on other devices would find them on the model's."""
-    for function in survey.functions:
-        for name, part in captured(function):
-            if isinstance(part, torch.Tensor) and part.device == home and id(part) not in survey.owned:
-                msg = (
-                    f"no replica can be made on another device: {survey.path_of(function)!r} captures {name!r}, which is a "
-                    "tensor that only a function holds. Register it as a buffer of the model"
-                )
-                raise ReplicaError(msg)
-
-
 def _clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of tensors on their device. Those that share memory are copied together."""
     memory: dict[int, int] = {}
@@ -977,14 +955,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         other = other.to(one.device)
         return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
-    return one is other
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_are_one, one, other))
-
-
-def _are_one(one: Any, other: Any) -> bool:
     return one is other
 
 

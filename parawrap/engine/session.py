@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.backends import backend_of, device_of, drop_own_frames, record_use, warn_caller
+from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
 from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
-from parawrap.engine.call import Calls, Entry, Lane, Modes, here, log_wait, must_run_plainly
-from parawrap.engine.device_streams import LaneFuture, Moment, Reached
+from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
+from parawrap.engine.device_streams import Moment, Reached
 from parawrap.engine.join import join, with_originals
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
@@ -32,7 +32,6 @@ _CHANGED = (
     "the model changed while a stream of batches or a submitted call was open, which read it when it began. Read the "
     "outputs first, and change the model then"
 )
-_LONG_WAIT_S = 60.0  # before the log names a wait
 
 
 class Ready(NamedTuple):
@@ -53,12 +52,45 @@ class Ready(NamedTuple):
     generation: int | None = None
 
 
+def follow(reached: Reached, value: Any) -> None:
+    """Have the calling thread's streams come after these events. A callback in a lane waits: it may pass the value on."""
+    for device, event in reached:
+        stream = backend_of(device.type).stream(device)
+        if stream is None or here.lane is not None:
+            event.synchronize()
+        else:
+            stream.wait_event(event)
+    record_use(flatten(value)[0])
+
+
+class LaneFuture(Future[Any]):
+    """A future with a result that may be used on the current streams of the thread that reads it.
+
+    Any number of threads may read it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lane = 0  # the index of the lane that runs it
+        self.reached: Reached = ()  # events that follow the work on its devices
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            value = super().result(timeout)
+        except BaseException:
+            del self  # it has the error, and the traceback of the error holds this frame
+            raise
+        if self.reached:
+            follow(self.reached, value)
+        return value
+
+
 class WholeCall:
     """A call that one lane runs whole. It is like a future, without the locks that a stream does not need."""
 
     __slots__ = (
-        *("_callbacks", "_done", "_error", "_output", "_reached", "_state"),
-        *("args", "entry", "future", "kwargs", "moment", "ready", "session", "update"),
+        *("_callbacks", "_done", "_error", "_output", "_state"),
+        *("args", "entry", "future", "kwargs", "moment", "reached", "ready", "session", "update"),
     )
 
     def __init__(
@@ -80,7 +112,7 @@ class WholeCall:
         self._state = [None]  # popped by the lane that runs the call, or by `cancel`
         self._output: Any = None
         self._error: BaseException | None = None
-        self._reached: Reached = ()
+        self.reached: Reached = ()
         self._callbacks: list[Callable[[Any], object]] = []
         self._done = threading.Lock()
         self._done.acquire()
@@ -99,7 +131,8 @@ class WholeCall:
                 if not session.holds_whole_calls:
                     self._run_in(lane)
                     break
-            session.wait_for_cut_call()
+            with session._lock:  # wait for the call that holds whole calls back
+                pass
         self.args, self.kwargs = (), {}
         if self.future is not None:
             self._land()
@@ -131,9 +164,7 @@ class WholeCall:
 
     def result(self) -> Any:
         """Wait for the call, and return its output or raise its error, once."""
-        if not self._done.acquire(timeout=_LONG_WAIT_S):
-            log_wait("a stream has been waiting for its lanes", self.session.lanes.all)
-            self._done.acquire()
+        self._done.acquire()
         error, output = self._error, self._output
         self._error = self._output = None
         try:
@@ -141,14 +172,8 @@ class WholeCall:
                 raise error
         finally:
             del error  # its traceback holds this frame
-        for device, event in self._reached:
-            stream = backend_of(device.type).stream(device)
-            if stream is None:
-                event.synchronize()
-            else:
-                stream.wait_event(event)
-        if self._reached:
-            record_use(flatten(output)[0])
+        if self.reached:
+            follow(self.reached, output)
         return output
 
     def cancel(self) -> bool:
@@ -169,10 +194,6 @@ class WholeCall:
         if not self._done.locked():
             self._run_callbacks()
 
-    def note_reached(self, reached: Reached) -> None:
-        """Note events that follow the work of the call on its devices."""
-        self._reached = reached
-
     def _land(self) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
         future, self.future = self.future, None
@@ -181,7 +202,8 @@ class WholeCall:
         assert future is not None
         try:
             if error is None:
-                future.land(output, self._reached)
+                future.reached = self.reached
+                future.set_result(output)
             else:
                 future.set_exception(error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
@@ -236,12 +258,9 @@ class Session(Calls):
         ready = self.get_ready()
         if ready is None:
             try:
-                output = self.run_plainly(entry, args, kwargs)
+                return succeeded(self.run_plainly(entry, args, kwargs))
             except Exception as error:  # noqa: BLE001
                 return failed(error)
-            done: Future[Any] = Future()
-            done.set_result(output)
-            return done
         future = LaneFuture()
         self.send(WholeCall(self, entry, args, kwargs, ready, future))
         return future
@@ -277,7 +296,7 @@ class Session(Calls):
             return self._run_on(call, lane)
         work, stage = partial(self._run_on, call, lane), partial(self._stage, call, lane)
         output, reached = lane.streams.run_staged(work, stage, call.moment)
-        call.note_reached(reached)
+        call.reached = reached  # events that follow the work of the call on its devices
         return output
 
     def cancel(self) -> None:
@@ -295,12 +314,6 @@ class Session(Calls):
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too."""
         self.lanes.close()
-        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
-        if unused and self.stats().calls:
-            warn_caller(
-                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
-                "leave it out"
-            )
         if here.lane is None and self.lanes.pid == getpid():
             self.replicas.warn()
             with self._lock, self.lanes.idle():
@@ -328,8 +341,7 @@ class Session(Calls):
         if call.ready.on_cpu and _are_on_cpu(call):
             return None
         home = self.replicas.home
-        found = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
-        sources = {device for device in found if device is not None and device != home}
+        sources = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
         moments = self.lanes.read_moments(sources, home, 1)
         return moments[0] if moments else None
 
@@ -337,7 +349,7 @@ class Session(Calls):
         """Compute the arguments, and copy them to the lane's device, next to the earlier work of the lane."""
         self._prepare(call, lane)
         plan, flat = self.cutters[call.entry.method].whole(call.args, call.kwargs)
-        shard = plan.cut(flat)[0].on(lane.device)
+        (shard,) = plan.scatter(flat, [lane.device])
         call.args, call.kwargs = shard.args, shard.kwargs
         call.update = partial(plan.update, flat, [shard])
         self._count_rows(call, lane)

@@ -38,20 +38,6 @@ class Pending(Protocol):
     def add_done_callback(self, function: Callable[[Any], object], /) -> None: ...
 
 
-class StreamOptions(NamedTuple):
-    """The options of one stream, as in `Parallel.map`. Outputs that `folder` holds are not computed again.
-
-    Without `buffersize`, the starter decides how many batches are in flight.
-    """
-
-    buffersize: int | None
-    prepare: Prepare | None = None
-    with_inputs: bool = False
-    return_exceptions: bool = False
-    ordered: bool = True
-    folder: OutputFolder | None = None
-
-
 class StreamSize(NamedTuple):
     """The number of batches in a message, in flight, and in the source of a stream. None if it is not given."""
 
@@ -99,15 +85,27 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch), {}) if is_spread else ((batch,), {})
 
 
-def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
-    """Yield the output of every batch; at most ``options.buffersize`` batches, if it is given, are in flight.
+def stream(
+    starter: Starter,
+    batches: Iterable[Any],
+    *,
+    buffersize: int | None,
+    prepare: Prepare | None,
+    with_inputs: bool,
+    return_exceptions: bool,
+    ordered: bool,
+    folder: OutputFolder | None,
+) -> Iterator[Any]:
+    """Yield the output of every batch, with options as in `Parallel.map`. Outputs in `folder` are not computed again.
+
+    Without `buffersize`, the starter decides how many batches are in flight.
 
     An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
     outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
     """
-    flying: deque[Flight] | _AsFinished = deque() if options.ordered else _AsFinished(starter.wait_for)
-    source, folder, keeps, most = iter(batches), options.folder, options.with_inputs, options.buffersize or starter.most
-    has_room = None if options.buffersize else starter.has_room
+    flying: deque[Flight] | _AsFinished = deque() if ordered else _AsFinished(starter.wait_for)
+    source, most = iter(batches), buffersize or starter.most
+    has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
     failure: Exception | None = None
     pending: Pending | None
@@ -125,10 +123,12 @@ def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> 
                         break
                     pending = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
-                    has_ended, failure = True, _note_reading(error, number)
+                    drop_own_frames(error)
+                    add_note(error, f"while batch {number} of the stream was read, counted from 0")
+                    has_ended, failure = True, error
                     break
-                hint = None if type(batch) is torch.Tensor or options.prepare is not None else _hint(batch)
-                flying.append((number, pending or starter.start(number, batch), batch if keeps else None, hint))
+                hint = None if type(batch) is torch.Tensor or prepare is not None else _hint(batch)
+                flying.append((number, pending or starter.start(number, batch), batch if with_inputs else None, hint))
                 number += 1
                 batch = pending = None  # the source makes the next batch
             if has_ended:
@@ -142,14 +142,17 @@ def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> 
                     folder.commit(number_of, output)
             except Exception as error:
                 pending = None  # break the reference cycle: future, error, traceback, this frame
-                _note_failure(error, number_of, hint)
-                if not options.return_exceptions or isinstance(error, (SessionError, CancelledError, ResumeError)):
+                drop_own_frames(error)
+                add_note(error, f"in batch {number_of} of the stream, counted from 0")
+                if hint is not None:
+                    add_note(error, hint)
+                if not return_exceptions or isinstance(error, (SessionError, CancelledError, ResumeError)):
                     if isinstance(error, StopIteration):
                         msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
                         raise RuntimeError(msg) from error
                     raise
                 output = error
-            yield (batch, output) if keeps else output
+            yield (batch, output) if with_inputs else output
             output = pending = batch = None
         if failure is not None:
             raise failure
@@ -158,12 +161,6 @@ def stream(starter: Starter, batches: Iterable[Any], options: StreamOptions) -> 
         del failure  # its traceback holds this frame
         for flight in flying:
             flight[1].cancel()
-
-
-def _note_reading(error: Exception, number: int) -> Exception:
-    drop_own_frames(error)
-    add_note(error, f"while batch {number} of the stream was read, counted from 0")
-    return error
 
 
 class _AsFinished:
@@ -203,13 +200,6 @@ def _has_output(flying: deque[Flight] | _AsFinished) -> bool:
 
 def _put_number(finished: SimpleQueue[int], number: int, _: object) -> None:
     finished.put(number)
-
-
-def _note_failure(error: Exception, number: int, hint: str | None) -> None:
-    drop_own_frames(error)
-    add_note(error, f"in batch {number} of the stream, counted from 0")
-    if hint is not None:
-        add_note(error, hint)
 
 
 def _hint(batch: Any) -> str | None:

@@ -44,9 +44,9 @@ from parawrap.engine._private_names import (
     is_compiled_function,
     is_compiled_module,
 )
-from parawrap.engine.holdings import LISTS, Place, names_of_slots
-from parawrap.engine.torchscript import tensors_of_script
+from parawrap.engine.holdings import LISTS, Place
 from parawrap.errors import ReplicaError
+from parawrap.tree import names_of_slots
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 
@@ -71,7 +71,6 @@ _SHARED = (
 _SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
 _WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 _LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
-_NOT_IN_FORWARD = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
 _CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
 
@@ -137,9 +136,9 @@ class Survey:
             self._note_cells(function)
         self.is_lazy = any(map(is_lazy, self.params))
         self.trains = any(module.training for module in self.modules)
-        self._refuse_classes()
         self.is_quiet = self._is_quiet()
-        self.in_turns = self._must_take_turns(methods)
+        renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
+        self.in_turns = self._read_code(methods) or renormalizes
 
     def note_modes(self) -> None:
         """Read the training flags of the modules again."""
@@ -222,7 +221,6 @@ class Survey:
             self.shared.append(function)
             return ()
         self.functions.append(function)
-        refuse_globals(function, path)
         return [(part, f"{path} captures {name}", None, None) for name, part in captured(function) if _is_model(part)]
 
     def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
@@ -264,7 +262,7 @@ class Survey:
         """Enter a scripted module, which lanes share: it has no state in Python."""
         self.shared.append(module)
         self.scripts.append(module)
-        for name, tensor in tensors_of_script(module):
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
                 self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
                 self.params.append(tensor)
@@ -322,37 +320,39 @@ class Survey:
             )
         )
 
-    def _must_take_turns(self, methods: Iterable[str]) -> bool:
-        """True if forward names ``.data`` or ``set_``, or renormalizes an embedding: it writes weights that lanes share."""
-        if any(getattr(module, "max_norm", None) is not None for module in self.modules):
-            return True
-        classes = {base for module in self.modules for base in type(module).__mro__ if not _is_of_library(base.__module__)}
-        by_name: dict[str, list[types.FunctionType]] = {}
-        for cls in classes:
-            for name, value in [*vars(cls).items()]:
-                by_name.setdefault(name, []).extend(_functions(value))
-        waiting = [*self.functions, *(each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ()))]
-        seen = set(waiting)
-        while waiting:
-            function = waiting.pop()
-            codes = [*_codes(function.__code__)]
-            if any(map(_may_write_data, codes)):
-                return True
-            called = [each for code in codes for name in code.co_names for each in by_name.get(name, ())]
-            called += [value for _, value in _read_globals(function) if isinstance(value, types.FunctionType)]
-            waiting += set(called) - seen
-            seen.update(called)
-        return False
+    def _read_code(self, methods: Iterable[str]) -> bool:
+        """Read the code that a call leads to. Return True if it names ``.data`` or ``set_``: it may write shared weights.
 
-    # Refusals
-
-    def _refuse_classes(self) -> None:
-        """Refuse classes with attributes or closures that hold modules with tensors."""
+        Methods are followed by their names, and functions by the globals that name them. Modules that code of the user's
+        finds outside of the target are refused.
+        """
         known = {base for module in self.modules for base in type(module).__mro__}
         known |= {base for place in self.places if place.kind == "vars" for base in type(place.owner).__mro__}
+        by_name: dict[str, list[types.FunctionType]] = {}
         for cls in known:
-            if not _is_of_library(cls.__module__):
-                _refuse_class(cls)
+            for name, value in [*vars(cls).items()] if not _is_of_library(cls.__module__) else ():
+                _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
+                by_name.setdefault(name, []).extend(_functions(value))
+        called = [each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ())]
+        waiting = [*called, *self.functions]
+        seen, own, writes = set(waiting), set(self.functions), False
+        while waiting:
+            function = waiting.pop()
+            place = self.paths.get(id(function)) or function.__qualname__
+            outside = [(f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)]
+            called = [value for _, value in outside if isinstance(value, types.FunctionType)]
+            if function not in own:  # lanes have their own closures of those
+                outside += [(f"{place} captures {name!r}", value) for name, value in captured(function)]
+            for what, value in outside if not _is_of_library(function.__module__) else ():
+                _refuse_held(what, value)
+            for code in _codes(function.__code__):
+                writes = writes or _may_write_data(code)
+                called += [each for name in code.co_names for each in by_name.get(name, ())]
+            waiting += set(called) - seen
+            seen.update(called)
+        return writes
+
+    # Refusals
 
     def _refuse_distributed(self, module: torch.nn.Module, path: str) -> None:
         names = {cls.__name__ for cls in type(module).__mro__}
@@ -436,34 +436,6 @@ def _is_quiet_module(module: torch.nn.Module) -> bool:
     has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")
     return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
-
-
-def refuse_globals(function: types.FunctionType, path: str) -> None:
-    """Refuse modules with tensors among the globals that a function reads, also through functions that it calls."""
-    seen = {function}
-    waiting = [(function, path)] if not _is_of_library(function.__module__) else []
-    while waiting:
-        each, place = waiting.pop()
-        for name, value in _read_globals(each):
-            if isinstance(value, types.FunctionType):
-                if value not in seen:
-                    seen.add(value)
-                    waiting.append((value, value.__qualname__))
-                continue
-            _refuse_held(f"{place or each.__qualname__} uses the global {name!r}", value)
-
-
-def _refuse_class(cls: type) -> None:
-    for name, value in list(vars(cls).items()):
-        if has_tensors(value):
-            msg = f"the class attribute {cls.__qualname__}.{name} is a {type(value).__name__}: {_CURE}"
-            raise ReplicaError(msg)
-        for function in _functions(value) if name not in _NOT_IN_FORWARD else ():
-            for found, held in _read_globals(function):  # not followed: methods call too much
-                if not isinstance(held, types.FunctionType):
-                    _refuse_held(f"{function.__qualname__} uses the global {found!r}", held)
-            for free, held in captured(function):
-                _refuse_held(f"{function.__qualname__} captures {free!r}", held)
 
 
 def _refuse_held(what: str, value: Any) -> None:

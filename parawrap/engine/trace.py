@@ -6,46 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from parawrap import displays
 from parawrap.errors import SessionError, ShardError, add_note
 
-_CALLER = "caller's thread"
-
-
-class Work(NamedTuple):
-    """A call of a method: the number of its batch if it belongs to a stream, and its rows if they are known."""
-
-    method: str
-    batch: int | None
-    rows: int | None
-
-    def __str__(self) -> str:
-        batch = "" if self.batch is None else f", batch {self.batch}"
-        rows = "" if self.rows is None else f", {self.rows} row{'s' * (self.rows != 1)}"
-        return f"{self.method}{batch}{rows}"
-
-
-class CallSpan(NamedTuple):
-    """A call of the model, or of `prepare`, in one lane.
-
-    Attributes:
-        lane: The index of the lane; None for a plain call, which runs in the caller's thread.
-        start: The start in nanoseconds, as ``time.perf_counter_ns``.
-        end: The end in nanoseconds.
-        work: The method, the number of the batch in its stream (counted from 0), and the number of rows. Batch and rows are
-            None if unknown.
-        error: The name of the exception's type if the call raised; None otherwise.
-    """
-
-    lane: int | None
-    start: int
-    end: int
-    work: Work
-    error: str | None
+_CALLER = -1  # the track of plain calls
 
 
 class Recorder:
@@ -68,8 +36,12 @@ class Recorder:
         error: BaseException | None,
     ) -> None:
         """Add a span to all traces that were open when it began. Without `method`, it is a call of the target itself."""
-        work = Work(method or self._method, batch, rows)
-        span = CallSpan(lane, start, end, work, None if error is None else type(error).__name__)
+        kind = method or self._method
+        of_batch = "" if batch is None else f", batch {batch}"
+        of_rows = "" if rows is None else f", {rows} row{'s' * (rows != 1)}"
+        details = {"batch": batch, "rows": rows, "error": None if error is None else type(error).__name__}
+        track = _CALLER if lane is None else lane
+        span = displays.Span(track, start, end, f"{kind}{of_batch}{of_rows}", kind, details)
         for trace in tuple(self.traces):
             if start >= trace.began:
                 trace.spans.append(span)
@@ -78,7 +50,8 @@ class Recorder:
 class Trace:
     """Records the calls that begin and end inside its ``with`` block, and writes a file at the end of the block.
 
-    `spans` has one entry per call and lane. `began` is the start of the block, as ``time.perf_counter_ns``.
+    `spans` has one entry per call and lane, with the index of the lane as its track; -1 is the caller's thread. `began` is
+    the start of the block, as ``time.perf_counter_ns``.
     """
 
     def __init__(self, recorder: Recorder, lanes: Sequence[object], path: str | Path) -> None:
@@ -91,7 +64,7 @@ class Trace:
         self._path = Path(path).expanduser().absolute()  # the block may change the working directory
         self._is_used = False
         self.began = 0
-        self.spans: list[CallSpan] = []
+        self.spans: list[displays.Span] = []
 
     def __repr__(self) -> str:
         return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
@@ -116,24 +89,11 @@ class Trace:
 
     def timeline(self) -> displays.Timeline:
         """Return the spans on one track per lane; plain calls are on a separate track."""
-        recorded = tuple(self.spans)  # lanes may add more
-        tracks = [str(lane) for lane in self._lanes]
-        caller = len(tracks)
-        has_plain_calls = any(span.lane is None for span in recorded)
-        spans = [
-            displays.Span(
-                track=caller if span.lane is None else span.lane,
-                start=span.start,
-                end=span.end,
-                name=str(span.work),
-                kind=span.work.method,
-                details={"batch": span.work.batch, "rows": span.work.rows, "error": span.error},
-            )
-            for span in recorded
-        ]
-        if not has_plain_calls:
+        tracks, caller = [str(lane) for lane in self._lanes], len(self._lanes)
+        spans = [span._replace(track=caller) if span.track == _CALLER else span for span in [*self.spans]]
+        if all(span.track < caller for span in spans):
             return displays.Timeline(self._recorder.title, tracks, spans)
-        return displays.Timeline(self._recorder.title, [*tracks, _CALLER], spans, without_idle=[caller])
+        return displays.Timeline(self._recorder.title, [*tracks, "caller's thread"], spans, without_idle=[caller])
 
 
 def timed(

@@ -167,7 +167,7 @@ class WorkerLane(Lane):
         self.queue: deque[Request] = deque()
 
     @property
-    def load(self) -> int:
+    def pending(self) -> int:
         """The number of messages that the worker has to answer."""
         return len(self.flying) + len(self.queue)
 
@@ -199,12 +199,12 @@ class Lanes:
 
     def is_idle(self) -> bool:
         """True if no message waits for an answer."""
-        return not (self._backlog or self._ended or any(lane.load for lane in self.all))
+        return not (self._backlog or self._ended or any(lane.pending for lane in self.all))
 
     @property
     def wants_more(self) -> bool:
         """True if a worker would get the next message at once."""
-        return not self._backlog and any(lane.load < AHEAD for lane in self.all)
+        return not self._backlog and any(lane.pending < AHEAD for lane in self.all)
 
     def start(self) -> None:
         """Start all workers, if they were not started.
@@ -290,8 +290,8 @@ class Lanes:
             while lane.queue and len(lane.flying) < AHEAD:
                 self._send(lane, lane.queue.popleft())
         while self._backlog:
-            lane = min(self.all, key=attrgetter("load"))
-            if lane.load >= AHEAD:
+            lane = min(self.all, key=attrgetter("pending"))
+            if lane.pending >= AHEAD:
                 return
             request = self._backlog.popleft()
             if any(call.begin() for call in request.calls):

@@ -233,7 +233,7 @@ class Server:
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
             raise SessionError(GRADIENTS.format("the output"))
         replicas.settle_whole(replica, versions)
-        if not calls.is_whole and replicas.trains and _has_other_buffers(replicas):
+        if not calls.is_whole and replicas.survey.trains and _has_other_buffers(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)

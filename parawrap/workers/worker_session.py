@@ -272,12 +272,6 @@ class WorkerSession:
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()
             self._model.forget()
-        unused = set.intersection(*(cutter.unused for cutter in self.cutters.values()))
-        if unused and self._calls:
-            warn_caller(
-                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
-                "leave it out"
-            )
 
     def stats(self) -> Stats:
         """Return the counters."""

@@ -19,53 +19,40 @@ def labels(x):
     return x.argmax(1).tolist()
 
 
-LISTS = {
+JOINED = {
+    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
+    "heads": lambda x: [None, x, x.long()[:, :1]],
+    "lists": lambda x: [x, x.sum(1, keepdim=True), [x * 2]],
+    "nothing": lambda x: (None, [None, None], [], x),
+}
+ROWWISE = {
     "numbers": labels,
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
-    "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "columns": lambda x: (labels(x), ["a"] * len(x)),
     "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
-    "nothing": lambda x: (None, [None, None], [], x),
+    "boxes or None": lambda x: [{"boxes": row.repeat(1 + i, 1), "mask": None} for i, row in enumerate(x)],
+    "keys": lambda x: [{i: row[None]} for i, row in zip(labels(x), x, strict=True)],
 }
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_lists_per_row_are_joined(name):
-    """Lists with one item per row are not one value, although all lanes may return equal ones."""
-    model = Calls(LISTS[name])
+@pytest.mark.parametrize("name", [*JOINED, *ROWWISE])
+def test_lists(name):
+    """Lists of tensors with the rows are joined item by item. Lists with one item per row are refused."""
+    model = Calls(JOINED[name] if name in JOINED else ROWWISE[name])
     net = DataParallel(model, TWO)
-    for rows in (1, 2, 3, 4, 6, 7):
+    for rows in (1, 4, 6, 7):
         x = torch.eye(4)[torch.arange(rows) % 2]
-        assert str(net(x)) == str(model(x))
+        if name in JOINED or rows == 1:
+            assert str(net(x)) == str(model(x))
+            continue
+        with pytest.raises(GatherError, match=r"parallel\(model, devices\).*out_dims=\"items\""):
+            net(x)
+        if name in ("numbers", "dicts", "boxes"):
+            with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
+                assert str(p(x)) == str(model(x))
     net.close()
-
-
-MIXED = {
-    "None in a dict": lambda each: {"boxes": each, "mask": each if len(each) > 1 else None},
-    "None in a tuple": lambda each: (each, each if len(each) > 1 else None),
-    "None": lambda each: each if len(each) > 1 else None,
-    "keys": lambda each: {"one" if len(each) == 1 else "two": each},
-    "types": lambda each: each if len(each) > 1 else each.long(),
-    "widths": lambda each: each if len(each) > 1 else each[:, :2],
-}
-
-
-@pytest.mark.parametrize("kind", MIXED)
-def test_items_of_rows_may_differ(kind):
-    """No rows are merged: dicts with None in some rows are put together, and others that might be layers are refused."""
-    model = Calls(lambda x: [MIXED[kind](torch.ones(count, 4)) for count in x.tolist()])
-    x = torch.tensor([1, 3, 1, 3])
-    if kind == "None in a dict":
-        assert_close(DataParallel(model, TWO)(x), model(x))
-    else:
-        with pytest.raises(GatherError, match=r'whose tensors do not have the rows.*out_dims="items".*Return a tuple'):
-            DataParallel(model, TWO)(x)
-    if kind.startswith("None") or kind == "keys":  # no item of a lane can be joined with one of the other lane
-        assert_close(DataParallel(model, TWO)(x[[0, 1, 3, 2]]), model(x[[0, 1, 3, 2]]))
-    heads = Calls(lambda x: [None, x.float(), x.long()[:, None]])
-    assert_close(DataParallel(heads, TWO)(x), heads(x))
 
 
 ALIKE = {
@@ -76,7 +63,7 @@ ALIKE = {
     "sums of rows": (lambda x: [row.sum() for row in x], False),
     "rows": (lambda x: [*x], False),
     "boxes": (lambda x: [row.repeat(7, 1) for row in x], False),
-    "labels": (lambda x: x[:, 0].int().tolist(), True),
+    "labels": (lambda x: x[:, 0].int().tolist(), False),
 }
 
 
@@ -127,13 +114,10 @@ def test_hooks_keep_their_cells():
 
 
 def test_a_list_as_long_as_the_batch():
-    """It goes whole to every lane, as in torch, with one warning whose cure cuts it."""
+    """It goes whole to every lane, as in torch. A block cuts it with `in_dims`."""
     model = Calls(lambda x, names: x * len(names))
     net, x = DataParallel(model, TWO), torch.ones(4, 2)
-    with pytest.warns(UserWarning, match=r'"names"\] is a list of 4 items.*whole to every lane; .*in_dims='):
-        assert_close(net(x, names=["a"] * 4), x * 4)
-    assert_close(net(x, names=["a"] * 4), x * 4)  # without another warning, which would be an error
-    assert_close(net(x, names=["a"] * 3), x * 3)
+    assert_close(net(x, names=["a"] * 4), x * 4)
     with torch.no_grad(), parallel(lambda x, names: x * len(names), TWO, in_dims={"names": "items"}, out_dims=0) as p:
         assert_close(p(x, ["a"] * 4), x * 2)
     net.close()

@@ -80,7 +80,7 @@ def test_cat_keeps_other_values():
 def test_cat_refuses_other_scales():
     """torch.cat would take the scale of the first part for all."""
     one, other = (torch.quantize_per_tensor(torch.ones(2), scale, 0, torch.quint8) for scale in (0.5, 1.0))
-    with pytest.raises(GatherError, match=r"different scales, or per channel. Return tensor.dequantize\(\)"):
+    with pytest.raises(GatherError, match=r"quantized, and may have different scales. Return tensor.dequantize\(\)"):
         cat((one, other))
     assert cat((one.dequantize(), other.dequantize())).tolist() == [1, 1, 1, 1]
 

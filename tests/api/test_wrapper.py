@@ -101,7 +101,7 @@ def test_unsendable_has_its_address():
     lock = threading.Lock()
     with pytest.raises(UnsendableError, match=r"^args\[1\] cannot be sent to another process: lock"):
         Wrapper(TWO).start(lambda *_: 0, (1, lock))
-    with pytest.raises(UnsendableError, match=r"the variable 'lock' .*args\[0\]"):
+    with pytest.raises(UnsendableError, match=r"^args\[0\]\.__wrapped__'s variable 'lock' cannot be sent"):
         launched(len)(launched(lambda: lock))
 
 

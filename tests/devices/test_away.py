@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from parawrap import parallel
+from parawrap import ReplicaError, parallel
 from tests.helpers.device_models import SIMS, Recurrent, Tied, assert_same_gradients, mlp, rows
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
@@ -186,8 +186,6 @@ MODELS = {
     "old weight norm": lambda: nn.Sequential(old_weight_norm(linear())),
     "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(linear())).eval(),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
-    "scripted": lambda: torch.jit.script(mlp()),
-    "traced": lambda: torch.jit.trace(mlp(), rows(2)),
 }
 
 
@@ -212,6 +210,19 @@ def test_training(make, home):
                 torch.testing.assert_close(model(x).cpu(), plain(x), rtol=1e-6, atol=1e-8)
     ours = {name: value.cpu() for name, value in model.state_dict().items()}
     torch.testing.assert_close(ours, dict(plain.state_dict()), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", [torch.jit.script, lambda model: torch.jit.trace(model, rows(2))], ids=["script", "trace"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torchscript(form):
+    """TorchScript modules stay on their device: lanes there share them, and lanes elsewhere are refused."""
+    model, x = form(mlp()).to("sim:0"), rows(9).to("sim:0")
+    with torch.no_grad():
+        plain = model(x)
+        with parallel(model, ["sim:0", "sim:0"], out_dims=0):
+            torch.testing.assert_close(model(x), plain)
+        with parallel(model, SIMS, out_dims=0), pytest.raises(ReplicaError, match="the module that it was made from"):
+            model(x)
 
 
 def test_writes_before_backward():

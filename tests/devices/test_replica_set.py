@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import ReplicaError, parallel
+from parawrap import parallel
 from tests import simdevice
 from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows
 
@@ -241,11 +241,3 @@ def test_memory_is_freed_after_a_block(home):
         calls()
     gc.collect()
     assert simdevice.stats().live_bytes_by_device == before.live_bytes_by_device
-
-
-def test_tensors_in_functions():
-    """A tensor that only a function holds would lie on the wrong device. The error names its path."""
-    model, scale = nn.Linear(3, 3, device="sim:0"), torch.ones(3, device="sim:0")
-    model.scaled = lambda x: x * scale
-    with parallel(model, SIMS), pytest.raises(ReplicaError, match=r"scaled.* is a tensor that only a function"):
-        model(torch.randn(7, 3))

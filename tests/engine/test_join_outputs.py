@@ -82,11 +82,11 @@ def boxes(*counts):
 def test_refusals_of_the_rules_of_torch():
     for outputs, sizes, text in (
         ((1, 1), (2, 1), "each lane returned one int (1, 1), and equal numbers do not make it one number"),
-        ((["a"], ["b"]), (2, 1), "the lanes had 2, 1 rows and returned a list of 1, 1 items without tensors"),
-        ((["a"], ["b"]), None, "gather alone has no row counts to compare with"),
-        (([["a", "b"]] * 2, [["c"]]), (2, 1), "both the list and each list in it follow"),
-        ((boxes(2, 2), boxes(1)), (2, 1), "returned as many items of type dict, whose tensors have the rows too"),
-        (([torch.zeros(5), torch.zeros(3)], [torch.zeros(4)]), None, "lists of tensors of different sizes"),
+        ((["a"], ["b"]), (2, 1), "the lanes returned a list of 1, 1 items: one item per row, or parts of every row"),
+        ((["a"], ["b"]), None, "one item per row"),
+        (([["a", "b"]] * 2, [["c"]]), (2, 1), "one item per row"),
+        ((boxes(2, 2), boxes(1)), (2, 1), "one item per row"),
+        (([torch.zeros(5), torch.zeros(3)], [torch.zeros(4)]), None, "one item per row"),
     ):
         assert text in refusal(*outputs, sizes=sizes, as_torch=True, reduce="stack")
     assert joined(*map(torch.tensor, (1.0, 2.0)), sizes=None, as_torch=True, reduce="stack").tolist() == [1, 2]

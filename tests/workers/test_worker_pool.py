@@ -318,7 +318,7 @@ def test_trace_has_spans_of_each_lane(block, tmp_path):
         with pytest.raises(ValueError):
             block.submit(refuse_negative, -torch.ones(2, 5)).result()
     *cut, of_map, failed = trace.spans
-    assert sorted((span.lane, *span.work[1:]) for span in cut) == [(0, None, 4), (1, None, 3)]
-    assert (of_map.work[1:], failed.work[1:]) == ((0, 3), (None, 2))
-    assert [span.error for span in trace.spans] == [None] * 3 + ["ValueError"]
+    assert sorted((span.track, span.details["batch"], span.details["rows"]) for span in cut) == [(0, None, 4), (1, None, 3)]
+    assert [(span.details["batch"], span.details["rows"]) for span in (of_map, failed)] == [(0, 3), (None, 2)]
+    assert [span.details["error"] for span in trace.spans] == [None] * 3 + ["ValueError"]
     assert all(0 < span.start <= span.end for span in trace.spans)

@@ -7,7 +7,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils import rnn
@@ -15,8 +15,7 @@ from torch.nn.utils import rnn
 from parawrap._public import public
 from parawrap.backends import record_use
 from parawrap.engine.rules.geometric_graphs import graph_rules
-from parawrap.engine.rules.packed_sequences import PACKED_RULES
-from parawrap.engine.rules.splitter import Splitter, spans
+from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, spans
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.tree import WholeLeaf, keep_whole, keep_whole_if, tensors_in
@@ -107,7 +106,19 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
     return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
 
 
+def _refuse_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> NoReturn:
+    refuse_split(value, "it lies in the order of time steps. Pass padded rows and their lengths, and pack them in forward")
+
+
+def _refuse_packed_parts(parts: Sequence[rnn.PackedSequence]) -> NoReturn:
+    refuse_to_join(parts[0], "they lie in the order of time steps. Return rnn.pad_packed_sequence(value, batch_first=True)")
+
+
+def _count_packed_rows(value: rnn.PackedSequence) -> int:
+    return int(value.batch_sizes[0])
+
+
 _SEQUENCE = Splitter(_split_sequence, _join_sequence, len, _sequence_to)
 keep_whole(rnn.PackedSequence)
-_splitters[rnn.PackedSequence] = PACKED_RULES
+_splitters[rnn.PackedSequence] = Splitter(_refuse_packed, _refuse_packed_parts, _count_packed_rows)
 keep_whole_if(_has_builtin_rules)

@@ -182,7 +182,7 @@ def test_cures_of_arguments():
         call(torch.neg, X[:19], unit=4)
     for x, unit in ((X[:16], 4), (X, 4), (X[:19], 1)):
         assert_same(call(torch.neg, x, unit=unit, out_dims=0), -x)
-    with says("is a nested tensor, which torch cannot split. Pad it to cut it"):
+    with says("is a nested tensor, which torch cannot split. Pass a dense tensor to cut it"):
         call(add, X, nested(X))
     assert_same(call(add, X, nested(X).to_padded_tensor(0.0)), 2 * X)
     with says(r"is an array with 20 rows, and the batch has 20. Pass torch\.from_numpy\(\.\.\.\) of it"):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.utils import rnn
 from torch.testing import assert_close
 
-from parawrap import ShardError, parallel
+from parawrap import GatherError, ShardError, parallel
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
@@ -154,42 +154,45 @@ def test_in_dims_of_any_argument(form):
         assert_close(p(columns=columns, table=table, ids=ids), plain)
 
 
-def test_texts_without_tensors_warn():
-    """Such a call runs plainly. The warning names both values of `in_dims`, and each of them ends it."""
+def test_texts_without_tensors():
+    """Such a call runs plainly, unless `in_dims` cuts the texts by item."""
 
     def target(texts):
         return [text.upper() for text in texts]
 
-    with parallel(target, TWO) as p:
-        with pytest.warns(UserWarning, match=r"a call without tensors runs plainly: args\[0\] is a list") as caught:
-            p(list("abcde"))
-        p(list("abcde"))  # one warning per block
-    cures = cures_of(str(caught[0].message))
-    assert {"texts": "items"} in cures
-    for in_dims in cures:
+    for in_dims, shards in ((None, ()), ({"texts": None}, ()), ({"texts": "items"}, (3, 2))):
         with parallel(target, TWO, in_dims=in_dims) as p:
             assert p(list("abcde")) == list("ABCDE")
-            assert p.stats().shards == ((3, 2) if in_dims["texts"] else ())
+            assert p.stats().shards == shards
 
 
-@pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
-def test_packed_sequences_are_cut(in_order):
-    """Outputs keep the order of rows, and gradients are the plain ones. `map` passes a packed batch as one argument."""
+class OnPacked(nn.LSTM):
+    def forward(self, packed):
+        return super().forward(packed)[0]
 
-    class OnPacked(nn.LSTM):
-        def forward(self, packed):
-            return super().forward(packed)[0]
 
-    lengths = torch.tensor([5, 4, 4, 3, 2, 1, 1] if in_order else [1, 4, 2, 5, 3, 1, 4])
-    packed = rnn.pack_padded_sequence(torch.randn(5, 7, 3), lengths, enforce_sorted=in_order)
-    model = OnPacked(3, 4)
-    plain = model(packed)
-    gradients = torch.autograd.grad(plain.data.square().sum(), [*model.parameters()])
-    with parallel(model, ["cpu"] * 3) as p:
-        output = model(packed)
-        assert_same(output, plain)
-        assert_close(torch.autograd.grad(output.data.square().sum(), [*model.parameters()]), gradients)
-        assert_same(next(p.map([packed])), plain)
+class OnRows(nn.LSTM):
+    def forward(self, rows, lengths):
+        packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        return rnn.pad_packed_sequence(super().forward(packed)[0], batch_first=True, total_length=rows.shape[1])[0]
+
+
+def test_packed_sequences_are_refused():
+    """They run whole in `map`. The cures of the errors work: forward packs rows, and returns rows."""
+    rows, lengths = torch.randn(7, 5, 3), torch.tensor([1, 4, 2, 5, 3, 1, 4])
+    packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+    model, on_rows = OnPacked(3, 4), OnRows(3, 4, batch_first=True)
+    with torch.no_grad(), parallel(model, TWO) as p:
+        with pytest.raises(ShardError, match="Pass padded rows and their lengths, and pack them in forward"):
+            model(packed)
+        assert_same(next(p.map([packed])), model.__class__.forward(model, packed))
+    block = parallel(lambda x: rnn.pack_sequence([*x]), TWO)
+    with torch.no_grad(), block as p, pytest.raises(GatherError, match=r"Return rnn\.pad_packed_sequence"):
+        p(rows)
+    with torch.no_grad():
+        plain = on_rows(rows, lengths)
+        with parallel(on_rows, TWO):
+            assert_close(on_rows(rows, lengths), plain)
 
 
 def minus_the_mean_of_the_clip(frames):
