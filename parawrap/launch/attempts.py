@@ -72,6 +72,7 @@ class Attempts:
         self._pool: Pool | None = None
         self._history: list[str] = []
         self._is_cancelled = False
+        self._is_preempted = False  # between two pools, or before the first
         self.has_begun = False
         self.restart = 0
 
@@ -83,7 +84,9 @@ class Attempts:
             pool.post(pool.cancel)
 
     def preempt(self) -> None:
-        if (pool := self._pool) is not None:
+        if (pool := self._pool) is None:
+            self._is_preempted = True
+        else:
             pool.post(pool.preempt)
 
     def stacks(self) -> dict[int, str]:
@@ -127,6 +130,9 @@ class Attempts:
             try:
                 if self._is_cancelled:
                     pool.cancel()
+                if self._is_preempted:
+                    self._is_preempted = False
+                    pool.preempt()
                 pool.fork()
                 self.has_begun = True
                 ending = pool.set_up()

@@ -166,7 +166,7 @@ class Launch(Generic[R]):
         self._has_ended(None)
 
     def preempt(self) -> None:
-        """Simulate a preemption, without waiting for it. Has no effect if the launch is still pending.
+        """Simulate a preemption, without waiting for it. Has no effect on a Slurm job that is still pending.
 
         ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that still run after the platform's
         ``grace_s`` are ended. The launch then restarts, unless all ranks returned. On Slurm, the job is requeued.

@@ -199,7 +199,7 @@ class Lanes:
 
     def is_idle(self) -> bool:
         """True if no message waits for an answer."""
-        return not (self._backlog or self._ended or any(lane.pending for lane in self.all))
+        return not (self._backlog or any(lane.pending for lane in self.all))
 
     @property
     def wants_more(self) -> bool:
