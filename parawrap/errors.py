@@ -11,7 +11,7 @@ the device, and the shard.
     ├── VerifyError (RuntimeError)              a parallel output differs from the plain one
     ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
     ├── ReplicaError (RuntimeError)             a module cannot be replicated
-    ├── SessionError (RuntimeError)             a block is used after it was closed
+    ├── SessionError (RuntimeError)             a block is used after it was closed, or workers cannot make a call
     ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream
     ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
     ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
@@ -84,7 +84,7 @@ class ReplicaError(ParawrapError, RuntimeError):
 
 
 class SessionError(ParawrapError, RuntimeError):
-    """A block is used after it was closed, or is closed before a later block on the same model."""
+    """A block or a trace is used after its end, or workers cannot make a call. The message names the remedy."""
 
 
 class ResumeError(ParawrapError, RuntimeError):
