@@ -57,6 +57,7 @@ class _SubmittedCall(Call):
 
     def end(self) -> None:
         if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
+            self.future.set_running_or_notify_cancel()  # otherwise concurrent.futures.wait would wait forever
             return
         try:
             output = self._finish(self.load(), self)

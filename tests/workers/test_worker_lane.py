@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 import psutil
 import pytest
@@ -50,10 +50,13 @@ def firsts(outputs):
 
 
 def test_exception_ends_running_calls(gate):
-    """A block that ends with an exception does not wait for the calls in its workers."""
-    with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p:  # noqa: PT012
+    """A block that ends with an exception does not wait for the calls in its workers. Its futures are done."""
+    with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p, ThreadPoolExecutor(1) as threads:  # noqa: PT012
         futures = [p.submit(batch) for batch in numbers(*range(1, 25, 2))]
+        waiting = threads.submit(wait, futures, timeout=60)
         gate.wait_for(2)
+        p.__exit__(KeyError, KeyError(), None)
+        assert not waiting.result().not_done
         raise KeyError
     for future in futures:
         with pytest.raises((CancelledError, SessionError)):
