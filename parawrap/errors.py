@@ -54,6 +54,9 @@ class ParawrapError(Exception):
     or the title of the page.
     """
 
+    def __init__(self, message: str) -> None:  # DataLoader raises errors of its workers again as ``kind(message=...)``
+        super().__init__(message)
+
     @property
     def message(self) -> str:
         """The text without its place in the documentation, and without the places of errors that it quotes."""

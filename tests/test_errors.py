@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+from torch.utils.data import DataLoader
 
 from parawrap import errors
 
@@ -28,3 +29,14 @@ def test_copies_have_the_same_text(kind):
     error = kind("no")
     for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert str(copied) == str(error)
+
+
+def refuse(_):
+    raise errors.ShardError("no")
+
+
+def test_error_in_a_data_loader_worker():
+    """Torch raises it again with the worker's traceback as its message."""
+    loader = DataLoader([1, 2], collate_fn=refuse, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(errors.ShardError, match=r"(?s)DataLoader worker process 0.*ShardError: no"):
+        next(iter(loader))
