@@ -11,7 +11,16 @@ import torch
 
 from parawrap._public import public
 from parawrap.api._wrapped_attributes import WrappedAttributes
-from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate, vector
+from parawrap.api.scatter_gather import (
+    as_calls,
+    cut,
+    device_named,
+    gather,
+    gather_shards,
+    parallel_apply,
+    replicate,
+    vector,
+)
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, names_cores, resolve_devices, warn_caller
 from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter
@@ -129,7 +138,11 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            return self.gather(self._run_shards(args, module_kwargs), self.output_device)
+            if not (self._inherits("scatter") and self._inherits("gather") and _have_rows(inputs, kwargs)):
+                return self.gather(self._run_shards(args, module_kwargs), self.output_device)
+            cutter = self._session().cutters[None]
+            sizes = cutter.plan(cutter.flatten(inputs, kwargs), len(self.device_ids)).sizes  # a call may change the inputs
+            return gather_shards(self._run_shards(args, module_kwargs), sizes, self.output_device, self.dim)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.

@@ -183,12 +183,17 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if isinstance(outputs, Mapping | str | bytes):
         msg = f"gather got a {type(outputs).__name__}, which is one output. Give a list with one output per device"
         raise GatherError(msg)
+    return gather_shards(outputs, None, target_device, dim)
+
+
+def gather_shards(outputs: Sequence[Any], rows: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
+    """Join the outputs of shards, whose rows show if a list has one item per row. None: the rows are not known."""
     outputs, device = list(outputs), device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
-    return join(outputs, None, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
+    return join(outputs, rows, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, ShardError, scatter_kwargs
+from parawrap import DataParallel, GatherError, ShardError, scatter_kwargs
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
@@ -40,6 +40,23 @@ def test_overridden_verbs_are_used(on_instance):
     x = torch.randn(5, 4)
     assert_close(net(x), net.module(x))
     assert called == VERBS
+
+
+@pytest.mark.parametrize("rows", [4, 6, 9, 10])
+@pytest.mark.parametrize("verb", ["replicate", "parallel_apply"])
+def test_list_with_one_item_per_row_is_refused(verb, rows):
+    """As without a subclass. Item by item, as torch joins lists, rows would be mixed."""
+
+    def parents(*args):
+        return getattr(DataParallel, verb)(*args)
+
+    class Rows(nn.Linear):
+        def forward(self, x):
+            return list(super().forward(x))
+
+    net = type("Passing", (DataParallel,), {verb: parents})(Rows(4, 3), TWO)
+    with pytest.raises(GatherError, match="one item per row"):
+        net(torch.randn(rows, 4))
 
 
 class Apart(DataParallel):
