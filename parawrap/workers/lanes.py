@@ -244,7 +244,9 @@ class Lanes:
             self._receive(None)
 
     def look(self) -> None:
-        """Receive what has arrived, without waiting."""
+        """Receive what has arrived, without waiting. A forked child has no workers."""
+        if not self.are_here:
+            return
         with self._changed:
             if self._has_reader or not self._is_started or self._is_over:
                 return

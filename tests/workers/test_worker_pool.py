@@ -77,7 +77,8 @@ def test_forked_child_runs_plainly(block):
     child = os.fork()
     if child == 0:  # os._exit: a child must not run pytest's end
         try:
-            is_plain = torch.equal(block(double, x), x * 2)
+            outputs = [block(double, x), block.submit(double, x).result(), *block.map([(double, x)] * 3)]
+            is_plain = all(torch.equal(output, x * 2) for output in outputs)
             block.close()
             os._exit(0 if is_plain else 3)
         finally:
