@@ -164,6 +164,8 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
 
     options = {"device": given.device, "n_nodes": given.nodes, "launcher": "local" if given.local else None}
     changes: dict[str, Any] = {field: value for field, value in options.items() if value is not None}
+    if given.device == "cpu":
+        changes["n_gpus"] = None  # of the platform that the function has
     for text in given.set:
         field, equals, value = text.partition("=")
         if not equals:

@@ -25,7 +25,7 @@ def test_decorated_has_its_platform(here):
 
 def test_cluster_functions_run_here(here):
     """--local, with the fields of this machine, tries a function of Slurm here. --device slurm keeps it on Slurm."""
-    on_cpus = "run", "train:on_slurm", "--local", "--device", "cpu", "--set", "n_gpus=None"
+    on_cpus = "run", "train:on_slurm", "--local", "--device", "cpu"
     assert here(*on_cpus).stdout == "rank 0: (1.0, 1)\n"
     assert here(*on_cpus, "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
     assert here(*on_cpus, "--n", "2").stdout.endswith("rank 1: (1.0, 2)\n")
