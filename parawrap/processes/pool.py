@@ -381,9 +381,9 @@ class Pool:
             return
         self._timers[self.end] = time.monotonic() + self._limits.grace_s
         self.preempted = True
-        running = self._running()
-        self._unanswered = {member.rank for member in running}
-        for member in running:
+        asked = self._running() if self._call.number > 0 else self._members  # some may have ended the set-up
+        self._unanswered = {member.rank for member in asked}
+        for member in asked:
             member.control.send("preempt")
 
     def collect_stacks(self) -> None:
@@ -429,6 +429,8 @@ class Pool:
                 self._timers[self._look] = now + self._look_s()
             if self._preempts:
                 self.preempt()
+            if self.preempted:  # during the set-up
+                self._timers[self.end] = now + self._limits.grace_s
         self.stacks = {}
         for member in self._members:
             member.looked = None

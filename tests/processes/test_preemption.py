@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 def submit(function, **fields):
     return wrapper(ranks(**{"grace_s": 60} | fields))(function).submit()
+
+
+def preempt_start(launch):
+    """Preempt the ranks once their processes are forked, and before their set-up has ended."""
+    while launch.state == "pending":
+        time.sleep(0.001)
+    launch.preempt()
 
 
 # -- loops
@@ -74,6 +82,18 @@ def test_an_ignored_preemption(tmp_path, caplog):
     assert "attempt 0 was preempted; its ranks start again" in caplog.text
 
 
+def test_an_ignored_preemption_during_the_start():
+    """grace_s begins with the call of the function."""
+
+    def train():
+        if current_rank().restart == 0:
+            threading.Event().wait()
+        return current_rank().restart
+
+    preempt_start(launch := submit(train, grace_s=2))  # longer than the start
+    assert launch.results(timeout=PATIENCE_S) == (1, 1)
+
+
 def test_a_return_after_a_preemption(tmp_path):
     """If a preempted function returns without `requeue`, its results count; more preemptions change nothing."""
 
@@ -101,8 +121,7 @@ def test_a_preemption_during_the_start():
             rank.requeue()
         return rank
 
-    launch = submit(train)
-    launch.preempt()
+    preempt_start(launch := submit(train))
     for number, rank in enumerate(launch.results(timeout=PATIENCE_S)):
         assert (rank.global_rank, rank.restart, rank.group, rank.should_checkpoint()) == (number, 1, None, False)
 
