@@ -357,6 +357,8 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     state = {**(given[0] if given and isinstance(given[0], dict) else {}), **error.__dict__}
+    if isinstance(own := object.__getstate__(error), tuple):  # with the attributes in slots
+        state |= own[1]
     if isinstance(error, (NameError, AttributeError)):
         state["name"] = error.name
     args = error.args
@@ -368,7 +370,11 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
 
 
 def _sendable(value: Any) -> Any:
-    return value if _refusal(value) is None else safe_repr(value)
+    if _refusal(value) is None or isinstance(value, BaseException):  # which the pickler reduces in the same way
+        return value
+    if type(value) in (list, tuple):  # such as the members of an ExceptionGroup
+        return type(value)(map(_sendable, value))
+    return safe_repr(value)
 
 
 def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ...]) -> BaseException:

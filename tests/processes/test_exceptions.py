@@ -35,6 +35,14 @@ class NamedGroup(ExceptionGroup):
         return NamedGroup, (self.message, self.exceptions), vars(self)
 
 
+class Slotted(Exception):
+    __slots__ = ("code", "unset")
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
 class WithLock(Exception):
     def __init__(self, message):
         super().__init__(message)
@@ -49,6 +57,7 @@ SENDABLE = [
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), ["encoding", "object", "start", "reason"]),
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
+    (Slotted(code=4), ["code"]),
     (WithLock("busy"), ["code"]),
     (NamedGroup("several", [OtherArgs(1, reason="v")]), ["message"]),
     (ValueError(os.fsdecode(b"caf\xe9")), []),  # the text has a lone surrogate, which cannot be encoded
@@ -65,6 +74,15 @@ def test_exception_is_complete(error, names):
     assert summary_of(got) == summary_of(error)
     assert [getattr(got, name) for name in names] == [getattr(error, name) for name in names]
     assert got.__notes__ == ["in epoch 3"]
+
+
+def test_group_with_an_unsendable_part():
+    """A group keeps its type, so that ``except*`` works. Only unsendable parts of its members are replaced."""
+    group = ExceptionGroup("several", [WithLock("busy"), ExceptionGroup("inner", [KeyError("a"), ValueError(LOCK)])])
+    got = sent(group)
+    assert [type(each) for each in got.exceptions] == [WithLock, ExceptionGroup]
+    assert (got.exceptions[0].code, got.exceptions[0].lock) == (7, repr(LOCK))
+    assert got.exceptions[1].exceptions[1].args == (repr(LOCK),)
 
 
 def test_chains_and_circles_of_causes():
