@@ -231,6 +231,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_count(value),
         "give a number of accelerators per node, at least 1, or None for all visible ones",
     ),
+    "master_port": (
+        lambda value: isinstance(value, int) and 0 <= value < 1 << 16,
+        "give a port number below 65536, or 0 for any free one",
+    ),
     "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
     "launcher": (lambda value: value is None or value in _LAUNCHERS, f"{_either(_LAUNCHERS)}, or None"),
     "ipc_protocol": (lambda value: value is None or value in _PROTOCOLS, f"{_either(_PROTOCOLS)}, or None"),
