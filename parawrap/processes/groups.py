@@ -128,14 +128,18 @@ class Groups:
         if self.on_loopback:
             stay_on_loopback()
         before = _connections()
-        dist.init_process_group(
-            self.backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            device_id=device if device.type == "cuda" else None,
-            timeout=self.timeout,
-        )
+        try:
+            dist.init_process_group(
+                self.backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                device_id=device if device.type == "cuda" else None,
+                timeout=self.timeout,
+            )
+        except Exception:
+            _number_groups_again()
+            raise
         group = self.make_own(rank) if self.lists else cast("dist.ProcessGroup", dist.group.WORLD)
         _links.clear()
         _links.update(_connections() - before)
@@ -155,6 +159,17 @@ def leave_groups() -> None:
     """Destroy all process groups of this process."""
     with contextlib.suppress(Exception):  # a group with dead peers may raise
         dist.destroy_process_group()
+
+
+def _number_groups_again() -> None:
+    """Make torch number the next groups as the first ones.
+
+    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks with
+    different numbers of groups would wait for each other forever.
+    """
+    with contextlib.suppress(Exception):  # the first error is raised
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    leave_groups()
 
 
 def stay_on_loopback() -> None:

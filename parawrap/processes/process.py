@@ -183,7 +183,6 @@ class _Rank:
         self._script = ScriptOfRank()
         self._modules = [name for name in PRELOADABLE if name not in sys.modules]
         self._has_regrouped = False
-        self._has_groups = True
         self._has_loaded = True
 
     def run(self) -> int:
@@ -210,9 +209,8 @@ class _Rank:
         if body.changes is not None:
             body.changes.apply()
         if body.generation is not None:
-            self._has_regrouped, self._has_groups = True, False
+            self._has_regrouped = True
             self._assignment.set_up.regroup(body.generation)
-            self._has_groups = True
         assert message.value is not None
         self._has_loaded = False
         try:
@@ -259,7 +257,7 @@ class _Rank:
                 goes_on = goes_on and body.number > 0 and isinstance(outcome, Raised)
         self._send(body.number, outcome, packed)
         del value  # its tensors lend their memory until here
-        return goes_on and self._has_groups  # torch numbers groups: after a failed start, ranks would wait forever
+        return goes_on
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         if self._has_regrouped and is_echo(error):
