@@ -326,7 +326,7 @@ class _Blank:
     keys: tuple[Any, ...]
     names: tuple[_Attribute, ...]
     plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
-    factory: Any = dataclasses.field(compare=False)
+    factory: Any = dataclasses.field(compare=False, repr=False)  # the text of a function differs between processes
 
 
 def _as_whole(value: Any) -> tuple[Any, ...]:

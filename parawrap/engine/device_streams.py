@@ -62,7 +62,10 @@ def wait_for_moment(moment: Moment) -> None:
 
 @cache
 def _stream_of_lane(device: torch.device, lane: int, use: str) -> Stream:
-    """Return the stream of the lanes with this index, of all blocks: torch keeps a workspace for each stream ever used."""
+    """Return the stream of the lanes with this index, of all blocks: torch keeps a workspace for each stream ever used.
+
+    `use` keeps the stream for copies apart from the one for work.
+    """
     stream = backend_of(device.type).new_stream(device)
     assert stream is not None, "a device with a current stream has others"
     return stream

@@ -123,7 +123,7 @@ def digest_value(value: Any) -> bytes:
         Exception: If the value cannot be pickled, or contains itself.
     """
     leaves, spec = flatten(value)
-    content = hashlib.blake2b(repr((type(value), spec.paths())).encode())
+    content = hashlib.blake2b(repr((type(value), spec)).encode())  # the types of containers, and their keys and lengths
     for leaf in leaves:
         if type(leaf) in _PLAIN_TENSORS and leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_nested):
             content.update(repr((leaf.dtype, tuple(leaf.shape), sorted(leaf.__dict__.items()))).encode())
@@ -133,7 +133,7 @@ def digest_value(value: Any) -> bytes:
     return content.digest()
 
 
-def _memory_of(tensor: torch.Tensor) -> Any:
+def _memory_of(tensor: torch.Tensor) -> bytes:
     """Return the values of a tensor as bytes, whatever memory is around them."""
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else b""

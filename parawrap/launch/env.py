@@ -241,7 +241,7 @@ class _Meeting:
 
         Args:
             value: A value that plain pickle accepts.
-            while_waiting: Called once if other ranks let this one wait for a second.
+            while_waiting: Called once all ranks are here, or after a second of waiting.
 
         Raises:
             LaunchError: If another rank has left the meeting, or its process has ended.

@@ -249,6 +249,7 @@ DIFFERENT = {
     "equal numbers": [1, True, 1.0],
     "texts": ["a", b"a", "b", None],
     "lists": [["a", "b"], ["ab"], ("a", "b"), [10**5000], [10**5000 + 1]],
+    "containers": [[[1], []], [[1]], [[1], {}], [(1,), []], [[[1]], []]],
     "functions": [len, sum, math.sqrt, int, re.compile("a"), re.compile("b")],
     "objects": [Sample("x"), Sample("y"), Sample(torch.zeros(1)), Sample(torch.ones(1))],
     "arrays": [array("f", [1.0]), array("d", [1.0]), np.arange(3), np.arange(3.0), np.arange(1, 4)],
