@@ -11,9 +11,8 @@ import torch
 from torch.nn import Linear
 
 import parawrap
-from parawrap import VersionError, parallel
-from parawrap._private_name import private_name
-from parawrap.engine import _private_names as of_replicas
+from parawrap import VersionError, _private_names, parallel
+from parawrap._private_names import private_name
 from tests.helpers.processes import run_script
 
 PACKAGE = Path(parawrap.__file__).parent
@@ -70,14 +69,12 @@ def private_attributes(file):
 
 
 def names_in(file):
-    """The private names in one file `_private_names.py`: the last part of each path, attributes, and strings."""
+    """The private names in `_private_names.py`: the last part of each path, attributes, and strings."""
     for node in ast.walk(TREES[file]):
         match node:
             case ast.Constant(value=str(text)) if text.isidentifier() and is_private(text):
                 yield text
-            case ast.Call(
-                func=ast.Name(id="private_name" | "private_reader" | "_name"), args=[ast.Constant(value=str(path)), *_]
-            ):
+            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=str(path)), *_]):
                 yield path.rpartition(".")[2]
             case ast.Call(func=ast.Name(id="private_attribute"), args=[_, ast.Constant(value=str(name)), _]):
                 yield name
@@ -85,27 +82,24 @@ def names_in(file):
                 yield name
 
 
-LISTS = {file: set(names_in(file)) for file in FILES if file.name == "_private_names.py"}
-NAMES = set().union(*LISTS.values())
+LIST = PACKAGE / "_private_names.py"
+NAMES = set(names_in(LIST))
 
 
-def test_only_the_lists_hold_them():
-    """A private name of torch or Python stands in the file `_private_names.py` of its package, and nowhere else."""
-    for file in set(FILES) - set(LISTS):
+def test_only_the_list_holds_them():
+    """A private name of torch or Python stands in `_private_names.py`, and nowhere else."""
+    for file in set(FILES) - {LIST}:
         assert set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set(), file
 
 
 def test_every_name_exists():
     """A failure names what a new release of torch or Python lacks. The tests of the features test what a name does."""
-    for tree in (TREES[file] for file in LISTS):
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(
-                    func=ast.Name(id="private_name" | "private_reader" | "_name"), args=[ast.Constant(value=path), *_]
-                ):
-                    pkgutil.resolve_name(path)
-    of_replicas.check_modules()
-    assert set(vars(Linear(2, 2))) >= of_replicas.NOT_CALLED
+    for node in ast.walk(TREES[LIST]):
+        match node:
+            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=path), *_]):
+                pkgutil.resolve_name(path)
+    _private_names.check_modules()
+    assert set(vars(Linear(2, 2))) >= _private_names.NOT_CALLED
 
 
 # What no other test of a feature would notice
@@ -115,7 +109,7 @@ def test_finalizers_before_a_fork(tmp_path):
     """Ranks do not run the finalizers of the modules that the server imported."""
     script = """
 import weakref
-from parawrap.processes._private_names import keep_finalizers_from_exits
+from parawrap._private_names import keep_finalizers_from_exits
 class Owner: pass
 imported, owned = Owner(), Owner()
 weakref.finalize(imported, print, "imported")
@@ -130,7 +124,7 @@ def test_threads_are_joined(tmp_path):
     script = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from parawrap.processes._private_names import join_threads
+from parawrap._private_names import join_threads
 pool = ThreadPoolExecutor(1)
 pool.submit(print, "pool").result()
 go = threading.Event()
@@ -173,8 +167,8 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
 
 
 WITHOUT = {
-    "parawrap.engine._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
-    "parawrap.engine._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
+    "parawrap._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
+    "parawrap._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
 }
 
 
@@ -183,8 +177,8 @@ def test_call_without_a_name(name, monkeypatch):
     """If replicas cannot see an attribute or a compiled function, a call raises VersionError."""
     missing, message = WITHOUT[name]
     monkeypatch.setattr(name, missing)
-    of_replicas.check_modules.cache_clear()
-    of_replicas._check_compiled_functions.cache_clear()
+    _private_names.check_modules.cache_clear()
+    _private_names._check_compiled_functions.cache_clear()
     model = Linear(2, 2)
     model.double = torch.compile(lambda x: x * 2, backend="eager")
     with pytest.raises(VersionError, match=message), parallel(model, ["cpu", "cpu"]):

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from parawrap.api._private_names import register_pytree_node
+from parawrap._private_names import register_pytree_node
 
 
 class Parts(tuple[Any, ...]):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from parawrap._private_names import indices_of, values_of
 from parawrap.backends._backend_registry import backend_of
-from parawrap.backends._private_names import indices_of, values_of
 from parawrap.tree import WholeLeaf
 
 _STAGED_FROM = 64 << 10

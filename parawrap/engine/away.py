@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from parawrap._private_names import version_of
 from parawrap.backends import transfer
-from parawrap.engine._private_names import version_of
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting, pack_small, send_packed
 
 _address_of = torch.Tensor.data_ptr

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from parawrap._private_names import copy_all
 from parawrap.backends import transfer, transfer_into
-from parawrap.engine._private_names import copy_all
 
 _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
 _MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment

@@ -42,8 +42,7 @@ from typing import Any, NamedTuple
 import torch
 import wrapt
 
-from parawrap.backends import Backend, backend_of, device_of, drop_own_frames, record_use, warn_caller
-from parawrap.engine._private_names import (
+from parawrap._private_names import (
     DeviceContext,
     InferenceMode,
     count_dispatch_modes,
@@ -58,6 +57,7 @@ from parawrap.engine._private_names import (
     tracing_state,
     version_of,
 )
+from parawrap.backends import Backend, backend_of, device_of, drop_own_frames, record_use, warn_caller
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_for_moment
 from parawrap.engine.extents import FlatCall

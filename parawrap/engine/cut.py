@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parawrap._private_names import version_of
 from parawrap.backends import transfer
-from parawrap.engine._private_names import version_of
 from parawrap.engine.cut_errors import (
     hint_of_sizes,
     refuse_attributes,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine._private_names import COMPILED_CALL
+from parawrap._private_names import COMPILED_CALL
 from parawrap.engine.call import NOWHERE, Entry, Stub
 from parawrap.engine.holdings import ABSENT
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import Stream, backend_of, record_use, warn_caller
-from parawrap.engine._private_names import (
+from parawrap._private_names import (
     BUFFERS,
     CHILDREN,
     COMPILED_CALL,
@@ -32,7 +31,8 @@ from parawrap.engine._private_names import (
     recompile_copy,
     uses_cuda_graphs,
 )
-from parawrap.engine._private_names import version_of as version_of
+from parawrap._private_names import version_of as version_of
+from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.engine.away import Away
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 from parawrap.engine.holdings import ABSENT, Change, Holdings, Place

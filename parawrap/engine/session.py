@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parawrap._private_names import global_hooks, profiler_runs, version_of
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
-from parawrap.engine._private_names import global_hooks, profiler_runs, version_of
 from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
 from parawrap.engine.device_streams import Moment, Reached
 from parawrap.engine.join import join, with_originals

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from parawrap.engine._private_names import (
+from parawrap._private_names import (
     BUFFERS,
     CHILDREN,
     NOT_CALLED,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from parawrap._private_names import COMPILED, BatchNorm
 from parawrap.functional._collectives import group_size
-from parawrap.functional._private_names import COMPILED, BatchNorm
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
 from parawrap.tree import flatten, unflatten
 

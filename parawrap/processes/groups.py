@@ -16,8 +16,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from parawrap._private_names import sequence_number_of
 from parawrap.errors import LaunchError
-from parawrap.processes._private_names import sequence_number_of
 
 LOOPBACK = "127.0.0.1"
 _EVERYWHERE = "0.0.0.0"

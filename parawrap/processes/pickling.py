@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
+from parawrap._private_names import class_of_id, id_of_class, make_class, names_in_code
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
-from parawrap.processes._private_names import class_of_id, id_of_class, make_class, names_in_code
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length

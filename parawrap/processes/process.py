@@ -28,8 +28,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
+from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, add_note
-from parawrap.processes._private_names import join_threads, run_exit_handlers
 from parawrap.processes.groups import break_links, count_operations
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, is_echo, outcome_of

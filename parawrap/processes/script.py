@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from parawrap.processes._private_names import goes_by_name, id_of_class, names_in_code
+from parawrap._private_names import goes_by_name, id_of_class, names_in_code
 from parawrap.processes.pickling import Packed, ValuePickler, is_importable, pack, received_classes
 
 _MAIN = "__main__"

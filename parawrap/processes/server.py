@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from parawrap._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.errors import LaunchError
-from parawrap.processes._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.processes.outcomes import exit_text
 from parawrap.processes.process import PRELOADABLE, run_rank
 from parawrap.processes.wire import close_in_forked_children

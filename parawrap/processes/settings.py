@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parawrap.processes._private_names import raw_environ
+from parawrap._private_names import raw_environ
 
 
 @dataclass(frozen=True)
