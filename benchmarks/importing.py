@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,4 +26,6 @@ def rows() -> list[Row]:
 
 
 def _run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True)
+    """Run code in a fresh interpreter, which reads the bytecode of both packages, as after an installation."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
