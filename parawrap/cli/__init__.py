@@ -1,5 +1,91 @@
-"""The command ``parawrap``: one file per subcommand. Imports torch only where a subcommand needs it."""
+"""The command ``parawrap``: its parser, its exit codes, and ``timeline``. Imports torch only where it is needed."""
 
-from parawrap.cli._main import main
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parawrap import __version__
+from parawrap.cli import _doctor, _run
+from parawrap.displays import read_timeline, refusal_of_path, write_timeline
 
 __all__ = ["main"]
+
+_INTERRUPTED = 130  # as shells report Ctrl-C
+_EXAMPLES = """examples:
+  parawrap doctor                                         # check this machine
+  parawrap run train:main --device cpu --n 2 -- --lr 0.1  # call main(lr=0.1) of train.py in two ranks
+  parawrap timeline lanes.json                            # make a page of a recorded trace
+"""
+_TIMELINE_EXAMPLES = """examples:
+  parawrap timeline lanes.json                # writes lanes.html
+  parawrap timeline lanes.json -o page.html
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    parser = _parser()
+    given, strays = parser.parse_known_args(words[:end])
+    given.rest = words[end + 1 :]
+    if strays:
+        msg = f"unrecognized arguments: {' '.join(strays)}"
+        if given.command == "run":
+            msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
+        parser.error(msg)
+    try:
+        code: int = given.run(given)
+    except argparse.ArgumentError as error:
+        print(f"parawrap {given.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    description = "Run PyTorch code in parallel, check a machine, and look at timelines."
+    parser = argparse.ArgumentParser("parawrap", description=description, epilog=_EXAMPLES, **options)
+    parser.add_argument("--version", action="version", version=f"parawrap {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+
+    text = "Check what this machine has, and try a block on two lanes and a launch of two ranks"
+    doctor = commands.add_parser("doctor", help=text, description=f"{text}.", epilog=_doctor.EXAMPLES, **options)
+    doctor.set_defaults(run=_doctor.run)
+
+    text = "Launch a function, and print the result of each rank"
+    run = commands.add_parser("run", help=text, description=f"{text}.", epilog=_run.EXAMPLES, **options)
+    _run.add_options(run)
+    run.set_defaults(run=_run.run)
+
+    text = "Make a page of a recorded trace, and say where it is"
+    timeline = commands.add_parser("timeline", help=text, description=f"{text}.", epilog=_TIMELINE_EXAMPLES, **options)
+    timeline.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace")
+    timeline.add_argument("-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html")
+    timeline.set_defaults(run=_make_page)
+    return parser
+
+
+def _make_page(given: argparse.Namespace) -> int:
+    """Write the page of a trace, and print the idle times and the slowest span."""
+    try:
+        timeline = read_timeline(given.file)
+    except OSError as error:
+        msg = f"{str(given.file)!r} cannot be read: {error.strerror}"
+        raise argparse.ArgumentError(None, msg) from error
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from error
+    page: Path = given.output or given.file.with_suffix(".html")
+    if refusal := refusal_of_path(page):
+        raise argparse.ArgumentError(None, refusal)
+    write_timeline(page, timeline)
+    print(timeline)
+    print(f"wrote {page.resolve().as_uri()}")
+    return 0

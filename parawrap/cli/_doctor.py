@@ -13,7 +13,6 @@ from pathlib import Path
 
 from parawrap import __version__
 
-HELP = "Check what this machine has, and try a block on two lanes and a launch of two ranks"
 EXAMPLES = """exit code 1 means that something that should work does not.
 
 examples:
@@ -26,11 +25,7 @@ _GIB = 1 << 30  # bytes
 _TRIAL_MIN = 1.0  # two ranks start in a second
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add no options: this subcommand has none."""
-
-
-def run(given: argparse.Namespace) -> int:
+def run(_given: argparse.Namespace) -> int:
     """Print the report of torch.utils.collect_env, and one line per check. Return 1 if a check raises."""
     from torch.utils.collect_env import get_pretty_env_info
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import inspect
 import sys
@@ -14,14 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parawrap.cli._usage_error import UsageError
 from parawrap.displays import safe_repr
 from parawrap.errors import PlatformError
 
 if TYPE_CHECKING:
     from parawrap.api.wrapper import Launchable
 
-HELP = "Launch a function, and print the result of each rank"
 EXAMPLES = """The annotations and defaults of the function convert the arguments after --; other arguments are strings. A
 function without parameters finds the arguments in sys.argv. If the function is decorated with @wrapper, the options
 change the fields of its platform.
@@ -56,8 +55,9 @@ def run(given: argparse.Namespace) -> int:
     try:
         function = _find_function(given.target)
         call = _read_arguments(given.target, function, given.rest)
-        outcome = None if call is None else _launch(given, function, *call)
-    except UsageError:
+        if call is not None:
+            print(_launch(given, function, *call))
+    except argparse.ArgumentError:
         raise
     except SystemExit as error:
         print(
@@ -69,8 +69,6 @@ def run(given: argparse.Namespace) -> int:
     except Exception:  # noqa: BLE001 (the module and the function may raise anything)
         traceback.print_exc()
         return 1
-    if outcome is not None:
-        print(outcome)
     return 0
 
 
@@ -85,7 +83,7 @@ def _launch(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwa
             return str(launchable.dry_run(*args, **kwargs))
     except (PlatformError, TypeError) as error:  # TypeError: wrong arguments, or a coroutine function, for example
         msg = f"{given.target}: {error}"
-        raise UsageError(msg) from error
+        raise argparse.ArgumentError(None, msg) from error
     results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
     return "\n".join(f"rank {rank}: {safe_repr(result)}" for rank, result in enumerate(results))
 
@@ -97,12 +95,12 @@ def _find_function(target: str) -> Any:
     """Import ``MODULE:FUNCTION``, and return the function.
 
     Raises:
-        UsageError: If the module or the function does not exist.
+        ArgumentError: If the module or the function does not exist.
     """
     place, _, name = target.rpartition(":")
     if not (name and place) or place.endswith(".py"):
         msg = f"{target!r} does not name a function. Give MODULE:FUNCTION, such as jobs.train:main for jobs/train.py"
-        raise UsageError(msg)
+        raise argparse.ArgumentError(None, msg)
     sys.path.insert(0, str(Path.cwd()))  # ranks get it too
     try:
         function: Any = importlib.import_module(place)
@@ -110,12 +108,12 @@ def _find_function(target: str) -> Any:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise
         msg = f"module {place!r} was not found in {Path.cwd()} or on sys.path"
-        raise UsageError(msg) from error
+        raise argparse.ArgumentError(None, msg) from error
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
         msg = f"{place!r} has no function {name!r}"
-        raise UsageError(msg)
+        raise argparse.ArgumentError(None, msg)
     return function
 
 
@@ -123,7 +121,7 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
     """Return positional and keyword arguments, as cyclopts converts them; None after ``--help``, which prints them.
 
     Raises:
-        UsageError: If the words do not match the parameters.
+        ArgumentError: If the words do not match the parameters.
     """
     if not words or _reads_argv(function):
         return (), {}
@@ -131,7 +129,7 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
         from cyclopts import App, Parameter
     except ImportError as error:
         msg = "arguments after -- need the package cyclopts. Run pip install 'parawrap-torch[cli]'"
-        raise UsageError(msg) from error
+        raise argparse.ArgumentError(None, msg) from error
     lists = Parameter(consume_multiple=True, json_list=True, negative_iterable=())  # --sizes 1 2, or --sizes '[1, 2]'
     app = App(f"parawrap run {target} --", version_flags=(), help_formatter="plain", default_parameter=lists)
     undecorated = getattr(function, "__wrapped__", function)
@@ -140,7 +138,7 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
     except Exception as error:  # cyclopts raises errors of several kinds for annotations that it does not support
         msg = f"{target}: {error}"
-        raise UsageError(msg) from error
+        raise argparse.ArgumentError(None, msg) from error
     if command is undecorated:
         return bound.args, bound.kwargs
     command(*bound.args, **bound.kwargs)
@@ -170,19 +168,13 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
         field, equals, value = text.partition("=")
         if not equals:
             msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
-            raise UsageError(msg)
-        changes[field] = _python_value(value)
+            raise argparse.ArgumentError(None, msg)
+        changes[field] = value
+        with contextlib.suppress(ValueError, SyntaxError):  # not a literal, but text
+            changes[field] = ast.literal_eval(value)
     make_platform: Callable[..., Platform] = Platform
     if isinstance(function, Launchable):
         function, make_platform = function.__wrapped__, partial(replace, function.platform)
     if given.n is not None:
         changes["n_cpus" if make_platform(**changes).device == "cpu" else "n_gpus"] = given.n
     return wrapper(make_platform(**changes))(function)
-
-
-def _python_value(text: str) -> Any:
-    """Return the value of a Python literal, and other text unchanged."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
