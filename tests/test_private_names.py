@@ -23,7 +23,7 @@ TREES = {file: ast.parse(file.read_text()) for file in FILES}
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_make", "_replace", "_xoptions"}
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
-    "_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
+    "batch_job.py": {"_make_sbatch_string"},
     "geometric_graphs.py": {"_inc_dict", "_key", "_slice_dict"},
     "transformers_caches.py": {"_quantized_keys"},
     "collate.py": {"torch.utils.data._utils"},

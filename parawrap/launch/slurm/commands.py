@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from typing import NamedTuple
@@ -24,7 +23,6 @@ _ENDED = [
     "PREEMPTED",
     "TIMEOUT",
 ]
-_WAITING = ["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED"]
 _PATIENCE_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
@@ -34,49 +32,29 @@ class JobState(NamedTuple):
     Attributes:
         name: Slurm's name of the state, such as ``PENDING`` or ``RUNNING``. ``UNKNOWN`` if Slurm does not answer.
             ``FORGOTTEN`` if Slurm no longer has a record of the job.
-        reason: Slurm's reason for the state.
         starts: The number of times that the job was requeued.
-        nodes: The job's nodes, as Slurm writes them.
-        time_limit: The time limit, as Slurm writes it.
+        fields: All that Slurm says of the job, such as ``Reason`` and ``NodeList``.
     """
 
     name: str
-    reason: str = ""
-    starts: int = 0
-    nodes: str = ""
-    time_limit: str = ""
+    starts: int
+    fields: dict[str, str]
 
     @property
     def is_over(self) -> bool:
         """True if the job will not run again."""
         return self.name in _ENDED
 
-    @property
-    def waits(self) -> bool:
-        """True if the job has no machines yet."""
-        return self.name in _WAITING
-
-
-def slurm_missing() -> str | None:
-    """Return the first Slurm command that is not installed, or None if all are installed."""
-    return next((name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None), None)
-
 
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
     output = _run("scontrol", "--oneliner", "show", "job", job)[1]
-    fields = dict(re.findall(r"(\w+)=(\S*)", output[output.find("JobState=") :].partition(" Command=")[0]))  # not the name
+    shown = output[output.find("JobState=") :].partition(" Command=")[0]  # not the name, which may contain anything
+    fields = {name: value for name, value in re.findall(r"(\w+)=(\S*)", shown) if value != "(null)"}
     if "JobState" not in fields:
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
-        return JobState("FORGOTTEN" if is_unknown else "UNKNOWN")
-    nodes = fields.get("NodeList", "")
-    return JobState(
-        name=fields["JobState"],
-        reason=fields.get("Reason", ""),
-        starts=int(fields.get("Restarts") or 0),
-        nodes="" if nodes == "(null)" else nodes,
-        time_limit=fields.get("TimeLimit", ""),
-    )
+        return JobState("FORGOTTEN" if is_unknown else "UNKNOWN", 0, {})
+    return JobState(fields["JobState"], int(fields.get("Restarts") or 0), fields)
 
 
 def hosts_of(nodes: str) -> list[str]:

@@ -6,11 +6,10 @@
         call                what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
-        preempted-START     this start was preempted, or its ranks requested the next one
-        failed-START        it has failed nevertheless
+        preempted-START     this start was preempted, or its ranks requested the next one: it has not failed
         stacks-RANK         what faulthandler wrote
 
-It is on a file system that the submitting process and all nodes share. Each file has one writer.
+It is on a file system that the submitting process and all nodes share.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import pickle
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.processes.groups import StoreAddress
@@ -51,23 +49,17 @@ class Folder:
         Raises:
             LaunchError: If the folders cannot be made.
         """
-        root = cls.planned(name).root
+        planned = cls.planned(name)
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            array = Path(tempfile.mkdtemp(prefix=f"{cls.planned(name).path.parent.name}-", dir=root))  # mode 0700
+            planned.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
             folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
             for path in (folders[0].submitit, *(folder.path for folder in folders)):
                 path.mkdir()
         except OSError as error:
-            msg = f"{root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
+            msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
             raise LaunchError(msg) from error
         return folders
-
-    def task_files(self, job: str, rank: int) -> Any:
-        """Return submitit's paths of a task: its output in ``stdout`` and ``stderr``, its value in ``result_pickle``."""
-        import submitit.core.utils  # an optional package
-
-        return submitit.core.utils.JobPaths(self.submitit, job_id=job, task_id=rank)
 
     @property
     def root(self) -> Path:
@@ -81,6 +73,10 @@ class Folder:
             if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
+    def stacks_of(self, rank: int) -> Path:
+        """Return the file with the stacks of a rank."""
+        return self.path / f"stacks-{rank}"
+
     def write_address(self, start: int, address: StoreAddress) -> None:
         """Publish where the ranks of a start of the job meet."""
         path = self.path / f"address-{start}"
@@ -90,35 +86,20 @@ class Folder:
 
     def address(self, start: int) -> StoreAddress | None:
         """Return where the ranks of a start meet. Return None before it is published."""
-        path = self.path / f"address-{start}"
-        return pickle.loads(path.read_bytes()) if path.name in self._names() else None
+        return pickle.loads((self.path / f"address-{start}").read_bytes()) if self.has("address", start) else None
 
-    def mark_begun(self, start: int) -> None:
-        """Note that the ranks of a start have met, and run the function."""
-        (self.path / f"begun-{start}").touch()
+    def mark(self, topic: str, start: int) -> None:
+        """Note that the ranks of a start have "begun", or that it was "preempted"."""
+        (self.path / f"{topic}-{start}").touch()
 
-    def has_begun(self, start: int) -> bool:
-        """True if the ranks of a start have met."""
-        return f"begun-{start}" in self._names()
-
-    def mark_preempted(self, start: int) -> None:
-        """Note that the job is preempted, or that its ranks request the next start: this one did not fail."""
-        (self.path / f"preempted-{start}").touch()
+    def has(self, topic: str, start: int) -> bool:
+        """True if a start has this file. Network file systems cache the absence of a single file, but not a listing."""
+        return f"{topic}-{start}" in os.listdir(self.path)  # noqa: PTH208 (names only)
 
     def mark_failed(self, start: int) -> None:
-        """Note that a start has ended by a failure, whether it was preempted or not."""
-        (self.path / f"failed-{start}").touch()
+        """Note that a start has ended by a failure, although it was preempted before."""
+        (self.path / f"preempted-{start}").unlink(missing_ok=True)
 
     def failures(self, start: int) -> int:
         """Return the number of starts before this one that ended by a failure, such as the loss of a node."""
-        names = self._names()
-        return sum(f"failed-{each}" in names or f"preempted-{each}" not in names for each in range(start))
-
-    def stacks_of(self, rank: int) -> Path:
-        """Return the file with the stacks of a rank."""
-        return self.path / f"stacks-{rank}"
-
-    def _names(self) -> list[str]:
-        """List the folder. Network file systems cache the absence of a single file for a while, but not a listing."""
-        with os.scandir(self.path) as entries:
-            return [entry.name for entry in entries]
+        return sum(not self.has("preempted", each) for each in range(start))

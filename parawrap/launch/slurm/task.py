@@ -1,7 +1,7 @@
 """A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
 
     main thread ───── set-up, function, outcome ──► a file ──► exit, together with the other ranks
-    signal thread ─── SIGUSR1: stacks. SIGUSR2: save. SIGTERM: ends a wait in C code
+    signal thread ─── SIGUSR1: stacks. SIGUSR2: save
     agreement ─────── asks the other ranks for the step to save in
 
 srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that has returned waits for
@@ -16,7 +16,6 @@ import math
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,14 +34,7 @@ from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
-from parawrap.processes.outcomes import (
-    Ended,
-    Outcome,
-    Raised,
-    Requeued,
-    Returned,
-    outcome_of,
-)
+from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
@@ -51,7 +43,6 @@ from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _LOOK_S = 0.05
-_REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
 _LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
@@ -61,29 +52,28 @@ _REQUEUED = "requeued"
 
 def run_rank(path: str, plan: bytes) -> NoReturn:
     """Be this task's rank, and exit. `path` is the launch's folder, and the plan a pickled platform and settings."""
-    platform, settings = pickle.loads(plan)
-    with contextlib.ExitStack() as cleanup:
-        code = _Task(Folder(Path(path)), platform, settings, cleanup).run()
-        if code:
-            os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
-        leave(code)
+    task = _Task(Folder(Path(path)), *pickle.loads(plan))
+    code = task.run()
+    if code:
+        os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
+    leave(code)
 
 
 class _Task:
-    """The rank of this task, in its main thread."""
+    """The rank of this task, in its main thread. It exists until the process exits."""
 
-    def __init__(self, folder: Folder, platform: Platform, settings: Settings, cleanup: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Folder, platform: Platform, settings: Settings) -> None:
         import submitit  # the submitting process may lack it
 
         job = submitit.JobEnvironment()
         self._folder = folder
-        self._cleanup = cleanup
         self._platform = platform
         self._settings = settings
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         self._place = Place.of(job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start)
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
+        self._kept = contextlib.ExitStack()
         self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
         self._is_ending = False
 
@@ -96,7 +86,7 @@ class _Task:
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
-            self._await_cause()
+            time.sleep(self._platform.grace_s + _ECHO_S)  # an exit now would end the rank with the cause, or hide a death
         return 1
 
     def _call(self) -> Outcome:
@@ -112,11 +102,13 @@ class _Task:
             self._take_signals(agreement)
             RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
             if self._place.global_rank == 0:
-                self._folder.mark_begun(self._start)
+                self._folder.mark("begun", self._start)
             with agreement:
                 return Returned(time.time(), self._value())
         except RequeueRequested:
-            return self._requeued()
+            if self._store is not None:
+                self._store.set(_REQUEUED, "")
+            return Requeued(time.time())
         except EndOrdered:
             return Ended(time.time())
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
@@ -134,7 +126,7 @@ class _Task:
         platform = self._platform
         if self._place.global_rank == 0:
             host = LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun runs on this node
-            address = self._cleanup.enter_context(
+            address = self._kept.enter_context(
                 open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=platform.n_nodes > 1)
             )
             self._folder.write_address(self._start, address)
@@ -162,39 +154,23 @@ class _Task:
 
     def _take_signals(self, agreement: Agreement) -> None:
         faulthandler.enable()
-        stacks = self._cleanup.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
+        stacks = self._kept.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
+        # Slurm sends SIGCONT before SIGTERM. With a handler of SIGCONT, Linux might give SIGTERM to another thread.
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(signal.SIGUSR2, lambda *_: self._preempt(agreement))
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
         faulthandler.register(signal.SIGUSR1, stacks)
-        numbers, written = socket.socketpair()
-        written.setblocking(False)
-        signal.set_wakeup_fd(written.detach())
         os.register_at_fork(after_in_child=_forget_signals)
-        threading.Thread(target=self._act_on, args=(numbers, agreement), name="parawrap-signals", daemon=True).start()
+        threading.Thread(target=self._await_preemption, args=(agreement,), name="parawrap-signals", daemon=True).start()
 
-    def _act_on(self, numbers: socket.socket, agreement: Agreement) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1, signal.SIGUSR2))
-        while number := numbers.recv(1):
-            if number[0] == signal.SIGUSR2:
-                self._preempt(agreement)
-            elif number[0] == signal.SIGTERM:
-                self._end_main_thread()
-
-    def _end_main_thread(self) -> None:
-        """Let the main thread react to SIGTERM. It may sleep, while Linux has given the signal to another thread."""
-        time.sleep(_LOOK_S)
-        if not self._is_ending:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            time.sleep(_REACTION_S)
-        if not self._is_ending:
-            break_links()  # it waits for other ranks in C code, and gets an error
-
-    def _preempt(self, agreement: Agreement) -> None:
-        """Request the step to save in. Called by the signal thread, or by the main thread if asyncio took the socket."""
-        with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
-            self._folder.mark_preempted(self._start)
-        agreement.request()
+    def _await_preemption(self, agreement: Agreement) -> None:
+        """Request the step to save in at SIGUSR2, and let this thread take SIGUSR1, as no other one does."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
+        while True:
+            signal.sigwait((signal.SIGUSR2,))
+            with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
+                self._folder.mark("preempted", self._start)
+            agreement.request()
 
     def _on_sigterm(self, *_: object) -> None:
         if not self._is_ending:
@@ -203,30 +179,14 @@ class _Task:
 
     # -- the end
 
-    def _requeued(self) -> Requeued:
-        if self._store is not None:
-            self._store.set(_REQUEUED, "")
-        return Requeued(time.time())
-
     def _order(self) -> float:
         """Return the place of this failure among those of all ranks, without comparing the clocks of machines."""
         if self._store is None:
             return 0.0
         try:
-            return float(self._count("failed", 1))
+            return float(self._store.add("failed", 1))
         except dist.DistError:
             return math.inf
-
-    def _await_cause(self) -> None:
-        """Wait until the other ranks have reported. The exit of this one would end them, or hide that one has died."""
-        until = time.monotonic() + self._platform.grace_s + _ECHO_S
-        with contextlib.suppress(dist.DistError):
-            while self._count("ended") + self._count("failed") < self._place.world_size and time.monotonic() < until:
-                time.sleep(_LOOK_S)
-
-    def _count(self, key: str, more: int = 0) -> int:
-        assert self._store is not None
-        return int(self._store.add(key, more))
 
     def _write(self, outcome: Outcome) -> None:
         import submitit.core.utils
@@ -241,7 +201,7 @@ class _Task:
         store = self._store
         assert store is not None
         with contextlib.suppress(dist.DistError):  # rank 0 has left, so all have ended
-            if self._count("ended", 1) == self._place.world_size:
+            if store.add("ended", 1) == self._place.world_size:
                 store.set("all ended", "")
             try:
                 store.wait(["all ended"], timedelta(seconds=_LINGER_S))
@@ -255,7 +215,7 @@ class _Task:
     def _requeue(self) -> int:
         """Requeue the job, and wait for its end. Return the exit code if it does not end."""
         if self._place.global_rank == 0:
-            self._folder.mark_preempted(self._start)
+            self._folder.mark("preempted", self._start)
             if reason := requeue_job(self._number):
                 sys.__stderr__.write(f"Slurm refused to requeue the job: {reason}\n")  # type: ignore[union-attr]
                 return 1
@@ -264,7 +224,6 @@ class _Task:
 
 
 def _forget_signals() -> None:
-    """Give a process that the function forks the usual handlers."""
-    signal.set_wakeup_fd(-1)
+    """Give a process that the function forks the usual handler."""
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

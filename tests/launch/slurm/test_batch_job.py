@@ -76,7 +76,7 @@ def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
 def test_signals_wait_for_the_rank():
     """Slurm's signals would end a process that still imports torch, and processes that the function starts."""
     show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    call = [*shlex.split(batch_job._blocking_python()), "-c", show]
+    call = [*shlex.split(batch_job.PYTHON), "-c", show]
     blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
     assert {str(int(signal.SIGUSR1)), str(int(signal.SIGUSR2))} <= set(blocked)
 

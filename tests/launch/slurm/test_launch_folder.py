@@ -28,5 +28,7 @@ def test_the_folder_is_private(tmp_path, monkeypatch):
 def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path))
     (folder,) = Folder.new("job", 1)
-    folder.mark_preempted(1)
+    folder.mark("preempted", 1)
     assert [folder.failures(start) for start in range(4)] == [0, 1, 1, 2]
+    folder.mark_failed(1)
+    assert folder.failures(3) == 3
