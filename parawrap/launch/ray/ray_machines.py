@@ -15,8 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
@@ -32,7 +31,6 @@ _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connecti
 _CONNECT_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
 _LEAVING_S = 10.0  # for the servers to end, which have no ranks left
 _MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
-_LOST = "its node, which no longer answers"
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -46,34 +44,35 @@ class RayMachines(Machines):
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
         self.reservation = Reservation(platform)
-        self._ray = self.reservation.ray
 
     @contextlib.contextmanager
     def open(self, is_cancelled: Callable[[], bool]) -> Iterator[Hosts | None]:
-        while not self.reservation.is_ready():
+        platform, reservation, ray = self.platform, self.reservation, self.reservation.ray
+        while not reservation.is_ready():
             if is_cancelled():
                 yield None
                 return
         nodes: list[_Node] = []
         try:
-            for number in range(self.platform.n_nodes):
-                nodes.append(_Node(self._ray, number, self.reservation))  # noqa: PERF401 (those before an error are closed)
+            for number in range(platform.n_nodes):
+                nodes.append(_Node(reservation, number))  # noqa: PERF401 (those before an error are closed)
             for node in nodes:
                 if not node.await_start(is_cancelled):
                     yield None
                     return
-            here = str(self._ray.util.get_node_ip_address())
-            is_local = self.platform.master_addr is None and all(node.address == here for node in nodes)
-            host = self.platform.master_addr or (LOOPBACK if is_local else here)
-            store = open_tcp_store(host, self.platform.master_port, everywhere=not is_local)
-            with store as address, _Starter(self.platform, nodes, LOOPBACK if is_local else here) as starter:
+            here = str(ray.util.get_node_ip_address())
+            is_local = platform.master_addr is None and all(node.address == here for node in nodes)
+            host = LOOPBACK if is_local else here
+            store = open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=not is_local)
+            with store as address, _Starter(platform, nodes, host) as starter:
                 yield Hosts(starter, address)
         finally:
-            closing = [node.close() for node in nodes]
-            if closing and self._ray.is_initialized():
-                self._ray.wait(closing, num_returns=len(closing), timeout=_LEAVING_S)
+            if nodes and ray.is_initialized():
                 for node in nodes:
-                    node.end()
+                    node.is_closed = True
+                ray.wait([node.actor.close.remote() for node in nodes], num_returns=len(nodes), timeout=_LEAVING_S)
+                for node in nodes:
+                    ray.kill(node.actor)
 
     def close(self) -> None:
         self.reservation.end()
@@ -85,8 +84,7 @@ class RayMachines(Machines):
 class _Node:
     """One node, and the actor that starts its ranks."""
 
-    def __init__(self, ray: Any, number: int, reservation: Reservation) -> None:
-        self._ray = ray
+    def __init__(self, reservation: Reservation, number: int) -> None:
         self.number = number
         self._reservation = reservation
         self.actor = reservation.start_actor(number)
@@ -99,15 +97,18 @@ class _Node:
         Raises:
             LaunchError: If it cannot start.
         """
-        for tried in range(1, _MOST_TRIES + 1):
+        ray = self._reservation.ray
+        failed = 0
+        while True:
             started = self.actor.started.remote()
             while not self._reservation.is_done(started):
                 if is_cancelled():
                     return False
             try:
-                self.host, self.address, failure = self._ray.get(started)
-            except self._ray.exceptions.RayError as error:
-                if tried == _MOST_TRIES:
+                self.host, self.address, failure = ray.get(started)
+            except ray.exceptions.RayError as error:
+                failed += 1
+                if failed == _MOST_TRIES:
                     msg = f"node {self.number}: its actor ended: {error}"
                     raise LaunchError(msg) from error
                 self.actor = self._reservation.start_actor(self.number)
@@ -116,29 +117,19 @@ class _Node:
                 msg = f"node {self.number}: {failure}"
                 raise LaunchError(msg)
             return True
-        return False
 
-    def await_end(self, act: Callable[[], None]) -> None:
-        """Call `act` in a thread once the actor has died."""
+    def await_end(self, act: Callable[[int], None]) -> None:
+        """Call `act` with the number of the node, in a thread, once the actor has died."""
 
         def wait() -> None:
             try:
-                self._ray.get(self.actor.stay.remote())
+                self._reservation.ray.get(self.actor.stay.remote())
             except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
                 if not self.is_closed:
                     _log.warning("node %d of a launch is lost: its actor died: %s", self.number, error)
-                    act()
+                    act(self.number)
 
         threading.Thread(target=wait, name=f"parawrap-ray-node-{self.number}", daemon=True).start()
-
-    def close(self) -> Any:
-        """End the server of the node. Return a reference that is ready once it has ended."""
-        self.is_closed = True
-        return self.actor.close.remote()
-
-    def end(self) -> None:
-        """End the actor."""
-        self._ray.kill(self.actor)
 
 
 class _Starter:
@@ -149,11 +140,15 @@ class _Starter:
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
+        self._listener.settimeout(_CONNECT_S)
         self._arrived: dict[int, dict[int, socket.socket]] = {}
         self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
-        self._has_asked = False
 
     def __enter__(self) -> Self:
+        for node in self._nodes:
+            ranks = range(node.number * self._per_node, (node.number + 1) * self._per_node)
+            node.actor.start.remote(self._listener.getsockname()[:2], self._token, ranks)
+            node.await_end(self._lose)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -162,14 +157,6 @@ class _Starter:
             each.close()
 
     def start(self, rank: int) -> Connections:
-        if not self._has_asked:
-            self._has_asked = True
-            for node in self._nodes:
-                first = node.number * self._per_node
-                address = self._listener.getsockname()[:2]
-                node.actor.start.remote(address, self._token, range(first, first + self._per_node))
-                node.await_end(partial(self._lose, node.number))
-        self._listener.settimeout(_CONNECT_S)
         try:
             while len(self._arrived.get(rank, ())) < CONNECTIONS:
                 self._accept()
@@ -212,7 +199,7 @@ class _Starter:
         """Do nothing: the servers end with the attempt."""
 
     def describe(self, _rank: int) -> str:
-        return _LOST
+        return "its node, which no longer answers"
 
     def place_of(self, rank: int) -> str:
         node = self._nodes[rank // self._per_node]

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -23,15 +22,8 @@ _ACTOR_THREADS = 4  # one waits for the end of the actor
 _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
-def join_cluster() -> Any:
-    """Join a Ray cluster and return the ray module.
-
-    Use the cluster that this process has joined already, or else the one at RAY_ADDRESS, or else the one that runs on this
-    machine.
-
-    Raises:
-        LaunchError: If ray is not installed, or the cluster cannot be joined.
-    """
+def _join_cluster() -> Any:
+    """Return the ray module, in the cluster that this process has joined, that of RAY_ADDRESS, or one on this machine."""
     try:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.client")
@@ -77,9 +69,13 @@ class Reservation:
     """
 
     def __init__(self, platform: Platform) -> None:
-        self.ray = join_cluster()
+        self.ray = _join_cluster()
         self._platform = platform
-        self._bundle = _bundle(platform)
+        self._bundle: dict[str, float] = {"CPU": platform.cpus_per_node}  # the resources that one node needs
+        if platform.device == Device.GPU:
+            self._bundle["GPU"] = platform.ranks_per_node
+        if platform.ram is not None:
+            self._bundle["memory"] = int(platform.ram * _GB)
         self._group: Any = None
         self._ready: Any = None
         self._check_size()
@@ -138,20 +134,24 @@ class Reservation:
 
     def _check_size(self) -> None:
         """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
-        platform = self._platform
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
-        if len(fitting) >= platform.n_nodes:
+        shares = [{name: node["Resources"].get(name, 0) for name in self._bundle} for node in nodes]
+        fitting = sum(all(share[name] >= amount for name, amount in self._bundle.items()) for share in shares)
+        if fitting >= self._platform.n_nodes:
             return
-        wanted = _list_resources(self._bundle, self._bundle)
-        found = "; ".join(
-            f"{node['NodeManagerHostname']} has {_list_resources(node['Resources'], self._bundle)}" for node in nodes
-        )
+        wanted = f"{self._platform.n_nodes} node(s) with {_describe(self._bundle)} each"
+        hosts = [node["NodeManagerHostname"] for node in nodes]
+        found = "; ".join(f"{host} has {_describe(share)}" for host, share in zip(hosts, shares, strict=True))
         msg = (
-            f"the platform needs {platform.n_nodes} node(s) with {wanted} each, but only {len(fitting)} of the Ray "
-            f"cluster's nodes have that: {found}. launcher='local' starts the ranks on this machine"
+            f"the platform needs {wanted}, but only {fitting} of the Ray cluster's nodes have that: {found}. "
+            "launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg)
+
+
+def _describe(resources: dict[str, float]) -> str:
+    in_words = {"memory": f"{resources.get('memory', 0) / _GB:.1f} GB of memory"}
+    return ", ".join(in_words.get(name) or f"{amount:g} {name}" for name, amount in resources.items())
 
 
 @cache
@@ -159,25 +159,3 @@ def _actor_class(ray: Any) -> Any:
     """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
     ray.cloudpickle.register_pickle_by_value(_node_actor)
     return ray.remote(max_concurrency=_ACTOR_THREADS)(_node_actor.NodeActor)
-
-
-def _bundle(platform: Platform) -> dict[str, float]:
-    """Return the resources that one node needs."""
-    has_gpus = platform.device == Device.GPU
-    bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
-    if has_gpus:
-        bundle["GPU"] = platform.ranks_per_node
-    if platform.ram is not None:
-        bundle["memory"] = int(platform.ram * _GB)
-    return bundle
-
-
-def _list_resources(resources: dict[str, float], names: Iterable[str]) -> str:
-    amounts = {name: resources.get(name, 0) for name in names}
-    return ", ".join(
-        f"{amount / _GB:.1f} GB of memory" if name == "memory" else f"{amount:g} {name}" for name, amount in amounts.items()
-    )
-
-
-def _holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
-    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
