@@ -82,8 +82,8 @@ def _find_indices(sampler: Any, ranks: int) -> tuple[list[int], int]:
         is_by_batches = loader.batch_size is None and loader.batch_sampler is not None
         sampler = loader.batch_sampler if is_by_batches and not isinstance(loader.sampler, RankSampler) else loader.sampler
     if isinstance(sampler, DistributedSampler):
-        rows = sampler.rows() if isinstance(sampler, RankSampler) else list(sampler)
-        return rows, len(sampler.dataset)  # type: ignore[arg-type]
+        rows = sampler.rows() if isinstance(sampler, RankSampler) else sampler
+        return list(rows), len(sampler.dataset)  # type: ignore[arg-type]
     if type(sampler) is SequentialSampler and ranks == 1:
         return list(sampler), len(sampler)
     msg = (

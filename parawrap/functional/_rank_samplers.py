@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class RankSampler(DistributedSampler[Any]):
     Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by at most one; the longer
     ones come first.
 
-    With `counts_epochs`, each iteration is the epoch after the previous one, unless `set_epoch` was called in between.
+    With `counts_epochs`, each iteration increments `epoch`, which is that of the next one.
     """
 
     def __init__(
@@ -74,34 +74,28 @@ class RankSampler(DistributedSampler[Any]):
     ) -> None:
         super().__init__(dataset, world_size, rank, shuffle, seed, drop_last)
         self._counts_epochs = counts_epochs
-        self._has_begun = False
         self._is_padded = pad
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self.epoch + (self._counts_epochs and self._has_begun)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
-        super().set_epoch(epoch)
-        self._has_begun = False
+        self._rows: Sequence[int] | None = None  # of the last iteration
 
     def __iter__(self) -> Iterator[int]:
-        self.epoch, self._has_begun = self.next_epoch, True
-        return iter(self.rows())
+        self._rows = self._draw()
+        self.epoch += int(self._counts_epochs)
+        return iter(self._rows)
 
     def __len__(self) -> int:
         return super().__len__() if self._is_padded else len(self._share())
 
-    def rows(self) -> list[int]:
-        """Return the indices of this rank's rows in the current epoch."""
+    def rows(self) -> Sequence[int]:
+        """Return the indices of this rank's rows in the last iteration; before the first, in that."""
+        return self._draw() if self._rows is None else self._rows
+
+    def _draw(self) -> Sequence[int]:
         with torch.device("cpu"):
             if self._is_padded:
                 return list(super().__iter__())
             share = self._share()
             if not self.shuffle:
-                return list(share)
+                return share
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
         return order[share.start : share.stop]

@@ -133,7 +133,7 @@ class _OwnNumbers:
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self
         share = loader.sampler
-        seeds = torch.initial_seed(), share.seed, find_place()[0], share.next_epoch
+        seeds = torch.initial_seed(), share.seed, find_place()[0], share.epoch
         seed = random.Random(repr(seeds)).randrange(_SEEDS)  # a hash that is the same in every process
         if loader.generator.device != (device := torch.get_default_device()):  # torch draws the seed of workers there
             vars(loader)["generator"] = torch.Generator(device)

@@ -10,7 +10,6 @@ import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,9 +79,10 @@ def submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_paral
     try:
         with _without_surrounding_job(), executor.batch():
             jobs = [executor.submit(run_rank, str(folder.path), plan) for folder in folders]
-    except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
+    except submitit.core.utils.FailedJobError as error:
+        said = [line.partition("error: ")[2] or line for line in str(error).splitlines()]  # by sbatch
         msg = (
-            f"Slurm refused the job: {_reason_of(error)}. It requested {platform.n_nodes} node(s) with "
+            f"Slurm refused the job: {'; '.join(said)}. It requested {platform.n_nodes} node(s) with "
             f"{platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo shows "
             "the cluster's resources. launcher='local' starts the ranks on this machine"
         )
@@ -163,11 +163,3 @@ def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             raise PlatformError(msg)
     own = {name: value for name, value in named.items() if name in _OWN}
     return own, {name.replace("_", "-"): value for name, value in named.items() if name not in _OWN}
-
-
-def _reason_of(error: subprocess.CalledProcessError | Exception) -> str:
-    """Extract the error lines of ``sbatch`` from submitit's exception."""
-    text = getattr(error, "stderr", None) or str(error)
-    text = text.decode(errors="replace") if isinstance(text, bytes) else text
-    lines = [line.partition("error:")[2].strip() for line in text.splitlines() if "error:" in line]
-    return "; ".join(dict.fromkeys(lines)) or text.strip()

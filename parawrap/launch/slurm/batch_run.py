@@ -9,6 +9,7 @@ The job itself needs none of this: it runs to its end when this process has died
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -43,9 +44,8 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.output import Transcript
 from parawrap.processes.settings import Settings
 
-_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.5  # pause between two reads of the folder; it grows while the job writes nothing
+_LOOK_S = 0.3  # pause between two reads of the folder, on a file system that many nodes share
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
-_END_POLL_S = 0.1  # once ranks have ended
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
@@ -120,8 +120,10 @@ class BatchRun:
         self._is_cancelled = True
 
     def preempt(self) -> None:
-        if self.has_begun:  # a task that still starts would die of the signal
-            commands.signal_job(self.number, "USR2")
+        start = commands.job_state(self.number).starts
+        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+            if self._folder.has("begun", start):  # a task that still starts would die of the signal
+                commands.signal_job(self.number, "USR2")
 
     def state_of(self, rank: int) -> str:
         """Return "running": the tasks do not report the states of single ranks."""
@@ -136,7 +138,7 @@ class BatchRun:
         until = changed = time.monotonic()
         until += _STACKS_S
         while (now := time.monotonic()) < until and (sizes == before or now < changed + _QUIET_S):
-            time.sleep(_LOOK_S)
+            time.sleep(_QUIET_S / 5)
             if (latest := [len(_read(file)) for file in files]) != sizes:
                 sizes, changed = latest, time.monotonic()
         return {rank: _text_of(file, before[rank]) for rank, file in enumerate(files)}
@@ -172,10 +174,9 @@ class BatchRun:
 
     def _follow(self) -> Ending:
         """Wait for the end of the job."""
-        submitted_at = polled_at = changed_at = time.monotonic()
+        submitted_at = polled_at = time.monotonic()
         while True:
-            if self._take_output():
-                changed_at = time.monotonic()
+            self._take_output()
             self._take_outcomes()
             if not self.has_begun and self._folder.has("begun", self._start):
                 self.has_begun = True
@@ -186,25 +187,22 @@ class BatchRun:
             if (ending := self._interruption()) is not None:
                 return ending
             pause_s = min(max(_POLL_S, (time.monotonic() - submitted_at) / 5), _LONGEST_POLL_S)
-            pause_s = _END_POLL_S if self._ended_at < math.inf else pause_s * max(1.0, len(_followed) / _JOBS_PER_POLL)
-            if time.monotonic() >= polled_at + pause_s:
+            pause_s *= max(1.0, len(_followed) / _JOBS_PER_POLL)
+            if self._ended_at < math.inf or time.monotonic() >= polled_at + pause_s:
                 ending = self._judge(commands.job_state(self.number))
                 if ending is not None:
                     return ending
                 polled_at = time.monotonic()  # scontrol may take long
-            time.sleep(min(_LOOK_S + (time.monotonic() - changed_at) / 20, _LONGEST_LOOK_S))
+            time.sleep(_LOOK_S)
 
-    def _take_output(self) -> bool:
-        """Add the new output of the tasks to the transcripts. Return True if there is any."""
+    def _take_output(self) -> None:
+        """Add the new output of the tasks to the transcripts."""
         names = os.listdir(self._folder.submitit)  # noqa: PTH208 (names only)
-        has_new = False
         for transcript, files in zip(self._transcripts, self._files, strict=True):
             for stream, path in ((1, files.stdout), (2, files.stderr)):
                 if path.name in names and (data := _read(path, self._taken[path])):
                     self._taken[path] += len(data)
                     transcript.write(stream, data)
-                    has_new = True
-        return has_new
 
     def _take_outcomes(self) -> None:
         """Read the files in which tasks have written how their ranks ended.
@@ -297,7 +295,7 @@ class BatchRun:
             commands.cancel_job(self.number)
             until = time.monotonic() + _LEAVING_S
             while not commands.job_state(self.number).is_over and time.monotonic() < until:
-                time.sleep(_END_POLL_S)
+                time.sleep(_LOOK_S)
         self._take_output()
 
     # -- from the files and the state of a job to an ending

@@ -1,7 +1,7 @@
 """A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
 
     main thread ───── set-up, function, outcome ──► a file ──► exit, together with the other ranks
-    signal thread ─── SIGUSR1: stacks. SIGUSR2: save
+    signal threads ── SIGUSR1: stacks. SIGUSR2: save. SIGTERM: ends a wait in C code
     agreement ─────── asks the other ranks for the step to save in
 
 srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that has returned waits for
@@ -16,6 +16,7 @@ import math
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
 _LOOK_S = 0.05
+_REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
 _LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
@@ -160,8 +162,12 @@ class _Task:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
         faulthandler.register(signal.SIGUSR1, stacks)
+        numbers, written = socket.socketpair()
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.detach())
         os.register_at_fork(after_in_child=_forget_signals)
-        threading.Thread(target=self._await_preemption, args=(agreement,), name="parawrap-signals", daemon=True).start()
+        threading.Thread(target=self._await_preemption, args=(agreement,), name="parawrap-preemption", daemon=True).start()
+        threading.Thread(target=self._await_sigterm, args=(numbers,), name="parawrap-sigterm", daemon=True).start()
 
     def _await_preemption(self, agreement: Agreement) -> None:
         """Request the step to save in at SIGUSR2, and let this thread take SIGUSR1, as no other one does."""
@@ -171,6 +177,14 @@ class _Task:
             with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
                 self._folder.mark("preempted", self._start)
             agreement.request()
+
+    def _await_sigterm(self, numbers: socket.socket) -> None:
+        """Break the connections of a main thread that waits for other ranks in C code, so that it gets an error."""
+        while numbers.recv(1)[0] != signal.SIGTERM:
+            pass
+        time.sleep(_REACTION_S)
+        if not self._is_ending:
+            break_links()
 
     def _on_sigterm(self, *_: object) -> None:
         if not self._is_ending:
@@ -225,5 +239,6 @@ class _Task:
 
 def _forget_signals() -> None:
     """Give a process that the function forks the usual handler."""
+    signal.set_wakeup_fd(-1)
     faulthandler.unregister(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -5,7 +5,6 @@ Most launches run at the same time, because each of them waits for a scheduler a
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
@@ -97,14 +96,8 @@ def fail_when_preempted(folder):
     raise ValueError("the checkpoint cannot be saved")
 
 
-def requeue_from_asyncio(folder):
-    """Let asyncio take the wake-up socket of signals, and hide Slurm from libraries, as other code does."""
-
-    async def use_a_handler():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: None)
-        await asyncio.sleep(0)
-
-    asyncio.run(use_a_handler())
+def requeue_without_variables(folder):
+    """Hide Slurm from libraries, as other code does."""
     for name in [each for each in os.environ if each.startswith("SLURM_") and each != "SLURM_CONF"]:
         del os.environ[name]
     scenarios.report(folder, f"begun-{current_rank().restart}")
@@ -219,7 +212,7 @@ def started(slurm, launch_folder, tmp_path_factory):
     made.add("exit", lambda: submit(partial(os._exit, 0), **alone))
     made.add("full", lambda: submit(fail_with_a_full_disk))
     made.add("sigterm", lambda: submit(terminate_itself, **alone))
-    made.add("asyncio", lambda: submit(requeue_from_asyncio, made.folder("asyncio"), n_nodes=1, **alone))
+    made.add("hidden", lambda: submit(requeue_without_variables, made.folder("hidden"), n_nodes=1, **alone))
     made.add("unsaved", lambda: submit(fail_when_preempted, made.folder("unsaved"), n_nodes=1, max_restarts=1, **alone))
     made.add("in C code", lambda: submit(wait_for_each_other, made.folder("in C code")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
@@ -314,17 +307,16 @@ def test_odd_ends_of_ranks(started):
 
 
 def test_preemptions_reach_odd_code(started):
-    """A failure after a preemption counts as a failure, and asyncio and a changed environment hide no signal."""
-    launches = {name: started.launches[name] for name in ("asyncio", "unsaved")}
+    """A failure after a preemption counts as a failure, and ranks need no variables of Slurm."""
+    launches = {name: started.launches[name] for name in ("hidden", "unsaved")}
     for start in 0, 1:
         for name, launch in launches.items():
-            if (name, start) != ("asyncio", 1):
+            if (name, start) != ("hidden", 1):
                 path = started.folder(name) / f"begun-{start}-0"
                 eventually(lambda path=path: started.cluster.hasten() or path.exists(), "a start")
                 eventually(lambda launch=launch: launch.state == "running", "the state of the launch")
                 launch.preempt()
-    assert list(started.results("asyncio")) == [1]
-    assert "Warning" not in launches["asyncio"].logs(0)
+    assert list(started.results("hidden")) == [1]
     with pytest.raises(ValueError, match="cannot be saved") as raised:
         started.results("unsaved")
     assert "attempt 0 failed: rank 0 raised ValueError: the checkpoint cannot be saved" in raised.value.__notes__
