@@ -123,8 +123,9 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
     Raises:
         ArgumentError: If the words do not match the parameters.
     """
-    if not words or _reads_argv(function):
-        return (), {}
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+        if not words or not inspect.signature(function).parameters:
+            return (), {}
     try:
         from cyclopts import App, Parameter
     except ImportError as error:
@@ -143,13 +144,6 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
         return bound.args, bound.kwargs
     command(*bound.args, **bound.kwargs)
     return None
-
-
-def _reads_argv(function: Any) -> bool:
-    try:
-        return not inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have no signature
-        return False
 
 
 # --- the platform ---

@@ -76,20 +76,25 @@ def test_dtypes_are_kept(ranks):
         assert integers.tolist() == [rank, 2 * rank, 4]
 
 
-def test_sparse_gradients_are_refused(ranks):
-    """The error says how to make them dense."""
+def test_other_tensors_are_refused(ranks):
+    """The error says how to make a sparse gradient dense, and that a sharded module needs no averages."""
 
     def average():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         embedding = nn.Embedding(4, 2, sparse=True)
         embedding(torch.tensor([0, 3])).sum().backward()
-        with pytest.raises(TypeError, match="use sparse=False"):
-            functional.average_params_grads(embedding)
+        sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+        for module, cure in ((embedding, "use sparse=False"), (sharded, "fully_shard averages gradients over the ranks")):
+            with pytest.raises(TypeError, match=cure):
+                functional.average_params_grads(module)
 
     ranks(average)
 
 
 def test_missing_gradients_are_zeros(ranks):
-    """A gradient that no rank has stays None. A module without parameters stays; a sharded one is refused."""
+    """A gradient that no rank has stays None. A module without parameters stays."""
 
     def average():
         rank = current_rank().global_rank
@@ -99,11 +104,6 @@ def test_missing_gradients_are_zeros(ranks):
             module.p0.grad = torch.full((2,), 4.0)
         functional.average_params_grads(module)
         functional.average_params_grads(nn.ReLU(), params=True)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        with pytest.raises(TypeError, match="fully_shard averages gradients over the ranks itself"):
-            functional.average_params_grads(fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,))))
         return module.p0.grad.tolist(), module.p1.grad.tolist(), module.p2.grad
 
     assert ranks(average) == (([2.0] * 2, [8.0] * 3, None),) * 2
