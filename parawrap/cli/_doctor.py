@@ -79,10 +79,9 @@ def _check_accelerators() -> tuple[str, str]:
         return f"{torch.accelerator.device_count()} of kind {kind}", ""
     if shutil.which("nvidia-smi") is None:
         return "no device", ""
+    cure = "Compare the driver's version in nvidia-smi with that of torch, and check CUDA_VISIBLE_DEVICES"
     if torch.version.cuda is None:
         cure = "Install a CUDA build of torch: https://pytorch.org/get-started/locally"
-        return "this machine has nvidia-smi, but this build of torch has no CUDA", cure
-    cure = "Compare the driver's version in nvidia-smi with that of torch, and check CUDA_VISIBLE_DEVICES"
     return "this machine has nvidia-smi, but torch sees no device", cure
 
 

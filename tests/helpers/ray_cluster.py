@@ -14,8 +14,6 @@ from typing import Self
 
 import pytest
 
-from tests.helpers.waiting import PATIENCE_S
-
 _STORE_BYTES = 100 << 20
 
 
@@ -68,16 +66,8 @@ class RayCluster:
 
     def kill_node(self, node: str) -> None:
         """Kill all processes of a worker node, without a graceful shutdown. Ray notices the loss seconds later."""
-        self._remove(node, allow_graceful=False)
-
-    def remove_node(self, node: str) -> None:
-        """End a worker node. When this returns, no driver tries to join it."""
-        self._remove(node, allow_graceful=True)
-        self._cluster.wait_for_nodes(PATIENCE_S)
-
-    def _remove(self, node: str, *, allow_graceful: bool) -> None:
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)
-        self._cluster.remove_node(found, allow_graceful=allow_graceful)
+        self._cluster.remove_node(found, allow_graceful=False)
 
     def _end(self) -> None:
         import ray

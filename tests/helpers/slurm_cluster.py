@@ -20,8 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from tests.helpers import machines
 from tests.helpers.machines import PATH, PATIENCE_S, Machine
 
@@ -166,9 +164,6 @@ class SlurmCluster:
 
     def settle(self) -> None:
         """End remaining jobs, restart killed nodes, and wait for both, so that the next test finds an idle cluster."""
-        self._succeeds("scancel", "--state", "PENDING", "--user", "root")
-        # Kill tasks before cancelling jobs: cancelling a task that ignores SIGTERM takes 7 seconds.
-        self._until(lambda: self._kill_tasks() == 0 and not self._queue("--steps"), "the end of all steps")
         self._succeeds("scancel", "--user", "root")
         for node in self.nodes:
             if node not in self._machines:
@@ -178,17 +173,6 @@ class SlurmCluster:
 
     def _queue(self, *options: str) -> list[str]:
         return self.run("squeue", "--noheader", *options).splitlines()
-
-    def _kill_tasks(self) -> int:
-        """Kill all processes on the nodes except Slurm's own, and return how many it killed."""
-        count = 0
-        for node in self._machines.keys() - {"controller"}:
-            for process in psutil.Process(self._machines[node].pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.name() not in _SLURM_PROCESSES:
-                        process.kill()
-                        count += 1
-        return count
 
     @property
     def _full_environment(self) -> dict[str, str]:
@@ -275,8 +259,6 @@ class SlurmCluster:
 
 
 _LINK = "pwslurm"
-# srun is not killed: it reports the end of its tasks, and the controller waits for the report.
-_SLURM_PROCESSES = ("slurmd", "slurmstepd", "srun")
 _READY = ("IDLE", "MIXED", "ALLOCATED")
 
 

@@ -272,6 +272,7 @@ class BatchRun:
         if reason := commands.requeue_job(self.number):
             return replace(ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"])
         self._note(summary_of_attempt(ending, is_preempted=False))
+        self._begin(self._start + 1)
         return None
 
     def _go_on(self, starts: int) -> Ending | None:
@@ -280,8 +281,7 @@ class BatchRun:
         if failures > self._folder.failures(self._start):
             if failures > self._platform.max_restarts:
                 return self._complete(self._lost())
-            if len(self._history) < failures:
-                self._note("lost a node")
+            self._note("lost a node")
         self._begin(starts)
         return None
 
@@ -382,13 +382,9 @@ class BatchRun:
 
 def _death(how: str) -> Died:
     """Return the death that srun reports as "exited", "Exited with exit code 7", or with the description of a signal."""
-    code = None
-    if exited := re.match(r"(?i)exited(?: with exit code (\d+))?", how):
-        code = int(exited[1] or 0)
-    else:
-        for number in signal.valid_signals():
-            if how.startswith(signal.strsignal(number) or "?"):
-                code = -number
+    exited = re.match(r"(?i)exited(?: with exit code (\d+))?", how)
+    codes = [-number for number in signal.valid_signals() if how.startswith(signal.strsignal(number) or "?")]
+    code = int(exited[1] or 0) if exited else next(iter(codes), None)
     return Died(math.inf, 0, code, lost_with="" if code is not None else f"its task: {how}")
 
 

@@ -1,4 +1,4 @@
-"""Launches on a Ray cluster: lost nodes and actors, the end of the launching process, large values, and back pressure."""
+"""Launches on a Ray cluster: lost nodes and actors, the end of the launching process, and large values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,14 +13,13 @@ import torch
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch.ray import _node_actor, reservation
-from parawrap.processes.output import Transcript
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
 from tests.helpers.processes import assert_gone, processes_in
 from tests.helpers.ranks import all_sum
 from tests.helpers.torchrun_world import ROOT
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
@@ -136,40 +134,7 @@ def test_clusters_that_cannot_run_it(ray, monkeypatch):
     assert str(raised.value).startswith("node ")
 
 
-# -- output, large values, and ranks that stay
-
-
-def write_lines(count, folder):
-    """Write lines of 1 KiB, and report how many have been written."""
-    for number in range(count):
-        sys.stdout.write("x" * 1023 + "\n")
-        if number % 1024 == 0:
-            scenarios.report(folder, f"written-{number // 1024}")
-
-
-def test_unread_output_blocks_a_rank(ray, tmp_path, monkeypatch):
-    """While the launching process handles no output, a rank that writes is blocked. Then, all 60 MiB arrive."""
-    may_write, counts = threading.Event(), []
-    write = Transcript.write
-
-    def wait_and_write(self, *args):
-        assert may_write.wait(PATIENCE_S)
-        write(self, *args)
-
-    def is_blocked():
-        counts.append(len([*tmp_path.glob("written-*")]))
-        return counts[-1] > 0 and counts[-100:] == [counts[-1]] * 100
-
-    monkeypatch.setattr(Transcript, "write", wait_and_write)
-    launch = on_ray(write_lines, n_nodes=1, console_logs=tmp_path / "logs").submit(60 << 10, tmp_path)
-    try:
-        eventually(is_blocked, "a rank that is blocked")
-        assert counts[-1] < 30
-    finally:
-        may_write.set()
-    assert results_of(launch) == (None,)
-    (log,) = launch.log_folder.glob("rank*")
-    assert log.stat().st_size == 60 * MIB
+# -- large values, and ranks that stay
 
 
 def keep(value):
