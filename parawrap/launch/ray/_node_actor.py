@@ -34,7 +34,7 @@ except BaseException as error:
     text = f"{{socket.gethostname()}}: {{sys.executable}} cannot import parawrap: {{error!r}}"
     os.write(1, text.encode())
     os._exit(1)
-os.write(1, b"ready")
+os.write(1, b"ready\\n")
 serve(["parawrap.launch.set_up"])  # the end of its standard output tells the actor of its end
 """
 
@@ -46,7 +46,7 @@ class NodeActor:
         self._requests, its = socket.socketpair()
         path = [os.path.abspath(each) for each in sys.path]  # noqa: PTH100 (Path resolves "" to ".")
         with its:
-            self._server = subprocess.Popen(
+            server = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM.format(path=path)],
                 stdin=its.fileno(),
                 stdout=subprocess.PIPE,
@@ -54,15 +54,13 @@ class NodeActor:
                 start_new_session=True,
                 cwd="/",  # imports fail in a deleted working folder
             )
+        self._output: Any = server.stdout
 
     def started(self) -> tuple[str, str, str]:
         """Wait for the server. Return the hostname and the address of the node, and why the server cannot start."""
         ray: Any = importlib.import_module("ray")  # of the node
-        assert self._server.stdout is not None
-        said = self._server.stdout.read(5) or b"it ended"
-        if said != b"ready":
-            said += self._server.stdout.read()
-        return socket.gethostname(), str(ray.util.get_node_ip_address()), "" if said == b"ready" else said.decode()
+        said = self._output.readline().decode()
+        return socket.gethostname(), str(ray.util.get_node_ip_address()), "" if said == "ready\n" else said or "it ended"
 
     def start(self, address: tuple[str, int], token: bytes, ranks: Sequence[int]) -> None:
         """Start ranks that are connected to the launching process at this address."""
@@ -88,6 +86,5 @@ class NodeActor:
 
     def close(self) -> None:
         """End the server, and wait until it has ended its ranks."""
-        assert self._server.stdout is not None
         self._requests.close()
-        self._server.stdout.read()
+        self._output.read()

@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
@@ -64,12 +64,10 @@ class RayMachines(Machines):
             is_local = platform.master_addr is None and all(node.address == here for node in nodes)
             host = LOOPBACK if is_local else here
             store = open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=not is_local)
-            with store as address, _Starter(platform, nodes, host) as starter:
+            with store as address, _Starter(ray, platform, nodes, host) as starter:
                 yield Hosts(starter, address)
         finally:
             if nodes and ray.is_initialized():
-                for node in nodes:
-                    node.is_closed = True
                 ray.wait([node.actor.close.remote() for node in nodes], num_returns=len(nodes), timeout=_LEAVING_S)
                 for node in nodes:
                     ray.kill(node.actor)
@@ -89,7 +87,6 @@ class _Node:
         self._reservation = reservation
         self.actor = reservation.start_actor(number)
         self.host = self.address = ""
-        self.is_closed = False
 
     def await_start(self, is_cancelled: Callable[[], bool]) -> bool:
         """Wait until the server of the node can fork. Return False if `is_cancelled` returns True before.
@@ -118,24 +115,12 @@ class _Node:
                 raise LaunchError(msg)
             return True
 
-    def await_end(self, act: Callable[[int], None]) -> None:
-        """Call `act` with the number of the node, in a thread, once the actor has died."""
-
-        def wait() -> None:
-            try:
-                self._reservation.ray.get(self.actor.stay.remote())
-            except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
-                if not self.is_closed:
-                    _log.warning("node %d of a launch is lost: its actor died: %s", self.number, error)
-                    act(self.number)
-
-        threading.Thread(target=wait, name=f"parawrap-ray-node-{self.number}", daemon=True).start()
-
 
 class _Starter:
     """Starts the ranks of one attempt, which connect to a port. Implements `Starter` of the pool."""
 
-    def __init__(self, platform: Platform, nodes: list[_Node], host: str) -> None:
+    def __init__(self, ray: Any, platform: Platform, nodes: list[_Node], host: str) -> None:
+        self._ray = ray
         self._per_node = platform.ranks_per_node
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -143,15 +128,18 @@ class _Starter:
         self._listener.settimeout(_CONNECT_S)
         self._arrived: dict[int, dict[int, socket.socket]] = {}
         self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         for node in self._nodes:
             ranks = range(node.number * self._per_node, (node.number + 1) * self._per_node)
             node.actor.start.remote(self._listener.getsockname()[:2], self._token, ranks)
-            node.await_end(self._lose)
+            name = f"parawrap-ray-node-{node.number}"
+            threading.Thread(target=self._await_end, args=(node,), name=name, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_closed = True
         self._listener.close()
         for each in [*self._status.values(), *(each for found in self._arrived.values() for each in found.values())]:
             each.close()
@@ -183,12 +171,18 @@ class _Starter:
         rank = int.from_bytes(hello[_TOKEN_BYTES:-1], "little")
         self._arrived.setdefault(rank, {})[hello[-1]] = connection
 
-    def _lose(self, number: int) -> None:
-        """End the ranks of a node that Ray has lost. TCP would keep their connections open for minutes."""
-        for rank, status in list(self._status.items()):
-            if rank // self._per_node == number:
-                with contextlib.suppress(OSError):
-                    status.shutdown(socket.SHUT_RDWR)
+    def _await_end(self, node: _Node) -> None:
+        """End the connections of the ranks of a node that Ray has lost. TCP would keep them open for minutes."""
+        try:
+            self._ray.get(node.actor.stay.remote())
+        except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
+            if self._is_closed:
+                return
+            _log.warning("node %d of a launch is lost: its actor died: %s", node.number, error)
+            for rank, status in list(self._status.items()):
+                if rank // self._per_node == node.number:
+                    with contextlib.suppress(OSError):
+                        status.shutdown(socket.SHUT_RDWR)
 
     def kill(self, rank: int, pid: int) -> None:
         with contextlib.suppress(Exception):  # Ray was shut down
