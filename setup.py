@@ -32,7 +32,7 @@ class BuildWithAddress(build_py):
     def run(self) -> None:
         super().run()
         if DOCUMENTATION and not self.editable_mode:
-            module = Path(self.build_lib, "parawrap", "_documentation.py")
+            module = Path(self.build_lib, "parawrap", "errors.py")
             text = module.read_text(encoding="utf-8")
             module.write_text(text.replace('ADDRESS = ""', f"ADDRESS = {DOCUMENTATION!r}", 1), encoding="utf-8")
 

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from parawrap._documentation import cite
 from parawrap.errors import VersionError
 
 _ABSENT = object()
@@ -41,7 +40,7 @@ def missing_name(path: str, feature: str) -> VersionError:
     """Return the error for a name that this release of torch or Python lacks."""
     msg = (
         f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
-        f"Install releases that {cite('versions')} lists"
+        'Install releases that the page "Tested releases" of the documentation lists'
     )
     return VersionError(msg)
 

@@ -26,10 +26,12 @@ the device, and the shard.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from signal import Signals
 
-from parawrap._documentation import cite, without_citations
+ADDRESS = ""  # of the documentation; setup.py sets it in a build
+_PLACES = re.compile(r' \((?:the page "Errors" of the documentation, \w+|\S+/errors\.html#\w+)\)')
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -60,10 +62,12 @@ class ParawrapError(Exception):
     @property
     def message(self) -> str:
         """The text without its place in the documentation, and without the places of errors that it quotes."""
-        return without_citations(super().__str__())
+        return _PLACES.sub("", super().__str__())
 
     def __str__(self) -> str:
-        return f"{self.message} ({cite('errors', type(self).__name__)})"
+        name = type(self).__name__
+        page = f"{ADDRESS}/errors.html#{name.lower()}" if ADDRESS else f'the page "Errors" of the documentation, {name}'
+        return f"{self.message} ({page})"
 
 
 class ShardError(ParawrapError, ValueError):

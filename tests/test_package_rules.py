@@ -67,7 +67,7 @@ def imports_of(module: str) -> set[str]:
 
 def test_imports_run_downwards():
     """The table above allows each import, also in functions and for types only. No underscored file of another is used."""
-    of_all = {"errors", "_documentation", "_version", "_private_names", "_public"}
+    of_all = {"errors", "_version", "_private_names", "_public"}
     for module in MODULES:
         subpackage = subpackage_of(module)
         allowed = ALLOWED.get(subpackage, set()) | {subpackage}
@@ -105,7 +105,7 @@ def test_imports_are_cheap():
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.splitlines() == [
-        "['parawrap._version', 'parawrap._documentation', 'parawrap.errors']",
+        "['parawrap._version', 'parawrap.errors']",
         "[]",
     ]
 
