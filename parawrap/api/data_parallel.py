@@ -21,18 +21,17 @@ from parawrap.api.scatter_gather import (
     replicate,
     vector,
 )
-from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, names_cores, resolve_devices, warn_caller
+from parawrap.backends import DeviceLike, best_backend, names_cores, resolve_devices
 from parawrap.engine.call import Entry, here
 from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.session import Session
 from parawrap.errors import DeviceUnavailableError
-from parawrap.tree import flatten
+from parawrap.tree import flatten, flatten_call
 
 T = TypeVar("T", bound=torch.nn.Module)
 
-_UNEQUAL_BELOW = 0.75  # as in torch.nn.DataParallel
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
@@ -98,7 +97,6 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
         self.src_device_obj = self._lanes[0]
         output = self._lanes[0] if output_device is None else device_named(output_device)
         self.output_device = _as_id(output)
-        _warn_imbalance(self._lanes)
         if len(self._lanes) == 1:
             self.module.to(self.src_device_obj)
 
@@ -257,11 +255,7 @@ def data_parallel(
 
 
 def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(map(_has_rows, inputs)) or any(map(_has_rows, flatten((inputs, kwargs))[0]))
-
-
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+    return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in flatten_call(inputs, kwargs)[0])
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
@@ -279,16 +273,3 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
 def _as_id(device: torch.device) -> Any:
     """Return the index of a device of the best kind, as torch stores it in `device_ids`; otherwise the device itself."""
     return device if device.index is None or device.type != best_backend().type else device.index
-
-
-def _warn_imbalance(devices: Sequence[torch.device]) -> None:
-    traits = {device: trait for device in devices if (trait := backend_of(device.type).traits(device)) is not None}
-    for what in Traits._fields:
-        amounts = {device: getattr(trait, what) for device, trait in traits.items()}
-        if amounts and min(amounts.values()) < _UNEQUAL_BELOW * max(amounts.values()):
-            least, most = min(amounts, key=amounts.__getitem__), max(amounts, key=amounts.__getitem__)
-            warn_caller(
-                f"the devices are unequal: {least} has less than {_UNEQUAL_BELOW:.0%} of the {what} of {most}, so {most} "
-                f"waits for {least} in every call. Leave {least} out of device_ids, or hide it with CUDA_VISIBLE_DEVICES"
-            )
-            return

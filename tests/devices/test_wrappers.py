@@ -21,7 +21,6 @@ from parawrap import (
     scatter,
     tuple_fn,
 )
-from parawrap.backends import Traits, backend_of
 from tests import simdevice
 from tests.helpers.device_models import SIMS, assert_same_gradients, devices_of, mlp, rows
 
@@ -65,15 +64,6 @@ def test_function_frees_its_replicas(output_device):
     torch.testing.assert_close(output, expected.to(place))
     held = output.nbytes if place != "cpu" else 0
     assert simdevice.stats().live_bytes <= before + max(held, 512)
-
-
-@pytest.mark.parametrize(("lesser", "what"), [(Traits(40, 132), "memory"), (Traits(80, 56), "cores")])
-def test_unequal_devices_warn(lesser, what, monkeypatch):
-    traits = {"sim:0": Traits(80, 132), "sim:1": lesser, "sim:2": Traits(79, 114)}
-    monkeypatch.setattr(type(backend_of("sim")), "traits", lambda self, device: traits[str(device)])
-    with pytest.warns(UserWarning, match=rf"sim:1 has less than 75% of the {what} of sim:0"):
-        DataParallel(mlp().to("sim:0"), [0, 1])
-    DataParallel(mlp().to("sim:0"), [0, 2])  # no warning
 
 
 def test_module_on_another_device(closing):
