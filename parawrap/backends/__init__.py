@@ -6,7 +6,7 @@ interface. ``_backend_registry.py`` maps each kind of device to its backend.
 
 from torch import Stream
 
-from parawrap.backends._backend import Backend, Traits
+from parawrap.backends._backend import Backend
 from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, torch_kind
 from parawrap.backends._neuron_devices import emulates_cores, neuron_is_device, neuron_runtime_name, overriding_runtimes
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
@@ -19,7 +19,6 @@ __all__ = [
     "DeviceLike",
     "Devices",
     "Stream",
-    "Traits",
     "backend_of",
     "best_backend",
     "device_of",

@@ -6,19 +6,11 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Stream
 
 from parawrap.errors import DeviceUnavailableError
-
-
-class Traits(NamedTuple):
-    """The size of a device: memory in bytes, and number of cores. Used to compare the devices of a block."""
-
-    memory: int
-    cores: int
 
 
 class Backend(ABC):
@@ -80,10 +72,6 @@ class Backend(ABC):
 
     def intra_op_threads(self, lanes: int) -> int | None:
         """Return the number of CPU threads per operator for this number of lanes; None means no limit."""
-        return None
-
-    def traits(self, device: torch.device) -> Traits | None:
-        """Return memory and cores, for the warning about unequal devices; None if the kind does not report them."""
         return None
 
 

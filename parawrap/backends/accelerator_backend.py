@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Stream
 
-from parawrap.backends._backend import Backend, Traits, not_there
+from parawrap.backends._backend import Backend, not_there
 from parawrap.backends.cpu_backend import share_of_cores
 
 
@@ -81,10 +81,6 @@ class CudaBackend(AcceleratorBackend):
     """NVIDIA and, through ROCm, AMD GPUs: ``cuda:0`` to ``cuda:N-1``, numbered as CUDA_VISIBLE_DEVICES lists them."""
 
     takes_pageable_at_once = True  # CUDA Runtime API, "API synchronization behavior"
-
-    def traits(self, device: torch.device) -> Traits:
-        properties = torch.cuda.get_device_properties(device)
-        return Traits(properties.total_memory, properties.multi_processor_count)
 
 
 class MpsBackend(Backend):
