@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from parawrap._public import public
-from parawrap.engine.replicas import version_of
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import flatten, unflatten
+from parawrap.tree import replace_nodes
 
 
 @public
@@ -19,7 +18,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     """Return a module that returns the outputs of layers of `model`, in the order of the rows.
 
     In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one lane. The module that
-    `collect` returns registers its hooks for each call and returns the outputs, so that the block joins them.
+    `collect` returns registers its hooks for each call and returns copies of the outputs, so that the block joins them.
 
     Args:
         model: The model. It keeps its parameters and hooks.
@@ -30,7 +29,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
 
     Raises:
         ShardError: If the model has no submodule of a name.
-        GatherError: At the call, if a layer does not run, runs more than once, or has an output that a later layer writes.
+        GatherError: At the call, if a layer does not run, or runs more than once.
 
     Example:
         >>> import torch
@@ -61,7 +60,7 @@ class _Collected(torch.nn.Module):
         self.training = model.training  # not train(), which would set the layers too
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        outputs: dict[str, list[tuple[Any, list[int]]]] = {name: [] for name in self.layers}  # with versions of tensors
+        outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
         hooks = [self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name])) for name in outputs]
         try:
             self.model(*args, **kwargs)
@@ -72,22 +71,9 @@ class _Collected(torch.nn.Module):
             if len(kept) != 1:
                 msg = f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run once"
                 raise GatherError(msg)
-            output, versions = kept[0]
-            if versions != _versions(output):
-                msg = (
-                    f"a later layer wrote the output of {name!r} in place, as ReLU(inplace=True) does. Name the later layer"
-                )
-                raise GatherError(msg)
-        return {name: output for name, ((output, _),) in outputs.items()}
+        return {name: output for name, (output,) in outputs.items()}
 
 
-def _keep(outputs: list[tuple[Any, list[int]]], _module: torch.nn.Module, _args: Any, output: Any) -> None:
-    if torch.is_inference_mode_enabled():  # tensors have no versions there
-        leaves, spec = flatten(output)
-        output = unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-    outputs.append((output, _versions(output)))
-
-
-def _versions(output: Any) -> list[int]:
-    tensors = (leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor))
-    return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
+def _keep(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    """Keep a copy of an output: a later layer may write the output in place, as ReLU(inplace=True) does."""
+    outputs.append(replace_nodes(output, lambda node: isinstance(node, torch.Tensor), torch.clone))
