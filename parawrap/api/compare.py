@@ -3,23 +3,107 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from parawrap._public import public
-from parawrap.api._comparison_table import Comparison, Way, difference
 from parawrap.api.parallel import Parallel, parallel
 from parawrap.backends import Devices, backend_of, ignore_speed_warnings
+from parawrap.displays import Table
 from parawrap.engine.call import intra_op_threads
 from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten, tensors_in
 
 _ONE_THREAD = "plain, 1 thread"
+_HEADER = "way", "median ms", "middle half ms", "speed-up", "outputs differ", "gradients differ"
+
+
+class Difference(NamedTuple):
+    """The greatest difference from the plain way: absolute, and relative to the largest value of the same tensor."""
+
+    absolute: float
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.absolute:.1e} ({self.relative:.1e})" if self.absolute else "0"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Measurements of one way to run the call.
+
+    Attributes:
+        name: "plain", "plain, 1 thread", "map", or "lanes".
+        seconds: The time per call, or per batch of `map`, in each round.
+        outputs: The greatest difference of the outputs from the plain way.
+        gradients: The greatest difference of the gradients from the plain way; None without `train`.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    outputs: Difference
+    gradients: Difference | None
+
+    @property
+    def quartiles(self) -> list[float]:
+        """The quartiles of the times in seconds. The second one is the median."""
+        return statistics.quantiles(self.seconds, n=4, method="inclusive")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """Measurements of each way, "plain" first and "lanes" last. `print` shows a table.
+
+    Attributes:
+        title: The block, the mode, and the number of rounds and calls.
+        ways: A `Way` for each row of the table.
+    """
+
+    title: str
+    ways: tuple[Way, ...]
+
+    def __repr__(self) -> str:
+        return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        rows = []
+        fastest = min(way.quartiles[1] for way in self.ways if way.name.startswith("plain"))
+        for way in self.ways:
+            low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
+            speed_up = f"{fastest / way.quartiles[1]:.2f}"
+            rows.append((way.name, median, f"{low} to {high}", speed_up, str(way.outputs), str(way.gradients)))
+        columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
+        return Table(self.title, _HEADER[:columns], [row[:columns] for row in rows])
+
+
+def difference(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Difference:
+    """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ."""
+    if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in plain]:
+        return Difference(math.inf, math.inf)
+    greatest = Difference(0.0, 0.0)
+    for pair in zip(ours, plain, strict=True):
+        one, other = (each.cpu().to_dense().to(torch.promote_types(each.dtype, torch.float64)) for each in pair)
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        if not is_same.all():
+            gap = float((one - other).abs().nan_to_num(math.inf, math.inf).masked_fill(is_same, 0.0).max())
+            largest = float(other.abs().nan_to_num(0.0, posinf=0.0).max())
+            relative = gap / largest if largest else math.inf
+            greatest = Difference(max(greatest.absolute, gap), max(greatest.relative, relative))
+    return greatest
 
 
 @public
@@ -159,7 +243,8 @@ class _Compared:
             *_, output = self._block.map([self._batch] * len(self._block.devices))
         else:
             output = self._call(name)
-        return _copies(_tensors(output)), _copies(map(_gradient, self._leaves))
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        return _copies(_tensors(output)), _copies(gradients)
 
     def time(self, name: str, calls: int) -> float:
         """Return the seconds per call."""
@@ -191,11 +276,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [torch.as_tensor(leaf) for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float))]
 
 
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(()).expand(leaf.shape) if leaf.grad is None else leaf.grad.to_dense()
-
-
-def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parawrap import compare
-from parawrap.api._comparison_table import Comparison, Difference, Way
+from parawrap.api.compare import Comparison, Difference, Way
 
 LANES = ["cpu", "cpu"]
 SHORT = {"rounds": 2, "calls": 1, "show": False}
