@@ -193,7 +193,8 @@ def gather_shards(outputs: Sequence[Any], rows: Sequence[int] | None, target_dev
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
-    return join(outputs, rows, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
+    originals = [lambda _: None] * len(outputs)  # not known: one object twice is two parts
+    return join(outputs, rows, rules, device, lambda: originals)
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:
@@ -203,10 +204,6 @@ def vector(values: torch.Tensor) -> torch.Tensor:
         'shard. For their mean, use parallel(module, reduce="mean")'
     )
     return values
-
-
-def no_original(value: Any) -> None:
-    """Return None: these functions do not know which value of the caller a value of a lane is a copy of."""
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:
