@@ -97,7 +97,7 @@ LOAD := 4
 tally: $(STAMP)  ## a tier again and again under load, to find flaky tests
 	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS) --load $(LOAD)
 
-# Compare random models, calls, and changes with the plain call. `make test-long` runs 220 of these cases.
+# Compare random models, calls, and changes with the plain call. `make test-long` runs 120 of these cases.
 fuzz: $(STAMP)  ## 20,000 random models and calls
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim

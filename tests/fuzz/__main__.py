@@ -12,17 +12,15 @@ import time
 from collections import Counter
 from random import Random
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from tests import simdevice
-from tests.fuzz.cases import Case, Outcome, drawn_case, drawn_devices, run
-from tests.fuzz.mixing import MixingCase, drawn_mixing_case, run_mixing
+from tests.fuzz.cases import Case, Outcome, drawn_case, run
 
 _LONGEST_S = 120
 _LEAST_ANSWERED = 0.7
-RUNS = {"row-wise": run, "mixing": run_mixing}
 
 
 class Hang(BaseException):
@@ -33,11 +31,11 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Hang
 
 
-def outcome_in_time(generator: str, case: Any) -> Outcome:
+def outcome_in_time(case: Case) -> Outcome:
     """Run a case; one that takes too long is wrong."""
     signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
     try:
-        outcome = RUNS[generator](case)
+        outcome = run(case)
     except Hang:
         return Outcome("wrong", f"hang of more than {_LONGEST_S} s")
     finally:
@@ -49,31 +47,21 @@ def outcome_in_time(generator: str, case: Any) -> Outcome:
     return outcome
 
 
-def drawn(seed: int, index: int, devices: str) -> tuple[str, Any]:
-    """Draw a case: one of six mixes rows, the others are row-wise."""
-    random = Random(f"{seed} {index}")
-    if index % 6 == 5:
-        return "mixing", drawn_mixing_case(random, *drawn_devices(random, devices))
-    return "row-wise", drawn_case(random, devices)
-
-
 def fuzz(cases: int, seed: int, devices: str) -> int:
     """Run that many cases, print how they ended and one case per kind of wrong outcome, and return the exit status."""
-    ends: Counter[tuple[str, str]] = Counter()
+    ends: Counter[str] = Counter()
     wrong: dict[str, str] = {}
     began = time.monotonic()
     for index in range(cases):
-        generator, case = drawn(seed, index, devices)
-        outcome = outcome_in_time(generator, case)
-        ends[generator, outcome.end] += 1
+        case = drawn_case(Random(f"{seed} {index}"), devices)
+        outcome = outcome_in_time(case)
+        ends[outcome.end] += 1
         if outcome.end == "wrong" and outcome.kind not in wrong:
             wrong[outcome.kind] = f"{outcome.detail}\n  {case!r}"
             print(f"wrong: {wrong[outcome.kind]}", flush=True)
-    for generator in RUNS:
-        print(generator, {end: ends[generator, end] for end in ("answered", "refused", "wrong")})
-    answered, refused = (ends["row-wise", end] for end in ("answered", "refused"))
+    print(dict(ends))
     print(f"{time.monotonic() - began:.0f} s; kinds of wrong outcomes: {len(wrong)}")
-    return int(bool(wrong) or answered < _LEAST_ANSWERED * (answered + refused))
+    return int(bool(wrong) or ends["answered"] < _LEAST_ANSWERED * (ends["answered"] + ends["refused"]))
 
 
 def main() -> int:
@@ -88,8 +76,7 @@ def main() -> int:
     if options.devices == "sim" or "'sim:" in str(options.case):
         simdevice.install(4)
     if options.case is not None:
-        case = eval(options.case, {"Case": Case, "MixingCase": MixingCase})
-        outcome = outcome_in_time("mixing" if isinstance(case, MixingCase) else "row-wise", case)
+        outcome = outcome_in_time(eval(options.case, {"Case": Case}))
         print(outcome)
         return int(outcome.end == "wrong")
     return fuzz(options.cases, options.seed, options.devices)

@@ -433,15 +433,11 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def run(case: Case) -> Outcome:
-    return outcome_of(lambda: Run(case).run())
-
-
-def outcome_of(call: Callable[[], None]) -> Outcome:
-    """Return how a call ended that raises Refused, Wrong, or an error of parawrap."""
+    """Run a case, and return how it ended."""
     with warnings.catch_warnings(record=True) as caught, unraisable() as ignored:
         warnings.simplefilter("always")
         try:
-            call()
+            Run(case).run()
             end, detail = "answered", ""
         except Refused as error:
             end, detail = "refused", str(error)

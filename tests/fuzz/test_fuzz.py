@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from tests.fuzz.cases import drawn_case, drawn_devices, run
-from tests.fuzz.mixing import drawn_mixing_case, run_mixing
+from tests.fuzz.cases import drawn_case, run
 from tests.helpers.properties import given, st
 
 pytestmark = pytest.mark.long
@@ -17,12 +16,4 @@ pytestmark = pytest.mark.long
 def test_row_wise_models(random):
     case = drawn_case(random)
     outcome = run(case)
-    assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
-
-
-@settings(derandomize=True, max_examples=100, database=None)
-@given(st.randoms(use_true_random=False))
-def test_models_that_mix_rows(random):
-    case = drawn_mixing_case(random, *drawn_devices(random, "cpu"))
-    outcome = run_mixing(case)
     assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
