@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from parawrap import DataParallel, GatherError, ShardError, TupleParallel, cat, default_collate, parallel, tp_collate
 from parawrap.backends import ignore_speed_warnings
 from tests.helpers.calling import Calls
+from tests.helpers.same import assert_same
 
 TWO = ["cpu"] * 2
 ROWS = [4, 5, 6, 8, 10]
@@ -21,71 +22,57 @@ def labels(x):
 
 JOINED = {
     "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
+    "two layers": lambda x: [x, x * 2],
+    "three layers": lambda x: [x, x * 2, x * 3],
     "heads": lambda x: [None, x, x.long()[:, :1]],
     "lists": lambda x: [x, x.sum(1, keepdim=True), [x * 2]],
     "nothing": lambda x: (None, [None, None], [], x),
 }
-ROWWISE = {
+ITEMS = {  # lists with one item per row
     "numbers": labels,
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
+    "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
+    "equal boxes": lambda x: [row.repeat(7, 1) for row in x],
+    "scores": lambda x: [{"score": row.sum()} for row in x],
+    "sums": lambda x: [row.sum() for row in x],
+    "rows": lambda x: [*x],
+}
+OTHERS = {
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
     "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "columns": lambda x: (labels(x), ["a"] * len(x)),
-    "boxes": lambda x: [{"boxes": torch.ones(1 + i, 4), "labels": torch.full((1 + i,), i)} for i in labels(x)],
     "boxes or None": lambda x: [{"boxes": row.repeat(1 + i, 1), "mask": None} for i, row in enumerate(x)],
     "keys": lambda x: [{i: row[None]} for i, row in zip(labels(x), x, strict=True)],
 }
 
 
-@pytest.mark.parametrize("name", [*JOINED, *ROWWISE])
+@pytest.mark.parametrize("name", [*JOINED, *ITEMS, *OTHERS])
 def test_lists(name):
-    """Lists of tensors with the rows are joined item by item. Lists with one item per row are refused."""
-    model = Calls(JOINED[name] if name in JOINED else ROWWISE[name])
+    """Lists of tensors with the rows are joined item by item; others are refused, with cures that work.
+
+    A list of one structure is joined whatever the number of rows, or refused whatever it is.
+    """
+    model = Calls((JOINED | ITEMS | OTHERS)[name])
     net = DataParallel(model, TWO)
-    for rows in (1, 4, 6, 7):
+    for rows in (1, *ROWS) if name in OTHERS else ROWS:
         x = torch.eye(4)[torch.arange(rows) % 2]
         if name in JOINED or rows == 1:
-            assert str(net(x)) == str(model(x))
+            assert_same(net(x), model(x))
             continue
         with pytest.raises(GatherError, match=r"parallel\(model, devices\).*out_dims=\"items\""):
             net(x)
-        if name in ("numbers", "dicts", "boxes"):
+        if name in ITEMS:
             with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
-                assert str(p(x)) == str(model(x))
+                assert_same(p(x), model(x))
     net.close()
 
 
-ALIKE = {
-    "layers": (lambda x: [x, x * 2, x * 3], True),
-    "two layers": (lambda x: [x, x * 2], True),
-    "losses": (lambda x: (x.sum(), x.mean()), True),
-    "scores of rows": (lambda x: [{"score": row.sum()} for row in x], False),
-    "sums of rows": (lambda x: [row.sum() for row in x], False),
-    "rows": (lambda x: [*x], False),
-    "boxes": (lambda x: [row.repeat(7, 1) for row in x], False),
-    "labels": (lambda x: x[:, 0].int().tolist(), False),
-}
-
-
-@pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.filterwarnings("ignore:the module returned 0-d tensors")
-def test_the_batch_size_decides_nothing(name):
-    """A list of one structure is joined whatever the number of rows, or refused whatever it is, with cures that work."""
-    returned, is_joined = ALIKE[name]
-    model = Calls(returned)
-    net = DataParallel(model, TWO)
+def test_as_many_losses_as_rows():
+    """A tuple of 0-d tensors is a structure: each becomes a vector, whatever the number of rows."""
+    net = DataParallel(Calls(lambda x: (x.sum(), x.mean())), TWO)
     for rows in ROWS:
-        x = torch.arange(3.0 * rows).view(rows, 3)
-        if not is_joined:
-            with pytest.raises(GatherError, match=r'out_dims="items"'):
-                net(x)
-            with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
-                assert_close(p(x), model(x))
-        elif name != "losses":
-            assert_close(net(x), model(x))
-        else:
-            assert [len(loss) for loss in net(x)] == [2, 2]
-    net.close()
+        assert [len(loss) for loss in net(torch.ones(rows, 3))] == [2, 2]
 
 
 class Attributions(torch.nn.Module):
