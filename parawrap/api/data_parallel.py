@@ -13,12 +13,12 @@ from parawrap._public import public
 from parawrap.api._wrapped_attributes import WrappedAttributes
 from parawrap.api.scatter_gather import (
     as_calls,
-    cut,
     device_named,
     gather,
     gather_shards,
     parallel_apply,
     replicate,
+    scatter_kwargs,
     vector,
 )
 from parawrap.backends import DeviceLike, best_backend, names_cores, resolve_devices
@@ -28,7 +28,7 @@ from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.session import Session
 from parawrap.errors import DeviceUnavailableError
-from parawrap.tree import flatten, flatten_call
+from parawrap.tree import flatten
 
 T = TypeVar("T", bound=torch.nn.Module)
 
@@ -147,8 +147,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
 
         A call without rows has one shard per device, and a call without arguments has one shard.
         """
-        cutter = self._session().cutters[None] if self.device_ids else Cutter(self.dim, lists_are_shared=True)
-        return cut(cutter, inputs, kwargs, device_ids)
+        return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         """Return new replicas of `module`, one per device. You may change them."""
@@ -255,7 +254,11 @@ def data_parallel(
 
 
 def _have_rows(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in flatten_call(inputs, kwargs)[0])
+    return any(map(_has_rows, inputs)) or any(map(_has_rows, flatten((inputs, kwargs))[0]))
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

@@ -62,7 +62,8 @@ def scatter_kwargs(
         dim: The dim that the rows lie on.
 
     Returns:
-        The positional and the keyword arguments of each part.
+        The positional and the keyword arguments of each part. A call without rows has one part per device, and a call
+        without arguments has one part.
 
     Raises:
         ShardError, DeviceListError: As for `scatter`.
@@ -73,17 +74,11 @@ def scatter_kwargs(
         >>> scatter_kwargs((torch.arange(3),), {"factor": 2}, ["cpu", "cpu"])
         (((tensor([0, 1]),), (tensor([2]),)), ({'factor': 2}, {'factor': 2}))
     """
-    return cut(Cutter(dim, lists_are_shared=True), inputs, kwargs, target_gpus)
-
-
-def cut(
-    cutter: Cutter, inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike]
-) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Return the positional and the keyword arguments of each part of a call. A call without arguments has one part."""
     devices = list(map(device_named, target_gpus))
     if not devices:
         msg = "the list of devices is empty. Name at least one device"
         raise DeviceListError(msg)
+    cutter = Cutter(dim, lists_are_shared=True)
     args = () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
