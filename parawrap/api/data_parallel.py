@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import WrappedAttributes
 from parawrap.api.scatter_gather import (
     as_calls,
     device_named,
@@ -33,6 +32,35 @@ from parawrap.tree import flatten
 T = TypeVar("T", bound=torch.nn.Module)
 
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
+
+
+class WrappedAttributes(torch.nn.Module):
+    """A base of modules that look up missing attributes on the module that they wrap.
+
+    Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.
+    """
+
+    def _inner(self) -> Any:
+        """Return the wrapped module; None before the wrapper has it, as before ``__init__`` and during unpickling."""
+        return submodule(self, "module")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (name.startswith("__") and name.endswith("__")) or self._inner() is None:
+                raise
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # Python drops the error of a property before `__getattr__`
+        return getattr(self._inner(), name)
+
+
+def submodule(module: Any, name: str) -> Any:
+    """Return a submodule by its name; None before the module has it."""
+    try:
+        return torch.nn.Module.__getattr__(module, name)
+    except AttributeError:
+        return None
 
 
 @public

@@ -7,15 +7,14 @@ from typing import Any, Self
 import torch
 
 from parawrap._public import public
-from parawrap.api._wrapped_attributes import WrappedAttributes, submodule
-from parawrap.api.data_parallel import DataParallel
+from parawrap.api.data_parallel import DataParallel, WrappedAttributes, submodule
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
 
 _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
 @public
-class ParallelWrapper(WrappedAttributes, torch.nn.Module):
+class ParallelWrapper(WrappedAttributes):
     """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
 
     Reading or setting an attribute reads or sets it on the model. A `ParallelWrapper` can be pickled and deep-copied. Calls
