@@ -224,8 +224,11 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, B
 
 
 def agree(actual: BaseException | None, expected: BaseException | None, place: str) -> bool:
-    """Return True if neither raised. Raise Refused for an error of parawrap, and Wrong for errors of other classes."""
-    if isinstance(actual, ParawrapError):
+    """Return True if neither raised. Raise Refused for an error of parawrap, and Wrong for errors of other classes.
+
+    Torch refuses the tensors that a closure keeps on another device than the lane's.
+    """
+    if isinstance(actual, ParawrapError) or "on the same device" in str(actual):
         raise Refused(f"{type(actual).__name__}: {actual}") from actual
     if type(actual) is not type(expected):
         raise Wrong(f"{place} raised {actual!r} and must raise {expected!r}") from actual
