@@ -73,14 +73,8 @@ def cat(returns: Any, dim: int = 0) -> Any:
 
 def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
     """Join parts like `cat`. `rows` has the possible row counts of each part; None if they are unknown."""
-    if not _is_transposed(returns):
-        parts = tuple(returns)
-        return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
-    items = items_of(returns)
-    _check_part_counts(items)
-    if rows is None:
-        rows = _rows_beside_lists(tuple(zip(*items.values(), strict=True)), dim)
-    return rebuilt(plain_tuple(returns), _Join(dim, rows).join_items(items, "output"))
+    parts = _parts_of(plain_tuple(returns)) if _is_transposed(returns) else tuple(returns)
+    return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
 
 
 @public
@@ -119,7 +113,9 @@ def _is_transposed(returns: Any) -> bool:
     return len(returns) > 0 and container_kind(returns[0]) is tuple and not all(map(is_list_per_row, returns))
 
 
-def _check_part_counts(items: dict[Any, Any]) -> None:
+def _parts_of(returns: Any) -> tuple[Any, ...]:
+    """Return the parts of an output whose positions or keys hold them."""
+    items = items_of(returns)
     for key, parts in items.items():
         if container_kind(parts) is not tuple:
             msg = f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
@@ -128,6 +124,7 @@ def _check_part_counts(items: dict[Any, Any]) -> None:
     if len(set(counts.values())) > 1:
         msg = f"cannot join outputs with different numbers of parts: {counts}. Return one part per device for each output"
         raise GatherError(msg)
+    return tuple(rebuilt(returns, dict(zip(items, row, strict=True))) for row in zip(*items.values(), strict=True))
 
 
 def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
@@ -153,11 +150,6 @@ class _Join:
         self._dim = dim
         self._rows = rows
 
-    def join_items(self, items: dict[Any, Any], place: str) -> dict[Any, Any]:
-        """Join the parts of each item."""
-        beside = {key: parts[0] for key, parts in items.items() if len(parts) > 0}
-        return {key: self.join(tuple(parts), f"{place}[{key!r}]", beside) for key, parts in items.items()}
-
     def join(self, parts: tuple[Any, ...], place: str, beside: Mapping[Any, Any] | None = None) -> Any:
         """Join parts. `beside` holds the first parts of the values in the same dict, by key."""
 
@@ -178,7 +170,8 @@ class _Join:
             device = next((tensor.device for tensor in tensors_in(parts)), None)
             return [item if device is None else recursive_to(item, device) for part in parts for item in part]
         if is_container(first):
-            return rebuilt(first, self.join_items(columns(parts, "part", refuse), place))
+            items, firsts = columns(parts, "part", refuse), items_of(first)
+            return rebuilt(first, {key: self.join(each, f"{place}[{key!r}]", firsts) for key, each in items.items()})
         return None if first is None else parts
 
     def _has_rows_in_items(self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]) -> bool:
