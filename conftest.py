@@ -119,10 +119,11 @@ def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     for thread in threading.enumerate():
         if thread.name.startswith(("parawrap-launch", "parawrap-ranks", "parawrap-lanes")) and thread not in before:
             thread.join(30)  # a launch, or a future, has its outcome a moment before its thread ends
-    if _lanes(before):
+    for thread in _new_threads(before):
         gc.collect()  # only here, because a collection per test takes minutes
-    assert not _lanes(before), "threads still run after the test"
+        thread.join(5)  # a lane's own thread may hold the last reference to its lanes, and ends shortly after the test
+    assert not _new_threads(before), "threads still run after the test"
 
 
-def _lanes(before: set[threading.Thread]) -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("parawrap-") and each not in before]
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("parawrap-") and each not in before]

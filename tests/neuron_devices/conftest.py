@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from parawrap.neuroncores import _choose_runtime
 from tests import simdevice
@@ -54,10 +53,9 @@ def torch_neuronx(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _on_devices(torch_neuronx, monkeypatch):
-    """Seed every test, start it without a chosen runtime, and fail it if the simulated devices report a race."""
+    """Start every test without a chosen runtime, and fail it if the simulated devices report a race."""
     monkeypatch.delenv("PARAWRAP_NEURON_RUNTIME", raising=False)
     monkeypatch.setattr(_choose_runtime, "_chosen", None)
-    torch.manual_seed(0)
     simdevice.reset_stats()
     yield
     assert simdevice.stats().races == ()
