@@ -19,12 +19,12 @@ import weakref
 from array import array
 from collections import deque
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from parawrap.errors import SessionError
 from parawrap.processes.pickling import memory_file
 from parawrap.processes.wire import close_in_forked_children
-from parawrap.workers.packing import Block, Packer, aligned
+from parawrap.workers.packing import Packer, aligned
 
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _WORTH_LENDING = 1 << 20  # bytes; copying fewer takes less time than renewing a slab
@@ -34,14 +34,6 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM)
 _HEAD = struct.Struct("=qqi?3x")  # bytes of the block and of the body, the slab, True if its file comes with the message
 _FILES_ROOM = socket.CMSG_SPACE(2 * array("i").itemsize)
 _byte = ctypes.c_ubyte
-
-
-class Message(NamedTuple):
-    """A received message. The receiver closes `file`."""
-
-    body: Any
-    block: Block
-    file: int | None
 
 
 class Connection:
@@ -72,7 +64,7 @@ class Connection:
             SessionError: If memory lacks room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
-        released, retired = list(self._released), self._retired
+        released, retired = list(self._released), list(self._retired)
         pickled = pickle.dumps((body, released, retired), 5)
         slab, parts, new = _NO_SLAB, [*packer.pieces, pickled], None
         if packer.size + len(pickled) > _INLINE:
@@ -93,12 +85,14 @@ class Connection:
         finally:
             if new is not None:
                 os.close(new)
-        self._retired = self._retired[len(retired) :]
+        del self._retired[: len(retired)]
         for _ in released:
             self._released.popleft()
 
-    def receive(self) -> Message | None:
-        """Wait for a message; None if the other end is closed.
+    def receive(self) -> tuple[Any, memoryview, int | None] | None:
+        """Wait for a message, and return its body, its block, and its file, which the caller closes.
+
+        None if the other end is closed.
 
         Raises:
             Exception: What the body's classes raise.
@@ -115,14 +109,14 @@ class Connection:
             new = files.pop(0)
             self._maps[slab] = mmap.mmap(new, os.fstat(new).st_size)
             os.close(new)
-        memory = self._room[_HEAD.size :] if slab == _NO_SLAB else memoryview(self._lend(slab)).cast("B")
+        memory = self._room[_HEAD.size :] if slab == _NO_SLAB else self._lend(slab)
         is_lent = slab != _NO_SLAB and (self._lends or (size >= _WORTH_LENDING and len(self._lent) <= _MOST_LENT))
-        block = Block(memory) if is_lent else aligned(memory[:size])
+        block = memory if is_lent else aligned(memory[:size])
         body, released, retired = pickle.loads(memory[size : size + pickled_size])
         self._free += released
         for each in retired:
             del self._maps[each]
-        return Message(body, block, files[0] if files else None)
+        return body, block, files[0] if files else None
 
     def close(self) -> None:
         """Close the connection, which ends a waiting reader at either end."""
@@ -139,7 +133,7 @@ class Connection:
             return number, None
         for each in self._free:  # too small, so the larger slab takes their place
             del self._slabs[each]
-        self._retired = [*self._retired, *self._free]
+        self._retired += self._free
         self._free.clear()
         step = max(_WORTH_LENDING, 1 << (size.bit_length() - 3))  # so that similar sizes fit too
         number, size, file = next(self._numbers), -(-size // step) * step, memory_file()
@@ -151,7 +145,7 @@ class Connection:
             raise
         return number, file
 
-    def _lend(self, number: int) -> Any:
+    def _lend(self, number: int) -> memoryview:
         """Return the memory of the other end's slab. The slab is released when nothing refers to this memory any more."""
         memory = self._maps[number]
         owner = (_byte * len(memory)).from_buffer(memory)
@@ -162,7 +156,7 @@ class Connection:
             released.append(number)
 
         lent[number] = weakref.ref(owner, release)
-        return owner
+        return memoryview(owner).cast("B")
 
 
 def _fill(memory: mmap.mmap, parts: list[Any]) -> None:

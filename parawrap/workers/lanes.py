@@ -10,8 +10,8 @@ Guarantees:
 - A worker answers its messages in the order of sending, and each call ends once: with its answer, or with an error.
 - No thread belongs to a lane. Whoever waits for an answer receives all answers, and sends what waits. Futures of `submit`
   have one thread, until all lanes are idle.
-- If a worker ends, its lane starts another one, and sends its messages again. Only the oldest of them ran, so only that one
-  counts the death.
+- If a worker ends, its messages are sent again, and its lane starts another one for its next message. Only the oldest
+  message ran, so only that one counts the death.
 - After `end`, no process is left.
 """
 
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,24 +33,13 @@ from parawrap.engine.call import Lane, here
 from parawrap.errors import SessionError, add_note
 from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers
-from parawrap.workers.packing import Block, Packer, restore
+from parawrap.workers.packing import Packer, restore
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
-from parawrap.workers.worker import Answer, Calls
+from parawrap.workers.worker import Answer, Form
 from parawrap.workers.writes import write_back
 
 AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
-
-
-class Form(NamedTuple):
-    """The common part of the calls of a message: pickled modes, the packed model, and the pickled function `prepare`."""
-
-    modes: bytes
-    is_inference: bool
-    model: Packed
-    method: str | None
-    prepare: bytes | None = None
-    is_whole: bool = True
 
 
 class Call:
@@ -72,16 +61,6 @@ class Call:
     def end(self) -> None:
         """Tell those who wait that the call has ended. Called in the thread that received the answer."""
 
-    def pack(self, packer: Packer) -> tuple[Any, bool]:
-        """Add the arguments to a message. Return their item, and True if it has keyword arguments.
-
-        Raises:
-            UnsendableError: If an argument cannot be pickled.
-        """
-        if self.kwargs:
-            return packer.add({"args": self.args, "kwargs": self.kwargs}, ""), True
-        return packer.add(self.args, "args"), False
-
     def done(self) -> bool:
         """True if the call has ended."""
         return self.request is not None and self.request.is_done
@@ -97,15 +76,12 @@ class Call:
         lane, block = request.lane, request.block
         try:
             if request.failure is not None:
-                raise _copy_of(request.failure)
+                raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
             answer = Answer(*request.answers[self.place])
-            warned = [] if answer.warned is None else unpack(memoryview(bytearray(answer.warned)))
-            for text, category, filename, line in warned:
+            for text, category, filename, line in [] if answer.warned is None else unpack(answer.warned):
                 registry = _given_warnings.setdefault(filename, {})
                 warnings.warn_explicit(text, category, filename, line, registry=registry)
-            error: BaseException | None = None
-            if answer.error is not None:
-                error = unpack(memoryview(bytearray(answer.error[0])))
+            error: BaseException | None = None if answer.error is None else unpack(answer.error[0])
             if self.record is not None and lane is not None:
                 self.record(lane.index, answer.start, answer.end, error)
             if answer.error is not None and error is not None:
@@ -130,11 +106,11 @@ class Request:
     def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
         self.calls: list[Call] = []
-        self.items: list[tuple[Any, bool]] = []
-        self.packer = packer  # None if the calls must be packed again
-        self.lane: WorkerLane | None = None
+        self.items: list[Any] = []
+        self.packer = packer or Packer()
+        self.lane: WorkerLane | None = None  # the last one that got it
         self.answers: list[tuple[Any, ...]] = []
-        self.block = Block(b"")  # of the answers
+        self.block = memoryview(b"")  # of the answers
         self.failure: BaseException | None = None
         self.deaths = 0
         self.was_sent = False  # to the worker of now
@@ -144,18 +120,21 @@ class Request:
         return bool(self.answers) or self.failure is not None
 
     def add(self, call: Call) -> None:
-        """Add a call, and pack its arguments. Raises UnsendableError."""
-        self.packer = self.packer or Packer()
-        self.items.append(call.pack(self.packer))
+        """Add a call, and pack its arguments.
+
+        Raises:
+            UnsendableError: If an argument cannot be pickled.
+        """
+        if call.kwargs:
+            self.items.append(self.packer.add({"args": call.args, "kwargs": call.kwargs}, ""))
+        else:
+            self.items.append(self.packer.add(call.args, "args"))
         call.request, call.place = self, len(self.calls)
         self.calls.append(call)
 
 
 class WorkerLane(Lane):
-    """One worker, the messages that it has not answered, and those that only it may get.
-
-    `model` and `prepare` are those that the worker has.
-    """
+    """One worker, and the messages that it has not answered. `model` and `prepare` are those that it has."""
 
     def __init__(self, index: int, device: torch.device) -> None:
         super().__init__(index, device, f"{device} (worker {index})")
@@ -164,12 +143,11 @@ class WorkerLane(Lane):
         self.prepare: bytes | None = None
         self.has_answered = False
         self.flying: deque[Request] = deque()
-        self.queue: deque[Request] = deque()
 
     @property
     def pending(self) -> int:
         """The number of messages that the worker has to answer."""
-        return len(self.flying) + len(self.queue)
+        return len(self.flying)
 
 
 class Lanes:
@@ -199,7 +177,7 @@ class Lanes:
 
     def is_idle(self) -> bool:
         """True if no message waits for an answer."""
-        return not (self._backlog or any(lane.pending for lane in self.all))
+        return not (self._backlog or any(lane.flying for lane in self.all))
 
     @property
     def wants_more(self) -> bool:
@@ -219,8 +197,8 @@ class Lanes:
                     self._start(lane)
             self._is_started = True
 
-    def post(self, request: Request, lane: WorkerLane | None = None) -> None:
-        """Send a message to a lane, or to the first lane with room.
+    def post(self, request: Request) -> None:
+        """Send a message to the first lane with room. Parts of a cut call come before whole calls.
 
         Raises:
             SessionError: If the lanes have ended.
@@ -228,7 +206,10 @@ class Lanes:
         with self._changed:
             if self._is_over:
                 raise _end_error()
-            (self._backlog if lane is None else lane.queue).append(request)
+            if request.form.is_whole:
+                self._backlog.append(request)
+            else:
+                self._backlog.appendleft(request)
             self._send_waiting()
         self._end_requests()
 
@@ -248,7 +229,7 @@ class Lanes:
         if not self.are_here:
             return
         with self._changed:
-            if self._has_reader or not self._is_started or self._is_over:
+            if self._has_reader or self._is_over or not any(lane.flying for lane in self.all):
                 return
             self._has_reader = True
         self._receive(0.0)
@@ -273,9 +254,8 @@ class Lanes:
             worker.join()
         with self._changed:
             for lane in self.all:
-                self._backlog.extend((*lane.flying, *lane.queue))
+                self._backlog += lane.flying
                 lane.flying.clear()
-                lane.queue.clear()
                 lane.worker = lane.model = None
             for request in self._backlog:
                 self._fail(request, _end_error())
@@ -288,37 +268,30 @@ class Lanes:
 
     def _send_waiting(self) -> None:
         """Send what waits to lanes with room."""
-        for lane in self.all:
-            while lane.queue and len(lane.flying) < AHEAD:
-                self._send(lane, lane.queue.popleft())
         while self._backlog:
             lane = min(self.all, key=attrgetter("pending"))
             if lane.pending >= AHEAD:
                 return
             request = self._backlog.popleft()
-            if any(call.begin() for call in request.calls):
+            if request.lane is not None or any(call.begin() for call in request.calls):
                 self._send(lane, request)
 
     def _start(self, lane: WorkerLane) -> LocalWorker | RayWorker:
         lane.worker = worker = self._workers.start(lane.index)
+        lane.model, lane.prepare, lane.has_answered = None, None, False
         if self._is_over:  # `end` in another thread may have missed it
             worker.stop(at_once=True)
             raise _end_error()
         return worker
 
     def _send(self, lane: WorkerLane, request: Request) -> None:
-        request.lane, request.was_sent = lane, False
+        request.lane, request.was_sent, form = lane, False, request.form
         lane.flying.append(request)
         try:
             worker = lane.worker or self._start(lane)
-            form = request.form
-            if request.packer is None:
-                request.packer = Packer()
-                request.items = [call.pack(request.packer) for call in request.calls]
-            prepare = b"" if form.prepare is not None and form.prepare is lane.prepare else form.prepare
-            model = None if form.model is lane.model else form.model
-            calls = Calls(form.modes, form.method, prepare, form.is_whole, request.items)
-            worker.send(tuple(calls), request.packer, model)
+            is_known = form.prepare is not None and form.prepare is lane.prepare
+            body = form._replace(prepare=b"" if is_known else form.prepare, model=None)
+            worker.send((tuple(body), request.items), request.packer, None if form.model is lane.model else form.model)
             lane.model, lane.prepare = form.model, form.prepare or lane.prepare
             request.was_sent = True
         except ConnectionError:
@@ -360,7 +333,7 @@ class Lanes:
             request = lane.flying.popleft()
             if not request.is_done:
                 request.answers, request.block = received
-                request.packer, lane.has_answered = None, True
+                lane.has_answered = True
                 lane.tasks += len(request.calls)
                 took_ns = sum(end - start for *_, start, end in request.answers)
                 lane.busy_ns += took_ns
@@ -403,50 +376,36 @@ class Lanes:
             request.failure = error
             self._ended.append(request)
 
-    # -- the death of a worker
-
     def _bury(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
-        """Queue what a dead worker has not answered. The first message then starts another worker."""
-        self._count_death(lane, worker.death())
-        lane.worker = lane.model = lane.prepare = None
-        again = [request for request in lane.flying if not request.is_done]
-        lane.flying.clear()
-        lane.has_answered = False
-        for request in again:
-            request.packer = None  # the worker that died may have written its memory
-        lane.queue.extendleft(reversed(again))
+        """Send again what a dead worker has not answered, before everything else.
 
-    def _count_death(self, lane: WorkerLane, error: BaseException) -> None:
-        """Count a death for every call of the message that ran. Calls with one too many fail, and others are sent alone.
-
-        A worker that has answered nothing may have died before it could be sent a message.
+        Its oldest message counts the death. A worker that has answered nothing may have died before it could be sent one.
         """
-        while lane.flying and lane.flying[0].is_done:  # Ctrl-C came just after its answer
-            lane.flying.popleft()
-        if not lane.flying or (lane.has_answered and not lane.flying[0].was_sent):
-            return
-        request = lane.flying[0]
+        error = worker.death()
+        lost = [request for request in lane.flying if not request.is_done]
+        lane.flying.clear()
+        lane.worker = None
+        if lost and (lost[0].was_sent or not lane.has_answered):
+            lost[:1] = self._count_death(lost[0], error)
+        self._backlog.extendleft(reversed(lost))
+
+    def _count_death(self, request: Request, error: BaseException) -> list[Request]:
+        """Return what to send again: nothing after too many deaths, and the calls of a chunk alone."""
         request.deaths += 1
         calls = request.calls
         if request.deaths > self.retries:
-            lane.flying.popleft()
             what = "this call" if len(calls) == 1 else f"this call or others of its chunk of {len(calls)}"
             add_note(error, f"{request.deaths} workers ended while they ran {what}. Other calls continue")
             self._fail(request, error)
-        elif len(calls) > 1:
-            lane.flying.popleft()
-            for call in reversed(calls):
-                call.request = alone = Request(request.form)
-                call.place, alone.calls, alone.deaths, alone.lane = 0, [call], request.deaths, lane
-                lane.flying.appendleft(alone)
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """Return an error for one of several calls, to get notes about that call."""
-    copied = copy.copy(error)
-    copied.__notes__ = [*getattr(error, "__notes__", ())]
-    copied.__cause__ = error.__cause__
-    return copied
+            return []
+        if len(calls) == 1:
+            return [request]
+        found = [Request(request.form, request.packer) for _ in calls]
+        for call, alone in zip(calls, found, strict=True):
+            alone.items, alone.calls = [request.items[call.place]], [call]
+            alone.deaths, alone.lane = request.deaths, request.lane
+            call.request, call.place = alone, 0
+        return found
 
 
 def _end_error() -> SessionError:

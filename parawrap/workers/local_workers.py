@@ -27,12 +27,13 @@ from parawrap.processes.process import Assignment
 from parawrap.processes.script import SentScript
 from parawrap.processes.server import fork_server
 from parawrap.processes.settings import Settings
-from parawrap.workers.connection import Connection, Message
+from parawrap.workers.connection import Connection
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import Block, Packer
-from parawrap.workers.worker import Calls, Server
+from parawrap.workers.packing import Packer
+from parawrap.workers.worker import Form, Server
 
 _LAST_S = 5.0  # for the end of a process that closed its connection
+_LOOK_S = 0.2  # between two looks for workers that other threads have started meanwhile
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
 
 
@@ -52,7 +53,7 @@ class LocalWorkers:
         return LocalWorker(lane, self.devices[lane], self._threads, (torch.initial_seed() + next(self._numbers)) % SEEDS)
 
     def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
-        """Wait until a worker has answered or ended, and return the positions of such workers."""
+        """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
         poll, positions = select.poll(), {}
         for position, worker in enumerate(workers):
             file = worker.fileno()
@@ -60,7 +61,7 @@ class LocalWorkers:
                 return [position]
             positions[file] = position
             poll.register(file, select.POLLIN)
-        return [positions[file] for file, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
+        return [positions[file] for file, _ in poll.poll(1000 * (_LOOK_S if timeout_s is None else timeout_s))]
 
     def end(self) -> None:
         """Do nothing: local workers share nothing."""
@@ -91,19 +92,19 @@ class LocalWorker:
         """Return the connection's descriptor; -1 once closed."""
         return self._connection.fileno()
 
-    def send(self, calls: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
+    def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
         """Send calls, and the model that they and the later ones need if it is another one.
 
         Raises:
             SessionError: If memory lacks room for their tensors. Nothing is sent then.
             ConnectionError: If the process has ended.
         """
-        self._connection.send(calls, packer, None if model is None else model.file())
+        self._connection.send(body, packer, None if model is None else model.file())
 
-    def receive(self) -> tuple[list[tuple[Any, ...]], Block] | None:
+    def receive(self) -> tuple[list[tuple[Any, ...]], memoryview] | None:
         """Wait for the answers to the next message, and their block; None if the process has ended."""
         message = self._connection.receive()
-        return None if message is None else (message.body, message.block)
+        return None if message is None else message[:2]
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
@@ -162,26 +163,18 @@ def serve(file: int, device: str, threads: int, seed: int) -> None:
     _keep_memory()
     connection = Connection(socket.socket(fileno=file), lends=True)
     server = Server(torch.device(device))
-    try:
+    with contextlib.closing(connection), contextlib.suppress(ConnectionError):  # the launching process has exited
         while (message := connection.receive()) is not None:
-            _answer(connection, server, message)
-            del message  # its tensors lie in a slab that the next message may use
-    except ConnectionError:
-        pass  # the launching process has exited
-    finally:
-        connection.close()
-
-
-def _answer(connection: Connection, server: Server, message: Message) -> None:
-    if message.file is not None:
-        server.take_model(map_file(message.file))
-        os.close(message.file)
-    calls = Calls(*message.body)
-    answers, packer = server.answer(calls, message.block)
-    try:
-        connection.send(answers, packer)
-    except SessionError as error:  # memory lacks room
-        connection.send(*server.fail(calls, error))
+            (form, items), block, model = message
+            if model is not None:
+                server.take_model(map_file(model))
+                os.close(model)
+            answers, packer = server.answer(Form(*form), items, block)
+            try:
+                connection.send(answers, packer)
+            except SessionError as error:  # memory lacks room
+                connection.send(*server.fail(items, error))
+            del message, block, answers, packer  # the tensors lie in a slab that the next message may use
 
 
 def _keep_memory() -> None:

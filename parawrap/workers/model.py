@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from operator import is_
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -17,7 +17,7 @@ from parawrap.engine.away import last_optimizer_step, note_optimizer_steps
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.holdings import Holdings
 from parawrap.engine.replicas import home_of, is_written_unseen, version_of
-from parawrap.engine.survey import Survey, names_of_globals
+from parawrap.engine.survey import Survey, captured, names_of_globals
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.processes.pickling import Packed, ValuePickler, pack
 
@@ -66,23 +66,22 @@ class SentModel:
     """
 
     def __init__(self, target: Any) -> None:
+        is_module = isinstance(target, torch.nn.Module)
         self.target = target
-        self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
-        self.packed: Packed | None = None
+        self.home = home_of(target) if is_module else None
         self.refreshes = self.copied_bytes = 0
-        self.parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
-        self._is_ready = False
+        self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
+        self._is_lazy = any(map(is_lazy, self.parameters))
         self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
         self.forget()
         note_optimizer_steps()
 
     def forget(self) -> None:
         """Free the memory of the model. The next call reads it again."""
-        self.packed = None
+        self._packed: Packed | None = None
         self._tensors: list[torch.Tensor] = []
-        self._modules: list[torch.nn.Module] = []
         self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []  # that may be written without a new version, as sent
-        self._function: bytes | None = None
+        self._function: bytes | None = None  # a target without a model
         self._sent: list[tuple[FunctionType | type, set[str]]] = []  # with the model, and the globals that they read
         self._captured: list[Any] = []
         self._holdings = Holdings((), lambda owner: None)
@@ -91,52 +90,49 @@ class SentModel:
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
-        if not self._is_ready:
-            tensors = () if not isinstance(self.target, torch.nn.Module) else self.target.parameters()
-            self._is_ready = not any(map(is_lazy, tensors))
-        return self._is_ready
+        self._is_lazy = self._is_lazy and any(map(is_lazy, self.target.parameters()))
+        return not self._is_lazy
 
-    def is_current(self) -> bool:
-        """True if the target is what it was when it was read last."""
-        if self._must_read or isinstance(self.target, Build):
-            return not self._must_read
-        return (
-            self._holdings.is_same()
-            and self._has_same_captured()
-            and self._state == self._read_state()
-            and self._function == self._pack_function()
-            and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
-        )
-
-    def read(self) -> None:
-        """Read and pack the target as it is now.
+    def read(self) -> Packed:
+        """Return the packed target as it is now. It is packed again if it changed.
 
         Raises:
             UnsendableError: If it cannot be pickled.
+            SessionError: If it holds a random generator.
         """
-        if self.packed is not None:
-            self.refreshes += 1
-            self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
-        self._must_read = False  # before the look: a `renew` from here on counts for the next call
-        try:
-            self._survey_target()
-            self.packed = self._pack()
-        except BaseException:
-            self._must_read = True
-            raise
+        if self._packed is None or not self._is_current():
+            if self._packed is not None:
+                self.refreshes += 1
+                self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
+            self._must_read = False  # before the look: a `renew` from here on counts for the next call
+            try:
+                if not isinstance(self.target, Build):
+                    self._survey_target()
+                self._packed = self._pack()
+            except BaseException:
+                self._must_read = True
+                raise
+        return self._packed
 
     def renew(self) -> None:
         """Send the model again at the next refresh. It does not wait: a callback in a lane may call it."""
         self._must_read = True
 
-    def ran_plainly(self) -> None:
-        """Note a call in the caller's thread, which may have written buffers unseen."""
-        trains = any(module.training for module in self._modules)
-        if trains and any(map(is_written_unseen, self._tensors)):
-            self._must_read = True
+    def _is_current(self) -> bool:
+        """True if the target is what it was when it was read last."""
+        if self._must_read or isinstance(self.target, Build):
+            return not self._must_read
+        now = self._read_captured()
+        return (
+            self._holdings.is_same()
+            and len(now) == len(self._captured)
+            and all(map(is_, now, self._captured))
+            and self._state == self._read_state()
+            and (self._function is None or self._function == self._pack_function())
+            and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
+        )
 
     def _pack(self) -> Packed:
-        """Pack the target. Raises UnsendableError."""
         sent: list[FunctionType | type] = []
         value = {"model": self.target, "seed": self._seed, "dtype": torch.get_default_dtype()}
         try:
@@ -146,13 +142,28 @@ class SentModel:
             raise UnsendableError(msg) from error.__cause__
         packed.detach()  # later messages send the same
         self._sent = [(each, set() if isinstance(each, type) else names_of_globals(each.__code__)) for each in sent]
-        self._captured = _read_captured(self._sent)
+        self._captured = self._read_captured()
         return packed
 
-    def _has_same_captured(self) -> bool:
-        """True if no variable that a sent function reads has another value, by identity."""
-        now = _read_captured(self._sent)
-        return len(now) == len(self._captured) and all(map(is_, now, self._captured))
+    def _survey_target(self) -> None:
+        survey = Survey(self.target)
+        if survey.generators:
+            msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+            raise SessionError(msg)
+        self._tensors = [*survey.params, *survey.tensors]
+        self._holdings = Holdings(survey.places, lambda owner: owner)
+        self._state = self._read_state()
+        self._function = None
+        if not (survey.modules or self._tensors):
+            self._function = self._pack_function()
+        written = survey.tensors if survey.trains else ()
+        unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
+        with lasting():
+            self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
+
+    def _pack_function(self) -> bytes:
+        """Pack a function without a model. The containers that it refers to are not watched."""
+        return pack(self.target, "target").to_bytes()
 
     def _read_state(self) -> tuple[Any, ...]:
         """Return what a write into a tensor of the target changes."""
@@ -161,26 +172,17 @@ class SentModel:
         forms = [(tensor.dtype, tensor.requires_grad) for tensor in self._tensors]
         return last_optimizer_step(), versions, addresses, forms
 
-    def _survey_target(self) -> None:
-        if isinstance(self.target, Build):
-            return
-        survey = Survey(self.target)
-        if survey.generators:
-            msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
-            raise SessionError(msg)
-        self._tensors = [*survey.params, *survey.tensors]
-        self._holdings = Holdings(survey.places, lambda owner: owner)
-        self._state = self._read_state()
-        self._modules = survey.modules
-        self._function = self._pack_function()
-        written = survey.tensors if survey.trains else ()
-        unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
-        with lasting():
-            self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
-
-    def _pack_function(self) -> bytes | None:
-        """Pack a function without a model. The containers that it refers to are not watched."""
-        return None if self._modules or self._tensors else pack(self.target, "target").to_bytes()
+    def _read_captured(self) -> list[Any]:
+        """Return the code, closures, and named globals of the sent functions, and the attributes of the sent classes."""
+        found: list[Any] = []
+        for each, names in self._sent:
+            if isinstance(each, type):
+                found += vars(each).values()
+                continue
+            found.append(each.__code__)
+            found += [part for _, part in captured(each)]
+            found += [each.__globals__.get(name, _ABSENT) for name in names]
+        return found
 
 
 class _NotingPickler(ValuePickler):
@@ -195,23 +197,3 @@ class _NotingPickler(ValuePickler):
         if isinstance(obj, (FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
         return reduced
-
-
-def _read_captured(sent: Iterable[tuple[FunctionType | type, set[str]]]) -> list[Any]:
-    """Return the code, closures, and named globals of functions, and the attributes of classes."""
-    found: list[Any] = []
-    for each, names in sent:
-        if isinstance(each, type):
-            found += vars(each).values()
-            continue
-        found += (each.__code__, each.__defaults__, each.__kwdefaults__)
-        found += map(_read_cell, each.__closure__ or ())
-        found += [each.__globals__.get(name, _ABSENT) for name in names]
-    return found
-
-
-def _read_cell(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # no value yet
-        return _ABSENT

@@ -8,6 +8,8 @@ A message has an item for each value, so a value that cannot be pickled, or unpi
 | a tuple of plain tensors that share no memory | a list of such tuples |
 | containers, numbers, and texts of Python with such tensors | a pickle, as bytes |
 | anything else | a range: the bytes of the block that parawrap's pickler packed |
+
+The tensors of a received message lie in its block, and keep it alive.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,23 +49,17 @@ _GAPS = [bytes(count) for count in range(_ALIGNMENT)]
 _byte = ctypes.c_ubyte
 
 
-class NotPlainError(Exception):
+class _NotPlainError(Exception):
     """The value has a part that the general pickler must handle."""
 
 
-class Block(NamedTuple):
-    """The memory of a message: its tensors lie at their offsets from `base`. It is alive as long as one of them."""
-
-    memory: Any
-    base: int = 0
-
-
-def aligned(memory: memoryview) -> Block:
+def aligned(memory: memoryview) -> memoryview:
     """Return a copy of a block, aligned for tensors."""
     copied = bytearray(len(memory) + _ALIGNMENT)
-    base = -ctypes.addressof(_byte.from_buffer(copied)) % _ALIGNMENT
-    copied[base : base + len(memory)] = memory
-    return Block(copied, base)
+    start = -ctypes.addressof(_byte.from_buffer(copied)) % _ALIGNMENT
+    block = memoryview(copied)[start : start + len(memory)]
+    block[:] = memory
+    return block
 
 
 class Packer:
@@ -98,7 +94,7 @@ class Packer:
             stream = io.BytesIO()
             _PlainPickler(stream, self).dump(value)
             return stream.getvalue()
-        except (NotPlainError, RecursionError):
+        except (_NotPlainError, RecursionError):
             self.size = size
             del self.pieces[pieces:]
         packed = pack(_trim_tensors(value), address)
@@ -110,7 +106,7 @@ class Packer:
     def _add_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Describe a tensor by its elements. The rest of its storage stays: a shard is a view of the whole batch."""
         if not _is_plain(tensor):
-            raise NotPlainError
+            raise _NotPlainError
         shape, length, stride = tuple(tensor.shape), tensor.nbytes, None
         if not tensor.is_contiguous():
             stride = tensor.stride()
@@ -145,10 +141,10 @@ class _PlainPickler(pickle.Pickler):
         if obj is _build:
             return NotImplemented  # pickled by its name
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
-            raise NotPlainError
+            raise _NotPlainError
         storage = obj.untyped_storage().data_ptr()
         if storage in self._storages:  # tensors that share memory must share it in the other process
-            raise NotPlainError
+            raise _NotPlainError
         self._storages.add(storage)
         return _build, self._packer._add_tensor(obj)
 
@@ -156,7 +152,7 @@ class _PlainPickler(pickle.Pickler):
 _loading = threading.local()  # `block` of the message with the pickle that this thread loads
 
 
-def restore(item: Any, block: Block) -> Any:
+def restore(item: Any, block: memoryview) -> Any:
     """Return the value of an item.
 
     Raises:
@@ -168,7 +164,7 @@ def restore(item: Any, block: Block) -> Any:
     if kind is list:
         return tuple([_tensor(block, *each) for each in item])
     if kind is range:
-        return unpack(memoryview(block.memory)[block.base + item.start : block.base + item.stop])
+        return unpack(block[item.start : item.stop])
     _loading.block = block
     try:
         return pickle.loads(item)
@@ -181,11 +177,11 @@ def _build(*described: Any) -> torch.Tensor:
 
 
 def _tensor(
-    block: Block, offset: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    block: memoryview, offset: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
     """Return a tensor on the memory of a block."""
     count = math.prod(shape) if stride is None else _span(shape, stride)
-    tensor = torch.frombuffer(block.memory, dtype=_DTYPES[code], count=count, offset=block.base + offset)
+    tensor = torch.frombuffer(block, dtype=_DTYPES[code], count=count, offset=offset)
     if stride is not None:
         return tensor.as_strided(shape, stride)
     return tensor if len(shape) == 1 else tensor.view(shape)

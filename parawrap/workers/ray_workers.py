@@ -19,8 +19,8 @@ from parawrap.launch import Device, Platform
 from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.pickling import Packed
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import Block, Packer, aligned
-from parawrap.workers.worker import Calls, Server
+from parawrap.workers.packing import Packer, aligned
+from parawrap.workers.worker import Form, Server
 
 _LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
 _PLACING_S = 60.0  # for the start of an actor
@@ -163,7 +163,7 @@ class RayWorker:
         """Return a reference that is ready when the actor runs."""
         return self._actor.started.remote()
 
-    def send(self, calls: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
+    def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
         """Send calls, and the model that they and the later ones need if it is another one.
 
         Raises:
@@ -172,9 +172,9 @@ class RayWorker:
         if not self._ray.is_initialized():  # otherwise the call would start Ray again
             raise ConnectionError
         stored = None if model is None else self._store(model)
-        self._sent.append(self._actor.answer.remote(_parcel_of(calls, packer), stored))
+        self._sent.append(self._actor.answer.remote(_parcel_of(body, packer), stored))
 
-    def receive(self) -> tuple[list[tuple[Any, ...]], Block] | None:
+    def receive(self) -> tuple[list[tuple[Any, ...]], memoryview] | None:
         """Wait for the answers to the next message, and their block; None if the actor has ended."""
         if not self._sent:
             return None
@@ -210,7 +210,7 @@ def _parcel_of(body: Any, packer: Packer) -> Parcel:
     return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.pieces), dtype=np.uint8)
 
 
-def _block_of(parcel: Parcel) -> Block:
+def _block_of(parcel: Parcel) -> memoryview:
     """Return the block of a message. It owns its memory: arrays from Ray's object store are read-only."""
     return aligned(memoryview(parcel[1]))
 
@@ -234,4 +234,5 @@ class Actor:
         """Make the calls of a message, with another model if there is one."""
         if model is not None:
             self._server.take_model(memoryview(bytearray(model)))
-        return _parcel_of(*self._server.answer(Calls(*pickle.loads(parcel[0])), _block_of(parcel)))
+        form, items = pickle.loads(parcel[0])
+        return _parcel_of(*self._server.answer(Form(*form), items, _block_of(parcel)))

@@ -8,7 +8,6 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -20,11 +19,11 @@ from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
-from parawrap.processes.pickling import pack, unpack
+from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers.model import Build
-from parawrap.workers.packing import Block, Packer, restore
-from parawrap.workers.writes import Contents, Written, find_written
+from parawrap.workers.packing import Packer, restore
+from parawrap.workers.writes import Contents, Written
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
@@ -59,22 +58,24 @@ def _unpack_modes(packed: bytes) -> tuple[Modes, list[Any]]:
     return modes
 
 
-class Calls(NamedTuple):
-    """The body of a message.
+class Form(NamedTuple):
+    """The common part of the calls of a message.
 
     Attributes:
         modes: From `pack_modes`.
+        is_inference: True in inference mode.
         method: The method; None for the model itself.
-        prepare: The packed function; empty if it came with an earlier message, None if there is none.
         is_whole: False for one part of a cut call.
-        items: For each call the item of its arguments, and True if there are keyword arguments among them.
+        prepare: The packed function; empty if it came with an earlier message, None if there is none.
+        model: The packed model. It travels next to the message, once.
     """
 
     modes: bytes
+    is_inference: bool
     method: str | None
-    prepare: bytes | None
     is_whole: bool
-    items: list[tuple[Any, bool]]
+    prepare: bytes | None
+    model: Packed | None
 
 
 class Answer(NamedTuple):
@@ -118,30 +119,35 @@ class Server:
         """Take a packed model for this call and later ones."""
         self._packed_model = packed
 
-    def answer(self, calls: Calls, block: Block) -> Answers:
+    def answer(self, form: Form, items: list[Any], block: memoryview) -> Answers:
         """Make the calls of a message, one after another, under its modes.
 
         An output is packed before the next call, which may write into it. If the model cannot be made, every call fails.
         """
-        packer = Packer(copied=math.inf if len(calls.items) > 1 else 0)
+        packer = Packer(copied=math.inf if len(items) > 1 else 0)
         try:
             if self._packed_model is not None:
                 self._make_model(unpack(self._packed_model))
                 self._packed_model = None
-            modes, of_process = _unpack_modes(calls.modes)
+            self._prepare = form.prepare or self._prepare
+            modes, of_process = _unpack_modes(form.modes)
             for (read, write), value in zip(_PROCESS_MODES, of_process, strict=True):
                 if read() != value:
                     write(value)
             modes = modes._replace(context=contextvars.copy_context())
-            work = partial(self._make_calls, calls, block, packer)
-            return modes.run(work, self._device, self._replicas.home), packer
+            answers = modes.run(
+                lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
+                self._device,
+                self._replicas.home,
+            )
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return self.fail(calls, error)
+            return self.fail(items, error)
+        return answers, packer
 
-    def fail(self, calls: Calls, error: BaseException) -> Answers:
+    def fail(self, items: list[Any], error: BaseException) -> Answers:
         """Answer each call of a message with an error."""
         now = perf_counter_ns()
-        return [tuple(Answer(None, None, _describe(error), None, now, now))] * len(calls.items), Packer()
+        return [tuple(Answer(None, None, _describe(error), None, now, now))] * len(items), Packer()
 
     def _make_model(self, sent: dict[str, Any]) -> None:
         """Take the model that was sent, or build it: with the same seed and default dtype as in every worker."""
@@ -157,19 +163,14 @@ class Server:
         self._replicas = Replicas(target, [self._device])
         self._is_changed = True
 
-    def _make_calls(self, calls: Calls, block: Block, packer: Packer) -> list[tuple[Any, ...]]:
-        self._prepare = calls.prepare or self._prepare
-        return [tuple(self._make_call(calls, item, block, packer, has_keywords=mark)) for item, mark in calls.items]
-
-    def _make_call(self, calls: Calls, item: Any, block: Block, packer: Packer, *, has_keywords: bool) -> Answer:
+    def _answer(self, form: Form, item: Any, block: memoryview, packer: Packer) -> Answer:
         start = perf_counter_ns()
-        output_item: Any = None
-        written_item, failure = None, None
+        output_item = written_item = failure = None
         try:
             with torch.inference_mode(mode=False):  # a write into an inference tensor is not seen
                 given = restore(item, block)
-            args, kwargs = (given["args"], given["kwargs"]) if has_keywords else (given, {})
-            output, written = self._call(calls, args, kwargs, is_plain=type(item) is list)
+            args, kwargs = (given["args"], given["kwargs"]) if type(given) is dict else (given, {})
+            output, written = self._call(form, args, kwargs, is_plain=type(item) is list)
             output_item = packer.add(output, "the output")
             written_item = None if written is None else packer.add(written, "args")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
@@ -179,41 +180,37 @@ class Server:
         return Answer(output_item, written_item, failure, warned, start, perf_counter_ns())
 
     def _call(
-        self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
+        self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
     ) -> tuple[Any, Written | None]:
-        """Return the output of a call, and its writes into tensors of its arguments."""
-        if self._device != _CPU and calls.prepare is None:
-            args, kwargs = self._place((args, kwargs))
-        given, spec = (list(args), None) if is_plain else flatten_call(args, kwargs)
+        """Return the output of a call, and its writes into tensors of its arguments; None if there are none."""
+        if form.prepare is None:
+            args, kwargs = self._place(args, kwargs)
+        given = args if is_plain else flatten_call(args, kwargs)[0]
         if not is_plain and any(isinstance(leaf, torch.Generator) for leaf in given):  # its new state would stay here
             msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
-        contents = Contents(args, kwargs) if calls.is_whole and not is_plain else None
+        contents = Contents((*args, *kwargs.values())) if form.is_whole and not is_plain else None
         versions = [*map(_version_of, given)]
-        output = self._run(calls, args, kwargs)
+        output = self._run(form, args, kwargs)
         self._replicas.warn()
         if contents is not None:
             contents.check()
         now = [*map(_version_of, given)]
         if now == versions:
             return output, None
-        if spec is None:
-            given, spec = flatten_call(args, kwargs)
-        return output, find_written(given, spec, [one != other for one, other in zip(versions, now, strict=True)])
+        return output, [each if one != other else None for each, one, other in zip(given, versions, now, strict=True)]
 
-    def _run(self, calls: Calls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call from the model's state. What it writes into the model does not stay.
 
         Raises:
             SessionError: If the output requires a gradient; if a part of a cut call wrote buffers in training mode, or drew
                 random numbers under deterministic algorithms.
         """
-        if calls.prepare is not None:
+        if form.prepare is not None:
             if isinstance(self._prepare, bytes):
-                self._prepare = unpack(memoryview(bytearray(self._prepare)))
-            args, kwargs = as_call(self._prepare(*args))
-            if self._device != _CPU:
-                args, kwargs = self._place((args, kwargs))
+                self._prepare = unpack(self._prepare)
+            args, kwargs = self._place(*as_call(self._prepare(*args)))
         replicas = self._replicas
         if self._is_changed or self._device != _CPU:
             if replicas.is_stale():
@@ -222,10 +219,9 @@ class Server:
         replica = replicas.all[0]
         replicas.prepare(replica)
         versions = [*map(version_of, replicas.params)]
-        target = replica.target if calls.method is None else getattr(replica.target, calls.method)
-        numbers = None if calls.is_whole or not torch.are_deterministic_algorithms_enabled() else torch.get_rng_state()
+        numbers = None if form.is_whole or not torch.are_deterministic_algorithms_enabled() else torch.get_rng_state()
         try:
-            output = target(*args, **kwargs)
+            output = (replica.target if form.method is None else getattr(replica.target, form.method))(*args, **kwargs)
         except BaseException:
             replica.is_dirty = True
             raise
@@ -233,14 +229,17 @@ class Server:
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
             raise SessionError(GRADIENTS.format("the output"))
         replicas.settle_whole(replica, versions)
-        if not calls.is_whole and replicas.survey.trains and _has_other_buffers(replicas):
+        if not form.is_whole and replicas.survey.trains and _has_other_buffers(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)
         return output
 
-    def _place(self, value: Any) -> Any:
-        leaves, spec = flatten(value)
+    def _place(self, *call: Any) -> Any:
+        """Return arguments on the device of the worker."""
+        if self._device == _CPU:
+            return call
+        leaves, spec = flatten(call)
         return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
     def _note_warning(

@@ -1,4 +1,8 @@
-"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `lanes.py` runs them."""
+"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `lanes.py` runs them.
+
+The batches of a stream travel in chunks of about 5 ms of work, by the time that batches took before. Only the schedule
+depends on time, never a value.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -17,29 +22,32 @@ import torch
 from parawrap.backends import backend_of, device_of, warn_caller
 from parawrap.engine.call import Entry, Modes, here, must_run_plainly, raise_first_failure, without_autocast
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
-from parawrap.engine.extents import FlatCall
-from parawrap.engine.join import join, with_originals
+from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Recorder, Trace, timed
 from parawrap.errors import SessionError, ShardError
 from parawrap.launch import Platform
-from parawrap.processes.pickling import Packed, pack
+from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
-from parawrap.workers.lanes import Call, Form, Lanes, Request
+from parawrap.workers.lanes import Call, Lanes, Request
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel
+from parawrap.workers.packing import Packer
 from parawrap.workers.ray_workers import RayWorkers
-from parawrap.workers.worker import GRADIENTS, pack_modes
-from parawrap.workers.worker_stream import WorkerStream
+from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 
 _CPU = torch.device("cpu")
+_TARGET_NS = 5_000_000  # of work in one message
+_MOST = 64  # batches in one message
+_MOST_BYTES = 256 << 10  # of their tensors; a larger one is the last of its message, so it is not copied
+_LOOK_NS = 200_000  # between two looks for answers while the caller works
+_READ_AHEAD = 3  # chunks per lane that the caller has not read: two in the worker, and one to replace them
 _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
 )
-_open_sessions: weakref.WeakSet[WorkerSession] = weakref.WeakSet()
 
 
 class _SubmittedCall(Call):
@@ -86,13 +94,13 @@ class WorkerSession:
         workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
         self.target = target
         self.lanes = Lanes(workers, retries)
-        self.devices = (_CPU,) * len(workers.devices)
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
         self._model = SentModel(target)
+        self._is_at_home = {self._model.home, output_device} <= {None, _CPU}
         self._backend = backend_of(workers.devices[0].type)
         self._reading = threading.RLock()  # of the model
         self._counting = threading.Lock()
@@ -102,12 +110,14 @@ class WorkerSession:
         self._is_closed = False
         self._end = weakref.finalize(self, self.lanes.end)
         self._end.atexit = False
-        _open_sessions.add(self)
+        atexit.register(self._end)  # before Ray and launches end
+
+    # Cut calls
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, apply, and gather; or run the call plainly if there is nothing to cut."""
         lanes = self.lanes.all
-        if not self._is_ready() or (len(lanes) == 1 and self._is_at_home()):
+        if not self._is_ready() or (len(lanes) == 1 and self._is_at_home):
             return self.run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -115,47 +125,31 @@ class WorkerSession:
         if plan.hint is not None and not self._has_warned_of_plan:
             self._has_warned_of_plan = True
             warn_caller(plan.hint)
-        if len(plan.sizes) == 1 and self._is_at_home() and all(map(_is_on_cpu, flat.leaves)):
+        if len(plan.sizes) == 1 and self._is_at_home and all(map(_is_on_cpu, flat.leaves)):
             return self.run_plainly(entry, args, kwargs)
         self.refuse_gradients(args, kwargs)
         form = self._form(entry.method, is_whole=False)
-        shards = plan.scatter(flat, self.devices[: len(plan.sizes)])
+        shards = plan.scatter(flat, [_CPU] * len(plan.sizes))
         versions = plan.written(flat) if len(shards) > 1 and None in plan.dims else []
-        outputs, errors = self._apply(entry, form, shards, plan)
-        if errors:
-            outputs.clear()
-            raise_first_failure(errors, len(shards), lanes, plan.describe)
+        outputs = self._apply(entry, form, shards, plan)
         if versions and versions != plan.written(flat):
             raise ShardError(_WRITTEN)
-        if not flat.on_cpu:
-            plan.update(flat, shards)
         with without_autocast(self._backend.type):
-            output = join(
-                outputs, plan.sizes, self.rules, self._output_device(flat), partial(_find_originals, plan, flat, shards)
-            )
-        with self._counting:
-            self._calls += 1
-            self.shards = plan.sizes
-            for lane, rows in zip(lanes, plan.sizes, strict=False):
-                lane.rows += rows
-        return output
+            device = self._output_device(flat.leaves)
+            return join(outputs, plan.sizes, self.rules, device, lambda: [_find_nothing] * len(shards))
 
-    def _apply(
-        self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan
-    ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
-        """Run shard i in lane i, all at the same time. Return the values, and the errors with their lanes."""
+    def _apply(self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan) -> list[Any]:
+        """Run the shards at the same time, and return their outputs. All have ended when an error is raised."""
         parts = [Call(tuple(shard.args), dict(shard.kwargs)) for shard in shards]
-        for part, lane, rows in zip(parts, self.lanes.all, plan.sizes, strict=False):
-            if self.recorder.traces:
-                part.record = partial(self.recorder.record, entry.method, entry.batch, rows)
-            part.request = request = Request(form)
-            try:
-                request.add(part)
-                self.lanes.post(request, lane)
-            except Exception as error:  # noqa: BLE001 (the other lanes must finish before it is raised)
-                request.failure = error
         outputs: list[Any] = []
         errors: list[tuple[int, BaseException]] = []
+        for part, rows in zip(parts, plan.sizes, strict=True):
+            part.request = request = Request(form)
+            try:
+                self._add(request, part, entry, rows)
+                self.lanes.post(request)
+            except Exception as error:  # noqa: BLE001 (the other parts must end before it is raised)
+                request.failure = error
         for index, part in enumerate(parts):
             try:
                 self.lanes.wait(part.done)
@@ -163,8 +157,14 @@ class WorkerSession:
             except BaseException as error:
                 if not (isinstance(error, Exception) or part.done()):
                     raise  # Ctrl-C leaves at once
-                errors.append((index, error))  # once the other lanes have finished
-        return outputs, errors
+                errors.append((index, error))
+        if errors:
+            outputs.clear()
+            lanes = [part.request.lane or lane for part, lane in zip(parts, self.lanes.all, strict=False) if part.request]
+            raise_first_failure(errors, len(parts), lanes, plan.describe)
+        self._count(parts)
+        self.shards = plan.sizes
+        return outputs
 
     # Whole calls, each in one lane
 
@@ -206,12 +206,11 @@ class WorkerSession:
         """Run a call in the caller's thread, one at a time; in a lane if this process does not have the target."""
         if isinstance(self.target, Build) and self._is_ready():
             return self._send(entry, args, kwargs, self._form(entry.method, prepare)).result()
-        record = prepare_record = None
+        record = None
         if self.recorder.traces and here.lane is None:  # a lane's own span has it already
             record = partial(self.recorder.record, entry.method, entry.batch, None)
-            prepare_record = partial(self.recorder.record, "prepare", entry.batch, None)
         if prepare is not None:
-            args, kwargs = as_call(timed(prepare_record, None, prepare, *args))
+            args, kwargs = as_call(prepare(*args))
         with nullcontext() if self._is_closed or here.lane is not None else self._plain_lock:
             if self._is_ready():
                 self.refuse_gradients(args, kwargs)  # as in a worker
@@ -220,30 +219,43 @@ class WorkerSession:
                 output = timed(record, None, entry.plain, *args, **kwargs)
             finally:
                 here.lane = before
-                self._model.ran_plainly()
         with self._counting:
             self._calls += 1
             self._plain_calls += 1
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    def finish_output(self, output: Any, call: Call) -> Any:
+    def add_whole(self, request: Request, call: Call, entry: Entry) -> None:
+        """Put a whole call into a message.
+
+        Raises:
+            UnsendableError: If an argument cannot be pickled.
+            SessionError: If the call needs gradients.
+        """
+        self.refuse_gradients(call.args, call.kwargs)
+        rows = None
+        if request.form.prepare is None:
+            cutter = self.cutters[entry.method]
+            if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
+                rows = cutter.rows(call.args)
+            else:
+                rows = max(0, cutter.whole(call.args, call.kwargs or {})[0].rows)
+        self._add(request, call, entry, rows)
+
+    def finish(self, output: Any, call: Call) -> Any:
         """Return the caller's output of a whole call, and count the call."""
-        output = with_originals(output, partial(_find_original, {}))
-        device = self.output_device or (None if self._model.home in (None, _CPU) else self._model.home)
+        device = self._output_device(())
         if device is not None or not self.rules.keep_single:
             output = join([output], (1,), self.rules, device)
-        with self._counting:
-            self._calls += 1
-            if call.request is not None and call.request.lane is not None:
-                call.request.lane.rows += call.rows
+        self._count([call])
         return output
 
-    def count_rows(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-        """Return the number of rows of a whole call."""
-        cutter = self.cutters[method]
-        if not kwargs and all(type(each) is torch.Tensor for each in args):
-            return cutter.rows(args)
-        return max(0, cutter.whole(args, kwargs or {})[0].rows)
+    def _send(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form) -> Future[Any]:
+        """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""
+        request, call = Request(form), _SubmittedCall(args, kwargs, self.finish)
+        self.add_whole(request, call, entry)
+        self.lanes.post(request)
+        self.lanes.receive()
+        return call.future
 
     def refuse_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Raise SessionError if gradients are enabled, and an argument or a parameter requires one."""
@@ -268,6 +280,7 @@ class WorkerSession:
     def close(self) -> None:
         """Let the lanes finish, and end them. A call in flight finishes too. May be called again."""
         self._is_closed = True
+        atexit.unregister(self._end)
         if self._end.detach() is not None and self.lanes.are_here:
             if here.lane not in self.lanes.all:  # a callback cannot wait for what its own thread receives
                 self.lanes.wait(self.lanes.is_idle)
@@ -294,65 +307,198 @@ class WorkerSession:
         return is_open and not must_run_plainly(self._backend) and self._model.is_ready()
 
     def _form(self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True) -> Form:
-        """Return what the calls of one message share."""
-        modes = Modes.capture(self._backend.type)
-        packed = None if prepare is None else pack(prepare, "prepare").to_bytes()
-        return Form(pack_modes(modes), modes.inference, self._read_model(), method, packed, is_whole)
-
-    def _read_model(self) -> Packed:
-        """Start the workers, and return the model as it is now.
+        """Start the workers, and return what the calls of one message share, with the model as it is now.
 
         Raises:
             SessionError: If gradients are enabled, and a parameter requires one.
-            UnsendableError: If the target cannot be pickled.
+            UnsendableError: If the target, or `prepare`, cannot be pickled.
         """
+        modes = Modes.capture(self._backend.type)
+        packed = None if prepare is None else pack(prepare, "prepare").to_bytes()
         self.refuse_gradients((), None)
         with self._reading:
-            if not self._model.is_current():
-                self._model.read()
+            model = self._model.read()
             self.lanes.start()
-            assert self._model.packed is not None
-            return self._model.packed
+        return Form(pack_modes(modes), modes.inference, method, is_whole, packed, model)
 
-    def _send(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form) -> Future[Any]:
-        """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""
-        self.refuse_gradients(args, kwargs)
-        rows = None if form.prepare is not None else self.count_rows(entry.method, args, kwargs)
-        call = _SubmittedCall(args, kwargs, self.finish_output)
+    def _add(self, request: Request, call: Call, entry: Entry, rows: int | None) -> None:
         call.rows = rows or 0
         if self.recorder.traces:
             call.record = partial(self.recorder.record, entry.method, entry.batch, rows)
-        request = Request(form)
         request.add(call)
-        self.lanes.post(request)
-        self.lanes.receive()
-        return call.future
 
-    def _is_at_home(self) -> bool:
-        return self._model.home in (None, _CPU) and self.output_device in (None, _CPU)
+    def _count(self, parts: Sequence[Call]) -> None:
+        with self._counting:
+            self._calls += 1
+            for part in parts:
+                if part.request is not None and part.request.lane is not None:
+                    part.request.lane.rows += part.rows
 
-    def _output_device(self, flat: FlatCall) -> torch.device | None:
-        """Return where joined outputs go; None if they are there already, on the CPU."""
-        devices = (device_of(leaf) for leaf in flat.leaves)
+    def _output_device(self, leaves: Sequence[Any]) -> torch.device | None:
+        """Return where outputs go; None if they are there already, on the CPU."""
+        devices = (device_of(leaf) for leaf in leaves)
         found = self.output_device or self._model.home or next((each for each in devices if each is not None), _CPU)
         return None if found == _CPU else found
 
 
-def _find_originals(plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
-    """Return one function per part. It maps a worker's copy of an uncut argument to the caller's value, or to None."""
-    same = {id(value): value for leaf in plan.whole(flat) for value in (leaf, getattr(leaf, "value", leaf))}
-    return [partial(_find_original, {**same, **shard.origins}) for shard in shards]
-
-
-def _find_original(origins: Mapping[int, Any], value: Any) -> Any:
-    return origins.get(id(value))
+def _find_nothing(_: Any) -> None:
+    """Return the caller's object that a worker has returned: none, because outputs are other objects."""
 
 
 def _is_on_cpu(leaf: Any) -> bool:
     return getattr(leaf, "is_cpu", not isinstance(leaf, WholeLeaf))
 
 
-@atexit.register  # before launches are cancelled
-def _end_open_sessions() -> None:
-    for session in list(_open_sessions):
-        session._end()
+# Streams of whole calls
+
+
+class StreamCall(Call):
+    """A batch of a stream. Its output is loaded when it is read.
+
+    It refers to the stream weakly: the generator holds the stream, and a message in flight must not keep the block alive.
+    """
+
+    __slots__ = ("_callbacks", "_is_cancelled", "_stream")
+
+    def __init__(self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        super().__init__(args, kwargs)
+        self._stream = stream
+        self._callbacks: list[Callable[[Any], object]] = []
+        self._is_cancelled = False
+
+    def begin(self) -> bool:
+        return not self._is_cancelled
+
+    def result(self) -> Any:
+        """Wait for the output."""
+        stream = self._stream()
+        assert stream is not None
+        return stream.read(self)
+
+    def cancel(self) -> bool:
+        """Drop the batch, unless a worker has it."""
+        self._is_cancelled = True
+        return True
+
+    def add_done_callback(self, function: Callable[[Any], object], /) -> None:
+        """Call a function once the batch has ended."""
+        self._callbacks.append(function)  # before the look: another thread may receive the end
+        if self.done():
+            self.end()
+
+    def end(self) -> None:
+        with suppress(IndexError):  # another thread calls them
+            while self._callbacks:
+                self._callbacks.pop()(self)
+
+
+class WorkerStream:
+    """Starts the batches of one stream, and reads their outputs. For one thread.
+
+    Without a size of chunks, it adapts to the time that batches take.
+    """
+
+    def __init__(self, session: WorkerSession, entry: Entry, prepare: Prepare | None, size: StreamSize) -> None:
+        self._own: weakref.ref[WorkerStream] = weakref.ref(self)
+        self._session = session
+        self._lanes = session.lanes
+        self._entry = entry
+        self._prepare = prepare
+        count = len(self._lanes.all)
+        self.most = _READ_AHEAD * count * (size.chunksize or _MOST)
+        self._chunksize = size.chunksize
+        if self._chunksize is None and self._lanes.retries == 0:
+            self._chunksize = 1  # the batches of a chunk must not run again because one killed the worker
+        self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * count))
+        self._left = size.total
+        self._size = self._chunksize or self._size_for(self._lanes.each_ns)
+        self._goal = 1  # batches of the open chunk
+        self._form: Form | None = None
+        self._chunk: Request | None = None
+        self._until = 0  # the open chunk gets no more batches then
+        self._looked_at = self._read_at = 0
+
+    # The interface of streams
+
+    def start(self, number: int, batch: Any) -> Pending:
+        """Put a batch into the open chunk. An error goes into the pending call, and is raised in place of the output."""
+        session, entry = self._session, self._entry
+        if session.recorder.traces:
+            entry = entry._replace(batch=number)
+        try:
+            if type(batch) is torch.Tensor or self._prepare is not None:
+                args, kwargs = (batch,), None
+            else:
+                args, kwargs = as_call(batch)
+            self._form = self._form or session.get_ready(entry.method, self._prepare)
+            if self._form is None:
+                return succeeded(session.run_plainly(entry, args, kwargs or {}, self._prepare))
+            call = StreamCall(self._own, args, kwargs)
+            chunk = self._chunk or self._open(self._form)
+            session.add_whole(chunk, call, entry)
+        except Exception as error:  # noqa: BLE001
+            return failed(error)
+        if self._left is not None:
+            self._left -= 1
+        is_late = self._chunksize is None and perf_counter_ns() > self._until  # of a source that takes its time
+        if is_late or len(chunk.calls) >= self._goal or chunk.packer.size > _MOST_BYTES:
+            self.flush()
+        return call
+
+    def has_room(self, unread: int, has_output: bool) -> bool:
+        """True if the stream may read another batch before the caller gets an output.
+
+        An output that is there waits until the workers have enough to do, but not for a source that takes its time.
+        """
+        now = perf_counter_ns()
+        self._look(now)
+        if unread >= _READ_AHEAD * len(self._lanes.all) * self._size:
+            return False
+        return not has_output or (self._lanes.wants_more and now - self._read_at < _TARGET_NS)
+
+    def flush(self) -> None:
+        """Send the open chunk, which gets no more batches."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None and chunk.calls:  # else its only batch could not be sent
+            self._lanes.post(chunk)
+
+    def wait_for(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`, with all batches sent."""
+        if not is_done():
+            self.flush()
+            self._lanes.wait(is_done)
+
+    def end(self) -> None:
+        """Do nothing: workers read the model when a stream begins."""
+
+    # Chunks and outputs
+
+    def _open(self, form: Form) -> Request:
+        if self._chunksize is None:
+            self._size = min(self._size_for(self._lanes.each_ns), 4 * self._size)
+        size = self._size
+        if self._chunksize is None and self._left is not None:  # smaller near the end, for all workers to end together
+            size = max(1, min(size, max(size // 4, self._left // (2 * len(self._lanes.all)))))
+        self._chunk = chunk = Request(form, Packer(copied=0 if size == 1 else _MOST_BYTES))
+        self._goal, self._until = size, perf_counter_ns() + _TARGET_NS
+        return chunk
+
+    def _size_for(self, each_ns: float | None) -> int:
+        return 1 if not each_ns else max(1, min(self._most, int(_TARGET_NS / each_ns)))
+
+    def read(self, call: StreamCall) -> Any:
+        """Return the output of a batch."""
+        if call.done():
+            self._look(perf_counter_ns())
+        else:
+            if self._chunk is not None and (call.request is self._chunk or self._lanes.wants_more):
+                self.flush()
+            self._lanes.wait(call.done)
+        self._read_at = perf_counter_ns()
+        return self._session.finish(call.load(), call)
+
+    def _look(self, now: int) -> None:
+        """Receive what has arrived, unless the last look was a moment ago."""
+        if now - self._looked_at > _LOOK_NS:
+            self._looked_at = now
+            self._lanes.look()

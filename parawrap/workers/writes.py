@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from parawrap.errors import SessionError
-from parawrap.tree import TreeSpec, addresses, flatten_call
+from parawrap.tree import flatten_call
 
-Written = tuple[list[int], list[str], list[torch.Tensor]]
-"""The positions of written tensors among the leaves of a call, the addresses of all leaves, and the new values."""
+Written = Sequence[torch.Tensor | None]
+"""For each leaf of the arguments its new value, or None if the call has not written it."""
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
+_INTO_OTHERS = (
+    "the model wrote into an argument that is not a tensor, and such writes stay in the worker. Return the new value from "
+    "the call instead, or run the model in threads"
+)
+_INTO_OTHER_PARTS = (
+    "the model wrote into an argument that has other tensors in the worker: it changed a shape in place, or the argument's "
+    "class changes its parts when it is pickled. Return the new value from the call instead"
+)
 
 
 class Contents:
@@ -25,28 +33,18 @@ class Contents:
     function of the script, is not compared.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        values = (*args, *kwargs.values())
-        self._values = [each for each in values if not isinstance(each, (torch.Tensor, *_ATOMS))]
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = [each for each in values if not isinstance(each, _ATOMS)]
         self._tensors: list[torch.Tensor] = []  # alive, so that no later one has the identity of one of them
         self._before = self._read()
 
     def check(self) -> None:
-        """Compare the contents.
-
-        Raises:
-            SessionError: If a container has other contents.
-        """
+        """Raise SessionError if a container has other contents."""
         now = self._read()
-        if now == self._before:
-            return
-        again = self._read()  # a class may make new parts each time that it is pickled
-        if any(before != after == still for before, after, still in zip(self._before, now, again, strict=True)):
-            msg = (
-                "the model wrote into an argument that is not a tensor, and such writes stay in the worker. Return the new "
-                "value from the call instead, or run the model in threads"
-            )
-            raise SessionError(msg)
+        if now != self._before:
+            again = self._read()  # a class may make new parts each time that it is pickled
+            if any(before != after == still for before, after, still in zip(self._before, now, again, strict=True)):
+                raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[bytes | None]:
         return [_pickle(each, self._tensors) for each in self._values]
@@ -73,33 +71,12 @@ class _TensorsByIdentity(pickle.Pickler):
         return None
 
 
-def find_written(leaves: Sequence[Any], spec: TreeSpec, is_written: Sequence[bool]) -> Written:
-    """Return the written leaves of a call, for `write_back`."""
-    positions = [position for position, was_written in enumerate(is_written) if was_written]
-    return positions, addresses(spec, ("args", "kwargs")), [leaves[position] for position in positions]
-
-
 def write_back(written: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write into the caller's tensors what a call wrote into those of the worker.
-
-    Raises:
-        SessionError: If the call changed a shape in place, or wrote into an argument that has other leaves in the worker.
-    """
-    positions, places, values = written
-    leaves, spec = flatten_call(args, kwargs)
-    if addresses(spec, ("args", "kwargs")) != places:
-        msg = (
-            "the model wrote into an argument that has other parts in a worker, because its class changes them when it is "
-            "pickled. Return the new value from the call instead"
-        )
-        raise SessionError(msg)
-    for position, value in zip(positions, values, strict=True):
-        leaf = leaves[position]
-        if leaf.shape != value.shape:
-            msg = (
-                f"the model changed the shape of an argument in place, from {tuple(leaf.shape)} to {tuple(value.shape)}, "
-                "which a worker cannot do to the caller's. Return the new value from the call instead"
-            )
-            raise SessionError(msg)
+    """Write into the caller's tensors what a call wrote into those of the worker. Raises SessionError if they differ."""
+    leaves = flatten_call(args, kwargs)[0]
+    pairs = [(leaf, value) for leaf, value in zip(leaves, written, strict=False) if value is not None]
+    if len(leaves) != len(written) or any(getattr(leaf, "shape", None) != value.shape for leaf, value in pairs):
+        raise SessionError(_INTO_OTHER_PARTS)
+    for leaf, value in pairs:
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():
             leaf.copy_(value)

@@ -23,9 +23,9 @@ def sizes(monkeypatch):
     """The numbers of batches in the messages so far."""
     found, post = [], Lanes.post
 
-    def noting(lanes, request, lane=None):
+    def noting(lanes, request):
         found.append(len(request.calls))
-        post(lanes, request, lane)
+        post(lanes, request)
 
     monkeypatch.setattr(Lanes, "post", noting)
     return found
