@@ -45,21 +45,26 @@ _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" hold
 class Call:
     """A call in a message. `place` is its position there; `request` changes if the call is sent again alone."""
 
-    __slots__ = ("args", "kwargs", "place", "record", "request", "rows")
+    __slots__ = ("args", "callbacks", "is_cancelled", "kwargs", "place", "record", "request", "rows")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.args = args
         self.kwargs = kwargs
+        self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
+        self.is_cancelled = False
         self.place = self.rows = 0
         self.request: Request | None = None
         self.record: Callable[..., None] | None = None  # takes the lane, start, end, and error of a call that is traced
 
     def begin(self) -> bool:
         """Note that the call is about to be sent; False if it was cancelled."""
-        return True
+        return not self.is_cancelled
 
     def end(self) -> None:
         """Tell those who wait that the call has ended. Called in the thread that received the answer."""
+        with suppress(IndexError):  # another thread calls them
+            while self.callbacks:
+                self.callbacks.pop()(self)
 
     def done(self) -> bool:
         """True if the call has ended."""

@@ -25,11 +25,6 @@ from parawrap.workers.worker import Form, Server
 _LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
 _PLACING_S = 60.0  # for the start of an actor
 _FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
-_REMEDIES = {
-    "seed": "seed torch before the block",
-    "max_restarts": "use parallel(..., retries=...)",
-    "timeout_min": "use future.result(timeout)",
-}
 
 
 def devices_of(platform: Platform) -> list[torch.device]:
@@ -50,7 +45,7 @@ def devices_of(platform: Platform) -> list[torch.device]:
     default = Platform(device="ray")
     for name, value in vars(platform).items():
         if name not in _FIELDS and value != getattr(default, name):
-            msg = f"{name}={value!r}: this field has no meaning for a parallel block; {_REMEDIES.get(name, 'leave it out')}"
+            msg = f"{name}={value!r}: this field has no meaning for a parallel block. Leave it out"
             raise PlatformError(msg)
     kind = "cuda:0" if platform.device == Device.GPU else "cpu"  # each actor sees its own GPU alone
     return [torch.device(kind)] * platform.world_size
@@ -78,8 +73,10 @@ class RayWorkers:
             LaunchError: If the cluster has too few resources.
         """
         if self._reservation is None:
-            self._reserve()
-        assert self._reservation is not None
+            self._reservation = Reservation(self._platform)
+            self._ray = self._reservation.ray
+            while not self._reservation.is_ready():  # the cluster is large enough when it is idle
+                self._check_open()
         options = self._reservation.options_of_rank(lane)
         seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
         until = monotonic() + _PLACING_S
@@ -88,16 +85,16 @@ class RayWorkers:
             worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._store)
             try:
                 self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
+                return worker
             except Exception as error:
                 worker.stop(at_once=True)
-                if isinstance(error, self._ray.exceptions.RayActorError) and monotonic() < until:
-                    continue  # its node was lost: Ray finds another one
-                msg = (
-                    f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} s: {error}. Free resources of "
-                    "the cluster, or add a node"
-                )
-                raise LaunchError(msg) from error
-            return worker
+                is_lost = isinstance(error, self._ray.exceptions.RayActorError)  # with its node: Ray finds another one
+                if not is_lost or monotonic() >= until:
+                    msg = (
+                        f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} s: {error}. Free resources "
+                        "of the cluster, or add a node"
+                    )
+                    raise LaunchError(msg) from error
 
     def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
         """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
@@ -117,12 +114,6 @@ class RayWorkers:
         reservation, self._reservation, self._stored = self._reservation, None, (None, None)
         if reservation is not None:
             reservation.end()
-
-    def _reserve(self) -> None:
-        self._reservation = Reservation(self._platform)
-        self._ray = self._reservation.ray
-        while not self._reservation.is_ready():  # the cluster is large enough when it is idle
-            self._check_open()
 
     def _check_open(self) -> None:
         if self._has_ended or not self._ray.is_initialized():
@@ -183,7 +174,7 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
-        return pickle.loads(parcel[0]), _block_of(parcel)
+        return _open_parcel(parcel)
 
     def death(self) -> RankDiedError:
         """Return the error that says how the actor ended."""
@@ -210,9 +201,9 @@ def _parcel_of(body: Any, packer: Packer) -> Parcel:
     return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.pieces), dtype=np.uint8)
 
 
-def _block_of(parcel: Parcel) -> memoryview:
-    """Return the block of a message. It owns its memory: arrays from Ray's object store are read-only."""
-    return aligned(memoryview(parcel[1]))
+def _open_parcel(parcel: Parcel) -> tuple[Any, memoryview]:
+    """Return the body of a message, and its block. It owns its memory: arrays from Ray's object store are read-only."""
+    return pickle.loads(parcel[0]), aligned(memoryview(parcel[1]))
 
 
 # -- in the worker
@@ -234,5 +225,5 @@ class Actor:
         """Make the calls of a message, with another model if there is one."""
         if model is not None:
             self._server.take_model(memoryview(bytearray(model)))
-        form, items = pickle.loads(parcel[0])
-        return _parcel_of(*self._server.answer(Form(*form), items, _block_of(parcel)))
+        (form, items), block = _open_parcel(parcel)
+        return _parcel_of(*self._server.answer(Form(*form), items, block))

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -232,13 +232,11 @@ class WorkerSession:
             SessionError: If the call needs gradients.
         """
         self.refuse_gradients(call.args, call.kwargs)
-        rows = None
-        if request.form.prepare is None:
-            cutter = self.cutters[entry.method]
-            if not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
-                rows = cutter.rows(call.args)
-            else:
-                rows = max(0, cutter.whole(call.args, call.kwargs or {})[0].rows)
+        cutter, rows = self.cutters[entry.method], None
+        if request.form.prepare is None and not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
+            rows = cutter.rows(call.args)
+        elif request.form.prepare is None:
+            rows = cutter.whole(call.args, call.kwargs or {})[0].rows
         self._add(request, call, entry, rows)
 
     def finish(self, output: Any, call: Call) -> Any:
@@ -358,16 +356,11 @@ class StreamCall(Call):
     It refers to the stream weakly: the generator holds the stream, and a message in flight must not keep the block alive.
     """
 
-    __slots__ = ("_callbacks", "_is_cancelled", "_stream")
+    __slots__ = ("_stream",)
 
     def __init__(self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         super().__init__(args, kwargs)
         self._stream = stream
-        self._callbacks: list[Callable[[Any], object]] = []
-        self._is_cancelled = False
-
-    def begin(self) -> bool:
-        return not self._is_cancelled
 
     def result(self) -> Any:
         """Wait for the output."""
@@ -377,19 +370,14 @@ class StreamCall(Call):
 
     def cancel(self) -> bool:
         """Drop the batch, unless a worker has it."""
-        self._is_cancelled = True
+        self.is_cancelled = True
         return True
 
     def add_done_callback(self, function: Callable[[Any], object], /) -> None:
         """Call a function once the batch has ended."""
-        self._callbacks.append(function)  # before the look: another thread may receive the end
+        self.callbacks.append(function)  # before the look: another thread may receive the end
         if self.done():
             self.end()
-
-    def end(self) -> None:
-        with suppress(IndexError):  # another thread calls them
-            while self._callbacks:
-                self._callbacks.pop()(self)
 
 
 class WorkerStream:
