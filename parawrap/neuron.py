@@ -64,9 +64,9 @@ def trace(
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed.
-        TypeError: If both or neither of `example_inputs` and `example_kwarg_inputs` are given, if `example_inputs` is a
-            dict, or if the runtime's trace has no `example_kwarg_inputs`. On emulated cores, if an input or output holds
-            values other than tensors in tuples, lists, and dicts.
+        TypeError: If both `example_inputs` and `example_kwarg_inputs` are given, if `example_inputs` is a dict, or if the
+            runtime's trace has no `example_kwarg_inputs`. On emulated cores, if an input or output holds values other than
+            tensors in tuples, lists, and dicts.
         Exception: Any error of the vendor's compiler or of the model.
 
     Example:

@@ -5,9 +5,9 @@ package is imported when a runtime is first needed. The newer torch_neuronx, wit
 ``backends/accelerator_backend.py``.
 """
 
-from parawrap.neuroncores._choose_runtime import runtime, using
+from parawrap.neuroncores._choose_runtime import neuron_host, runtime, using
 from parawrap.neuroncores._core_session import LANES_PER_CORE, CoreSession, Placement
-from parawrap.neuroncores._emulated_cores import CoreStats, NeuronHost, neuron_host
+from parawrap.neuroncores._emulated_cores import CoreStats, NeuronHost
 from parawrap.neuroncores._neuron_cores import (
     EMULATED_CORES,
     NeuronCore,

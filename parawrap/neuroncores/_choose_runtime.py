@@ -1,22 +1,20 @@
-"""Choose the NeuronCore runtime of this process. It is imported on first use and then kept."""
+"""Choose the NeuronCore runtime of this process. It is made on first use and then kept."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from parawrap.backends import neuron_runtime_name, overriding_runtimes, warn_caller
 from parawrap.errors import DeviceUnavailableError
+from parawrap.neuroncores._emulated_cores import NeuronHost
+from parawrap.neuroncores._neuron_cores import EMULATED_CORES
 from parawrap.neuroncores._runtime import NeuronRuntime
+from parawrap.neuroncores._vendor_runtimes import TorchNeuron, TorchNeuronx
 
-_VENDORS = {
-    "torch_neuronx": "parawrap.neuroncores._vendor_runtimes:TorchNeuronx",
-    "torch_neuron": "parawrap.neuroncores._vendor_runtimes:TorchNeuron",
-}
-_RUNTIMES = {"host": "parawrap.neuroncores._emulated_cores:NeuronHost", **_VENDORS}
+_RUNTIMES = {each.name: each for each in (NeuronHost, TorchNeuronx, TorchNeuron)}
 _PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 
@@ -40,8 +38,7 @@ def runtime() -> NeuronRuntime:
             chosen: NeuronRuntime = overriding_runtimes[-1]
             return chosen
         if _chosen is None:
-            named = neuron_runtime_name()
-            _chosen = _load(named) if named else _first_installed()
+            _chosen = _load(neuron_runtime_name() or _find_installed())
         return _chosen
 
 
@@ -55,25 +52,45 @@ def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
         overriding_runtimes.remove(other)
 
 
-def _first_installed() -> NeuronRuntime:
-    for name in _VENDORS:
+@contextmanager
+def neuron_host(cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0) -> Iterator[NeuronHost]:
+    """Use emulated NeuronCores in the whole process inside the block.
+
+    The arguments are the same as for :class:`NeuronHost`.
+
+    >>> import torch
+    >>> from parawrap import neuron
+    >>> from parawrap.testing import neuron_host
+    >>> with neuron_host(cores=2) as host:
+    ...     net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.ones(4, 3)))
+    ...     y = net(-torch.ones(8, 3))
+    ...     net.close()
+    ...     [core.inferences for core in host.stats()]
+    [1, 1]
+    """
+    host = NeuronHost(cores, latency_s=latency_s)
+    with using(host):
+        yield host
+
+
+def _find_installed() -> str:
+    """Return the name of the first installed runtime of the vendor; that of the emulated one, with a warning."""
+    for name in _PACKAGES:
         if importlib.util.find_spec(name) is not None:
-            return _load(name)
+            return name
     warn_caller(
         "no NeuronCore runtime is installed, so parawrap emulates NeuronCores on the CPU. Set PARAWRAP_NEURON_RUNTIME=host "
         "to do this without a warning"
     )
-    return _load("host")
+    return "host"
 
 
 def _load(name: str) -> NeuronRuntime:
     if name not in _RUNTIMES:
         msg = f"PARAWRAP_NEURON_RUNTIME={name!r} is not a known runtime. Set it to one of {', '.join(_RUNTIMES)}"
         raise DeviceUnavailableError(msg)
-    module, _, maker = _RUNTIMES[name].partition(":")
-    make: Callable[[], NeuronRuntime] = getattr(importlib.import_module(module), maker)
     try:
-        return make()
+        return _RUNTIMES[name]()
     except DeviceUnavailableError:
         raise
     except Exception as error:  # the import of a vendor's package, or of PyPI's placeholder, may fail in any way

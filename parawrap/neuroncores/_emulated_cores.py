@@ -14,8 +14,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, List
 
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from parawrap.errors import DeviceUnavailableError, ShapeError
-from parawrap.neuroncores._choose_runtime import using
 from parawrap.neuroncores._neuron_cores import EMULATED_CORES, read_core_numbers
 from parawrap.neuroncores._runtime import (
     NeuronRuntime,
@@ -326,24 +324,3 @@ class NeuronHost(NeuronRuntime):
             count = self.core_count()
             self._made += [_Core(self._latency_s) for _ in range(len(self._made), count)]
             return self._made[:count]
-
-
-@contextmanager
-def neuron_host(cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0) -> Iterator[NeuronHost]:
-    """Use emulated NeuronCores in the whole process inside the block.
-
-    The arguments are the same as for :class:`NeuronHost`.
-
-    >>> import torch
-    >>> from parawrap import neuron
-    >>> from parawrap.testing import neuron_host
-    >>> with neuron_host(cores=2) as host:
-    ...     net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.ones(4, 3)))
-    ...     y = net(-torch.ones(8, 3))
-    ...     net.close()
-    ...     [core.inferences for core in host.stats()]
-    [1, 1]
-    """
-    host = NeuronHost(cores, latency_s=latency_s)
-    with using(host):
-        yield host

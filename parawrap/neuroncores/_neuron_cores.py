@@ -103,22 +103,17 @@ def count_listed_cores() -> int:
     Raises:
         DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
     """
-    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER)
-    why = f"neuron-ls is neither on PATH nor in {_LS_FOLDER}"
-    if tool is not None:
-        try:
-            ended = subprocess.run(
-                [tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True
-            )
-            return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
-        except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
-            said = getattr(error, "stderr", None) or error
-            why = f"{tool} --json-output printed no list of devices with an nc_count each ({said!s})"
-    msg = (
-        f"the number of NeuronCores of this process is unknown: {why}. Set NEURON_RT_NUM_CORES or "
-        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which includes neuron-ls"
-    )
-    raise DeviceUnavailableError(msg)
+    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER) or "neuron-ls"
+    try:
+        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True)
+        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
+    except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
+        msg = (
+            f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no list of devices with an "
+            f"nc_count each ({getattr(error, 'stderr', None) or error}). Set NEURON_RT_NUM_CORES or "
+            f"NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls in {_LS_FOLDER}"
+        )
+        raise DeviceUnavailableError(msg) from error
 
 
 def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:

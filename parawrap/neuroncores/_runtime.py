@@ -171,11 +171,10 @@ def read_examples(
     flattened in the order of its keys.
 
     Raises:
-        TypeError: If both or neither are given, or a dict is given by position.
+        TypeError: If both are given, or a dict is given by position.
     """
-    if (example_inputs is None) == (example_kwarg_inputs is None):
-        given = "neither" if example_inputs is None else "both"
-        msg = f"trace got {given} of example_inputs and example_kwarg_inputs. Give one of them"
+    if example_inputs is not None and example_kwarg_inputs is not None:
+        msg = "trace got both example_inputs and example_kwarg_inputs. Give one of them"
         raise TypeError(msg)
     if isinstance(example_inputs, Mapping):
         msg = (

@@ -61,8 +61,8 @@ def test_examples_by_position(host):
     ("args", "kwargs", "words"),
     [
         (({"x": torch.zeros(2, 3)},), {}, r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)"),
-        ((), {}, "got neither of example_inputs and example_kwarg_inputs"),
-        ((torch.zeros(2, 3),), {"example_kwarg_inputs": {}}, "got both of example_inputs and example_kwarg_inputs"),
+        ((), {}, "the example has NoneType"),
+        ((torch.zeros(2, 3),), {"example_kwarg_inputs": {}}, "got both example_inputs and example_kwarg_inputs"),
         ((), {"example_kwarg_inputs": {"x": torch.zeros(2, 3), "mask": None}}, "the example has NoneType"),
         ((), {"example_kwarg_inputs": {"z": torch.zeros(2, 3)}}, "unexpected keyword argument 'z'"),
     ],

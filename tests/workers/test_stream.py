@@ -31,8 +31,8 @@ def sizes(monkeypatch):
     return found
 
 
-def numbers(count):
-    return [torch.full((8,), float(number)) for number in range(count)]
+def numbers(count, elements=8):
+    return [torch.full((elements,), float(number)) for number in range(count)]
 
 
 def firsts(outputs):
@@ -53,65 +53,51 @@ def test_small_batches_share_messages(sizes, ordered):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "size"),
+    ("model", "elements", "options", "size"),
     [
-        pytest.param(Sleeping, {}, 1, id="slow"),
-        pytest.param(nn.Identity, {"retries": 0}, 1, id="no retries"),
-        pytest.param(nn.Identity, {"chunksize": 5}, 5, id="given"),
+        pytest.param(Sleeping, 8, {}, 1, id="slow"),
+        pytest.param(nn.Identity, 8, {"retries": 0}, 1, id="no retries"),
+        pytest.param(nn.Identity, 8, {"chunksize": 5}, 5, id="given"),
+        pytest.param(nn.Identity, 80_000, {}, 1, id="large"),
     ],
 )
-def test_other_sizes(sizes, model, options, size):
-    """Batches that take long travel alone; so do those that must not run again if another batch kills their worker."""
-    batches = numbers(20)
+def test_other_sizes(sizes, model, elements, options, size):
+    """Batches that take long, or are large, travel alone; so do those that must not run again if another one kills."""
     with processes(model(), retries=options.pop("retries", 1)) as p:
-        assert firsts(p.map(batches, **options)) == [*range(20)]
-    assert set(sizes) == {size}
-
-
-def test_large_batches_travel_alone(sizes):
-    """A chunk has 256 KiB of tensors, and the batch that exceeds them."""
-    with processes(nn.Identity()) as p:
         for _ in range(2):
             sizes.clear()
-            assert firsts(p.map([batch.repeat(10_000) for batch in numbers(40)])) == [*range(40)]
-    assert set(sizes) == {1}
+            assert firsts(p.map(numbers(20, elements), **options)) == [*range(20)]
+            assert set(sizes) == {size}
 
 
-def test_slow_caller(sizes):
-    """The source is read at most three chunks per lane ahead of it."""
+def count_ahead(count, *, source_s=0.0, caller_s=0.0, ordered=True):
+    """Return how many batches the stream had read at each output, beyond those that it had given."""
     taken = 0
 
     def source():
         nonlocal taken
-        for batch in numbers(1500):
+        for batch in numbers(count):
             taken += 1
+            time.sleep(source_s)
             yield batch
 
+    ahead = []
     with processes(nn.Identity()) as p:
         list(p.map(numbers(500)))
-        ahead = []
-        for number, output in enumerate(p.map(source())):
-            if number < 300:
-                time.sleep(0.001)
+        for number, output in enumerate(p.map(source(), ordered=ordered)):
+            time.sleep(caller_s)
             ahead.append(taken - number)
-            assert output[0] == number
-    assert max(ahead) <= 3 * 2 * 64 + 1
+            assert output[0] == number or not ordered
+    assert len(ahead) == count
+    return ahead
+
+
+def test_slow_caller():
+    """The source is read at most three chunks per lane ahead of it."""
+    assert max(count_ahead(800, caller_s=0.001)) <= 3 * 2 * 64 + 1
 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_slow_source(ordered):
     """An output does not wait for the batches after the next one, and the workers do not wait for a full chunk."""
-    taken = 0
-
-    def source():
-        nonlocal taken
-        for batch in numbers(30):
-            taken += 1
-            time.sleep(0.02)
-            yield batch
-
-    with processes(nn.Identity()) as p:
-        list(p.map(numbers(500)))
-        ahead = [taken - number for number, _ in enumerate(p.map(source(), ordered=ordered))]
-    assert len(ahead) == 30
-    assert max(ahead) <= 5
+    assert max(count_ahead(30, source_s=0.02, ordered=ordered)) <= 5
