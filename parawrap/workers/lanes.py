@@ -24,7 +24,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Answer, Form
 from parawrap.workers.writes import write_back
 
-AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
+_AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
 
 
@@ -149,11 +148,6 @@ class WorkerLane(Lane):
         self.has_answered = False
         self.flying: deque[Request] = deque()
 
-    @property
-    def pending(self) -> int:
-        """The number of messages that the worker has to answer."""
-        return len(self.flying)
-
 
 class Lanes:
     """The workers of one block, and the messages to them. Thread-safe.
@@ -187,7 +181,7 @@ class Lanes:
     @property
     def wants_more(self) -> bool:
         """True if a worker would get the next message at once."""
-        return not self._backlog and any(lane.pending < AHEAD for lane in self.all)
+        return not self._backlog and any(len(lane.flying) < _AHEAD for lane in self.all)
 
     def start(self) -> None:
         """Start all workers, if they were not started.
@@ -274,8 +268,8 @@ class Lanes:
     def _send_waiting(self) -> None:
         """Send what waits to lanes with room."""
         while self._backlog:
-            lane = min(self.all, key=attrgetter("pending"))
-            if lane.pending >= AHEAD:
+            lane = min(self.all, key=lambda lane: len(lane.flying))
+            if len(lane.flying) >= _AHEAD:
                 return
             request = self._backlog.popleft()
             if request.lane is not None or any(call.begin() for call in request.calls):

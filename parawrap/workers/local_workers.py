@@ -83,9 +83,8 @@ class LocalWorker:
         )
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(ours, lends=False)
-        packed = SentScript().pack_call(serve, (str(device), threads, seed), {})
-        call = Call(self._label, [0], packed, files=[its.detach()])
-        self._thread = threading.Thread(target=self._supervise, args=(call,), name=f"parawrap-{self._label}", daemon=True)
+        serving = its, SentScript().pack_call(serve, (str(device), threads, seed), {})
+        self._thread = threading.Thread(target=self._supervise, args=serving, name=f"parawrap-{self._label}", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -132,19 +131,14 @@ class LocalWorker:
             self._pool.post(self._pool.cancel)
             self._thread.join()
 
-    def _supervise(self, call: Call) -> None:
-        """Supervise the process until it has ended."""
+    def _supervise(self, its: socket.socket, packed: Packed) -> None:
+        """Supervise the process until it has ended. It gets its end of the connection with the call of `serve`."""
         try:
-            try:
+            with contextlib.closing(self._pool), its:
                 self._pool.fork()
                 self._ending = self._pool.set_up()
                 if self._ending.is_success:
-                    self._ending = self._pool.call(call)
-            finally:
-                if not call.has_begun:
-                    for file in call.files:
-                        os.close(file)
-                self._pool.close()
+                    self._ending = self._pool.call(Call(self._label, [0], packed, files=[its.detach()]))
         except BaseException as error:  # noqa: BLE001 (`death` has it)
             self._ending = error
         finally:

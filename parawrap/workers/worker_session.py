@@ -160,7 +160,8 @@ class WorkerSession:
                 errors.append((index, error))
         if errors:
             outputs.clear()
-            lanes = [part.request.lane or lane for part, lane in zip(parts, self.lanes.all, strict=False) if part.request]
+            sent = [part.request.lane if part.request is not None else None for part in parts]
+            lanes = [lane or own for lane, own in zip(sent, self.lanes.all, strict=False)]
             raise_first_failure(errors, len(parts), lanes, plan.describe)
         self._count(parts)
         self.shards = plan.sizes
@@ -308,12 +309,10 @@ class WorkerSession:
         """Start the workers, and return what the calls of one message share, with the model as it is now.
 
         Raises:
-            SessionError: If gradients are enabled, and a parameter requires one.
             UnsendableError: If the target, or `prepare`, cannot be pickled.
         """
         modes = Modes.capture(self._backend.type)
         packed = None if prepare is None else pack(prepare, "prepare").to_bytes()
-        self.refuse_gradients((), None)
         with self._reading:
             model = self._model.read()
             self.lanes.start()
