@@ -82,26 +82,21 @@ def test_variables_set_the_cores(monkeypatch, visible, number, cores):
 
 
 @pytest.mark.parametrize(
-    ("listed", "part"),
+    ("variable", "value", "said"),
     [
-        *((each, each) for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
-        ("0,", ""),
-        ("0-3,5-4", "5-4"),
-        ("0-3,2-5", "2-5"),
+        *(("NEURON_RT_VISIBLE_CORES", each, f"'{each}' is neither") for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
+        ("NEURON_RT_VISIBLE_CORES", "0,", "'' is neither"),
+        ("NEURON_RT_VISIBLE_CORES", "0-3,5-4", "'5-4' is neither"),
+        ("NEURON_RT_VISIBLE_CORES", "0-3,2-5", "'2-5' is neither"),
+        *(("NEURON_RT_NUM_CORES", each, "NEURON_RT_NUM_CORES=2") for each in ("-1", "two", "1.5", "\N{SUPERSCRIPT TWO}")),
     ],
 )
-def test_malformed_visible_cores(listed, part):
+def test_malformed_variables(variable, value, said):
     """The error shows the variable with its value, the malformed part, and valid spellings."""
     with pytest.raises(DeviceListError) as refused:
-        read_core_numbers({"NEURON_RT_VISIBLE_CORES": listed})
-    assert str(refused.value).startswith(f"NEURON_RT_VISIBLE_CORES={listed!r}: {part!r} is neither")
-    assert "'0-6', '3' or '0,2-4'" in str(refused.value)
-
-
-@pytest.mark.parametrize("number", ["-1", "two", "1.5", "²"])
-def test_malformed_number_of_cores(number):
-    with pytest.raises(DeviceListError, match=rf"NEURON_RT_NUM_CORES='{number}' .*NEURON_RT_NUM_CORES=2"):
-        read_core_numbers({"NEURON_RT_NUM_CORES": number})
+        read_core_numbers({variable: value})
+    for part in f"{variable}={value!r}", said, "'0-6', '3' or '0,2-4'" if "VISIBLE" in variable else "0 for all":
+        assert part in str(refused.value)
 
 
 class Tool:

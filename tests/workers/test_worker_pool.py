@@ -230,35 +230,26 @@ def test_warning_appears_once(block):
 
 
 @pytest.mark.parametrize("chunksize", [1, 4])
-def test_unsendable_fails_one_batch(block, kind, chunksize):
-    """The error names the place of the value. Threads take any value."""
+def test_value_that_cannot_travel(block, kind, chunksize):
+    """It fails its own batch, and the workers go on. The error of a pickle names its place. Threads take any value."""
 
     def run(x, *, extra=None):
-        return (x, (each for each in ())) if int(x[0]) == 1 else x
+        return {1: (x, (each for each in ())), 2: OnlyHere()}.get(int(x[0]), x)
 
-    batches = [(run, batch) for batch in numbers(4)]
-    batches[2] = {"function": run, "x": batches[2][1], "extra": (each for each in ())}
-    outputs = list(block.map(batches, return_exceptions=True, chunksize=chunksize))
-    assert firsts([outputs[0], outputs[3]]) == [0, 3]
-    if kind == "thread":
-        assert int(outputs[2][0]) == 2
-        return
-    for output, place in ((outputs[1], "output"), (outputs[2], "extra")):
-        assert isinstance(output, UnsendableError)
-        assert place in str(output)
-
-
-def test_value_that_cannot_be_unpickled(block, kind):
-    """It fails its own batch, and the workers go on."""
-
-    def run(x, extra=None):
-        return OnlyHere() if int(x[0]) == 6 else (x, os.getpid())
-
-    batches = [(run, x, OnlyHere()) if index == 1 else (run, x) for index, x in enumerate(numbers(8))]
-    outputs = list(block.map(batches * 3, chunksize=4, return_exceptions=True))
-    failed = [number for number, output in enumerate(outputs) if isinstance(output, LookupError)]
-    assert failed == ([] if kind == "thread" else [1, 6, 9, 14, 17, 22])
-    assert len({output[1] for output in outputs if isinstance(output, tuple)}) <= 2
+    batches = [{"function": run, "x": x} for x in numbers(6)]
+    batches[3]["extra"], batches[4]["extra"] = (each for each in ()), OnlyHere()
+    outputs = list(block.map(batches * 2, return_exceptions=True, chunksize=chunksize))
+    assert firsts(outputs[number] for number in (0, 5, 6, 11)) == [0, 5, 0, 5]
+    expected = {
+        1: (UnsendableError, "output"),
+        2: (LookupError, "home"),
+        3: (UnsendableError, "extra"),
+        4: (LookupError, "home"),
+    }
+    for number, (error, said) in expected.items():
+        for output in outputs[number::6]:
+            assert isinstance(output, error) == (kind != "thread")
+            assert kind == "thread" or said in str(output)
 
 
 @pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (9, 4), (None, 7)])
