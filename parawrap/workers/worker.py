@@ -7,7 +7,7 @@ import functools
 import math
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ import torch
 
 from parawrap.engine.call import Modes
 from parawrap.engine.replicas import Replicas, is_written_unseen, version_of
+from parawrap.engine.rules.registry import splitter_of
 from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
 from parawrap.processes.pickling import Packed, pack, unpack
-from parawrap.tree import flatten, flatten_call, unflatten
+from parawrap.tree import WholeLeaf, flatten, flatten_call, unflatten
 from parawrap.workers.model import Build
 from parawrap.workers.packing import Packer, restore
 from parawrap.workers.writes import Contents, Written
@@ -189,7 +190,7 @@ class Server:
         if not is_plain and any(isinstance(leaf, torch.Generator) for leaf in given):  # its new state would stay here
             msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
-        contents = Contents((*args, *kwargs.values())) if form.is_whole and not is_plain else None
+        contents = None if is_plain else _contents_of(given, args, kwargs, is_whole=form.is_whole)
         versions = [*map(_version_of, given)]
         output = self._run(form, args, kwargs)
         self._replicas.warn()
@@ -254,6 +255,15 @@ def _has_other_buffers(replicas: Replicas) -> bool:
     replica = replicas.all[0]
     pairs = zip(replicas.survey.tensors, replica.tensors, strict=True)
     return replica.is_written() or any(is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs)
+
+
+def _contents_of(leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool) -> Contents:
+    """Read the arguments that a call must not write into; for a part of a cut call, the caches that lanes give back."""
+    registered = [leaf.value for leaf in leaves if isinstance(leaf, WholeLeaf)]
+    if is_whole:
+        return Contents((*args, *kwargs.values()), registered)
+    caches = [value for value in registered if splitter_of(value).update is not None]
+    return Contents(caches, caches)
 
 
 def _version_of(leaf: Any) -> int | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.replicas import version_of
 from parawrap.errors import SessionError
-from parawrap.tree import flatten_call
+from parawrap.tree import flatten_call, tensors_in
 
 Written = Sequence[torch.Tensor | None]
 """For each leaf of the arguments its new value, or None if the call has not written it."""
@@ -27,14 +28,15 @@ _INTO_OTHER_PARTS = (
 
 
 class Contents:
-    """The contents of the containers among some arguments, without the contents of tensors.
+    """The contents of the containers among some arguments, and the versions of tensors in values with registered rules.
 
     They are compared by their pickles, with tensors by identity. An argument that plain pickle cannot handle, such as a
     function of the script, is not compared.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any], registered: Sequence[Any]) -> None:
         self._values = [each for each in values if not isinstance(each, _ATOMS)]
+        self._inner = [*tensors_in(registered)]
         self._tensors: list[torch.Tensor] = []  # alive, so that no later one has the identity of one of them
         self._before = self._read()
 
@@ -46,8 +48,8 @@ class Contents:
             if any(before != after == still for before, after, still in zip(self._before, now, again, strict=True)):
                 raise SessionError(_INTO_OTHERS)
 
-    def _read(self) -> list[bytes | None]:
-        return [_pickle(each, self._tensors) for each in self._values]
+    def _read(self) -> list[Any]:
+        return [_pickle(each, self._tensors) for each in self._values] + [*map(version_of, self._inner)]
 
 
 def _pickle(value: Any, tensors: list[torch.Tensor]) -> bytes | None:

@@ -11,7 +11,7 @@ from parawrap import parallel
 from parawrap.engine.rules.geometric_graphs import graph_rules
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
-from parawrap.errors import GatherError, ShardError
+from parawrap.errors import GatherError, SessionError, ShardError
 from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
 
@@ -153,6 +153,17 @@ def test_calls_with_a_cache():
         pytest.raises(GatherError, match=r'output\["past"\].*shapes of keys.*join="list"'),
     ):
         p(x)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_workers_refuse_to_fill_a_cache(kind):
+    """The caller's cache would miss the new keys, of a cut call and of a whole one."""
+    model = tiny()
+    with torch.no_grad(), parallel(model, ["cpu"] * 2, workers="process") as p:
+        for call in p, lambda *args, **kwargs: p.submit(*args, **kwargs).result():
+            cache = filled(copy.deepcopy(model), new_cache(kind, model))
+            with pytest.raises(SessionError, match=r"not a tensor.*run the model in threads"):
+                call(tokens(5, 1), past_key_values=cache, use_cache=True)
 
 
 def test_unknown_caches_are_refused():
