@@ -24,6 +24,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from parawrap.engine.call import Lane, here
 from parawrap.errors import SessionError, add_note
 from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers
+from parawrap.workers.model import SEEDS
 from parawrap.workers.packing import Packer, restore
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Answer, Form
@@ -161,12 +163,13 @@ class Lanes:
         self.each_ns: float | None = None  # that a whole call takes: the average of the last messages
         self._process = os.getpid()
         self._workers = workers
+        self._numbers = count(1)  # of the workers: each has its own random numbers
         self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
         self._is_started = False
         self._has_reader = False
         self._receiver: threading.Thread | None = None
         self._backlog: deque[Request] = deque()
-        self._ended: deque[Request] = deque()  # their calls are not told yet
+        self._ended: deque[Request] = deque()  # their callbacks have not run yet
         self._is_over = False
 
     @property
@@ -276,7 +279,8 @@ class Lanes:
                 self._send(lane, request)
 
     def _start(self, lane: WorkerLane) -> LocalWorker | RayWorker:
-        lane.worker = worker = self._workers.start(lane.index)
+        seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
+        lane.worker = worker = self._workers.start(lane.index, seed)
         lane.model, lane.prepare, lane.has_answered = None, None, False
         if self._is_over:  # `end` in another thread may have missed it
             worker.stop(at_once=True)

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from collections.abc import Collection, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from parawrap.processes.script import SentScript
 from parawrap.processes.server import fork_server
 from parawrap.processes.settings import Settings
 from parawrap.workers.connection import Connection
-from parawrap.workers.model import SEEDS
 from parawrap.workers.packing import Packer
 from parawrap.workers.worker import Form, Server
 
@@ -41,16 +39,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
 
 
 class LocalWorkers:
-    """Starts the workers of one block on this machine. They share its cores, and each has its own random numbers."""
+    """Starts the workers of one block on this machine. They share its cores."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
-        self._numbers = count(1)
 
-    def start(self, lane: int) -> LocalWorker:
+    def start(self, lane: int, seed: int) -> LocalWorker:
         """Start the worker of a lane."""
-        return LocalWorker(lane, self.devices[lane], self._threads, (torch.initial_seed() + next(self._numbers)) % SEEDS)
+        return LocalWorker(lane, self.devices[lane], self._threads, seed)
 
     def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
         """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from itertools import count
 from time import monotonic
 from typing import Any
 
@@ -18,7 +17,6 @@ from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
 from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.pickling import Packed
-from parawrap.workers.model import SEEDS
 from parawrap.workers.packing import Packer, aligned
 from parawrap.workers.worker import Form, Server
 
@@ -64,9 +62,8 @@ class RayWorkers:
         self._reservation: Reservation | None = None
         self._has_ended = False
         self._stored: tuple[Packed | None, Any] = None, None
-        self._numbers = count(1)
 
-    def start(self, lane: int) -> RayWorker:
+    def start(self, lane: int, seed: int) -> RayWorker:
         """Start the worker of a lane.
 
         Raises:
@@ -78,7 +75,6 @@ class RayWorkers:
             while not self._reservation.is_ready():  # the cluster is large enough when it is idle
                 self._check_open()
         options = self._reservation.options_of_rank(lane)
-        seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
         until = monotonic() + _PLACING_S
         while True:
             self._check_open()
