@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
@@ -15,6 +16,7 @@ from torch import nn
 from parawrap import SessionError, UnsendableError, parallel
 from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
+from tests.helpers.waiting import eventually
 
 MIB = 1 << 20
 
@@ -73,6 +75,20 @@ def test_queued_calls_run_or_cancel(gate):
         assert cancelled.cancel()
         gate.open(1)
         assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
+
+
+def test_new_worker_beside_a_busy_one(gate):
+    """The thread that waits for the busy one receives its answers too."""
+    one, two, four = numbers(1, 2, 4)
+    with gate, processes(Gated(gate.paths)) as p:
+        busy = p.submit(one)
+        gate.wait_for(1)
+        pid = p.submit(two).result()[1]
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: None in [lane.worker for lane in p._session.lanes.all], "the end of the idle worker")
+        assert p.submit(four).result(60)[1] != pid
+        gate.open(1)
+        assert firsts([busy.result()]) == [1]
 
 
 def test_parts_of_a_call_have_one_model():
