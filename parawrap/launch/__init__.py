@@ -4,8 +4,8 @@ This package starts processes, connects them, and ends them. It does not depend 
 """
 
 from parawrap.launch._devices import Device, make_current, rank_device
-from parawrap.launch._job import DECORATED, Job, Preview, check_function, check_signature
-from parawrap.launch._launcher import launch, launch_array, preview, runs_here
+from parawrap.launch._job import DECORATED, Job, check_function, check_signature
+from parawrap.launch._launcher import launch, launch_array, runs_here
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
@@ -13,6 +13,7 @@ from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch._world import Place
 from parawrap.launch.inline import run_inline
 from parawrap.launch.launch import Launch, cancel_all, cancel_launches
+from parawrap.launch.preview import Preview, preview
 from parawrap.launch.ranks import OneRank, Ranks
 
 __all__ = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -128,8 +130,18 @@ def inside_a_rank() -> bool:
     return _current is not None
 
 
-def become(rank: Rank | None) -> Rank | None:
-    """Make `rank` the current rank; None if this process is no rank any more. Return the one before."""
+def become(rank: Rank) -> None:
+    """Make `rank` the current rank."""
+    global _current
+    _current = rank
+
+
+@contextmanager
+def acting_as(rank: Rank) -> Iterator[None]:
+    """Make `rank` the current rank inside the block."""
     global _current
     before, _current = _current, rank
-    return before
+    try:
+        yield
+    finally:
+        _current = before

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any
 
@@ -29,20 +29,18 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
-from parawrap.launch._rank import IN_RANK, Rank, become
+from parawrap.launch._rank import IN_RANK, Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
 from parawrap.launch.agreement import Agreement
-from parawrap.launch.launch import Launch, make_ended_launch
+from parawrap.launch.launch import Launch
 from parawrap.launch.set_up import groups_of, set_up
-from parawrap.launch.slurm.commands import requeue_job
 from parawrap.processes.groups import break_links, leave_groups, stay_on_loopback
 from parawrap.processes.outcomes import error_of, is_echo, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 
-_REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
 _LINGER_S = 1.0  # for ranks in a collective of the function to end it before this one, which has returned, leaves it
 _SHORT_S = 0.01
 _LONG = timedelta(days=365)  # a rank may take any time for the function
@@ -50,20 +48,20 @@ _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "co
 _log = logging.getLogger("parawrap.launch")
 
 _calls = count()
-_meetings: dict[tuple[str | None, int | None], _Meeting] = {}
 
 
 def launch_here(job: Job) -> Launch[Any]:
-    """Call the function as this process's rank. A request to restart calls it again, unless Slurm requeues the job."""
+    """Call the function as this process's rank. A request to restart calls it again."""
     world = require_world()
     fitted = fit_job(job, world)
     with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
         while (outcome := _run(fitted, world)) is None:
-            _requeue_batch_job(world)
             world = replace(world, restart=world.restart + 1)
     if isinstance(outcome, RankResults) and world.global_rank == 0:
         fitted.finish()
-    return make_ended_launch(fitted, outcome)
+    launch: Launch[Any] = Launch(fitted, None)
+    launch.end(outcome)
+    return launch
 
 
 def require_world() -> World:
@@ -113,19 +111,6 @@ def fit_job(job: Job, world: World) -> Job:
     return replace(job, platform=fitted)
 
 
-def _requeue_batch_job(world: World) -> None:
-    """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        return
-    reason = requeue_job(job) if world.global_rank == 0 else None
-    (reason, *_) = _meeting_of(world).gather(reason)
-    if reason is None:
-        time.sleep(_REQUEUE_WAIT_S)
-    elif world.global_rank == 0:
-        _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
-
-
 def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     """Call the function as this process's rank. Return the results of all ranks, or the failure of this one.
 
@@ -133,15 +118,14 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     """
     if world.is_on_one_machine:
         stay_on_loopback()
-    number, meeting = next(_calls), _meeting_of(world)
+    number, meeting = next(_calls), _meeting()
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
-    hang_up = leave_groups if has_own_groups else _keep_groups
     try:
         calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
         _check_calls(calls)
         block = _call(job, world, meeting, number, seeds[0], has_own_groups=has_own_groups)
-        blocks = meeting.gather(block, hang_up)
+        blocks = meeting.gather(block, leave_groups if has_own_groups else None)
         return None if None in blocks else RankResults(map(unpack, blocks))
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
         meeting.leave()
@@ -149,13 +133,9 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
             break_links()  # the traceback refers to the groups, whose connections thus stay, and other ranks wait
         return error
     finally:
-        hang_up()
         if has_own_groups:
+            leave_groups()
             sys.excepthook = hook
-
-
-def _keep_groups() -> None:
-    """Keep the process groups that the user created."""
 
 
 def _check_calls(calls: Sequence[tuple[int, str]]) -> None:
@@ -188,11 +168,8 @@ def _call(
                 torch.manual_seed(script_seed)
             own = set_up(world, job.platform, agreement.preemption)
             with _group_of(job, own, meeting.store(number) if has_own_groups else None) as group:
-                before = become(replace(own, group=group))
-                try:
+                with acting_as(replace(own, group=group)):
                     value = job.call()
-                finally:
-                    become(before)
                 return pack(value, "the result").to_bytes()
     except RequeueRequested:
         return None
@@ -295,9 +272,7 @@ class _Meeting:
             self._group = self._store = None
 
 
-def _meeting_of(world: World) -> _Meeting:
-    """Return the meeting of the world's ranks, which stays until the process exits."""
-    address = world.master_addr, world.master_port
-    if address not in _meetings:
-        _meetings[address] = _Meeting(world)
-    return _meetings[address]
+@cache
+def _meeting() -> _Meeting:
+    """Return the meeting of this process's world, which stays until the process exits."""
+    return _Meeting(require_world())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import Rank, become
+from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
 from parawrap.processes.groups import leave_groups
@@ -38,9 +40,12 @@ def run_inline(job: Job) -> RankResults[Any]:
     restart, result = 0, None
     with at_signal(lambda: None):  # ignore a signal that arrives between two attempts
         while True:
+            rank = Rank(0, 0, 0, 1, device, platform, None, restart, Preemption())
             try:
                 with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
-                    result = _call_function(job, Rank(0, 0, 0, 1, device, platform, group, restart, Preemption()))
+                    seed(platform.seed)
+                    with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, rank)):
+                        result = job.call()
                 break
             except RequeueRequested:
                 restart += 1
@@ -48,17 +53,9 @@ def run_inline(job: Job) -> RankResults[Any]:
     return RankResults([result])
 
 
-def _call_function(job: Job, rank: Rank) -> Any:
-    """Call the function as this rank. SIGUSR2 preempts it."""
-    seed(job.platform.seed)
-    preemption = rank.preemption
-    assert preemption is not None
-    before = become(rank)
-    try:
-        with at_signal(lambda: preemption.decide(preemption.hold_back())):
-            return job.call()
-    finally:
-        become(before)
+def _preempt(rank: Rank) -> None:
+    assert rank.preemption is not None
+    rank.preemption.decide(rank.preemption.hold_back())
 
 
 @contextmanager

@@ -93,16 +93,15 @@ class Launch(Generic[R]):
         self._platform = job.platform
         self._run = run
         self._pid = os.getpid()
-        self._claim = threading.Lock()
+        self._claim = threading.Lock()  # of the thread that ends the launch
         if run is None:
             self._claim.acquire()
+        else:
+            self.log_folder = new_log_folder(job.platform, job.name)
         self._ended = threading.Event()
         self._reading = threading.Lock()
-        self._known: Ending | BaseException | None = None
-        self._results: RankResults[R] | BaseException | None = None
+        self._known: Ending | RankResults[R] | BaseException | None = None
         self._summaries: dict[int, str] = {}
-        if run is not None:
-            self.log_folder = new_log_folder(job.platform, job.name)
         self._printer = Printer()
         self._transcripts = make_transcripts(
             job.platform, self._printer, self.log_folder, job.number, is_shown=run is not None
@@ -130,30 +129,23 @@ class Launch(Generic[R]):
             )
             raise TimeoutError(msg)
         with self._reading:
-            if self._results is None:
-                self._results = self._read_results()
-        if isinstance(self._results, BaseException):
+            if isinstance(self._known, Ending):
+                self._known = self._read_results(self._known)
+        if isinstance(self._known, BaseException):
             if self._run is not None:  # else it was raised in this process
-                self._results.__traceback__ = None  # otherwise each call would add its frames
-            raise self._results
-        return self._results
+                self._known.__traceback__ = None  # otherwise each call would add its frames
+            raise self._known
+        assert isinstance(self._known, RankResults)
+        return self._known
 
-    def _read_results(self) -> RankResults[Any] | BaseException:
-        known = self._known
-        assert known is not None
-        if isinstance(known, BaseException):
-            return known
+    def _read_results(self, ending: Ending) -> RankResults[Any] | BaseException:
         size = self._platform.world_size
         try:
-            results = RankResults(values_of(self._job.name, known, range(size), size))
-        except Exception as error:  # noqa: BLE001 (the rank's)
-            return error
+            return RankResults(values_of(self._job.name, ending, range(size), size))
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and not getattr(error, "__notes__", ()):
+            if isinstance(error, KeyboardInterrupt) and not getattr(error, "__notes__", ()):  # not the rank's
                 raise
             return error
-        self._known = Ending({}, cancelled=known.cancelled)  # without the memory of the results
-        return results
 
     def done(self) -> bool:
         """True if the launch has ended, including ``upon_finish``."""
@@ -162,7 +154,6 @@ class Launch(Generic[R]):
     def cancel(self) -> None:
         """End the ranks and wait until they have ended. Ranks that do not end within ``grace_s`` are killed."""
         self.request_cancel()
-        self._end_unclaimed()
         self._has_ended(None)
 
     def preempt(self) -> None:
@@ -177,13 +168,13 @@ class Launch(Generic[R]):
     @property
     def state(self) -> State:
         """``"pending"`` (waiting for machines), ``"running"``, ``"finished"``, ``"failed"``, or ``"cancelled"``."""
+        known = self._known
         if not self.done():
             return "running" if self._run is not None and self._run.has_begun else "pending"
-        known = self._known
         if isinstance(known, LaunchCancelledError) or (isinstance(known, Ending) and known.cancelled):
             return "cancelled"
-        failed = isinstance(known, BaseException) or isinstance(self._results, BaseException)
-        return "failed" if failed or (isinstance(known, Ending) and not known.is_success) else "finished"
+        has_failed = isinstance(known, BaseException) or (isinstance(known, Ending) and not known.is_success)
+        return "failed" if has_failed else "finished"
 
     def logs(self, rank: int) -> str:
         """Return a rank's output so far: standard output and standard error in order of arrival.
@@ -227,15 +218,12 @@ class Launch(Generic[R]):
     # -- the end of a launch
 
     def request_cancel(self) -> None:
-        """Order the end of the ranks, without waiting for it."""
-        if self._run is not None and not self.done():
-            self._run.cancel()
-
-    def _end_unclaimed(self) -> None:
-        """End the launch if its thread has not started. A thread that starts later does nothing."""
+        """Order the end of the ranks, without waiting for it. A launch whose thread has not started ends here."""
+        if self._run is None or self.done():
+            return
+        self._run.cancel()
         if self._claim.acquire(blocking=False):
-            self._known = LaunchCancelledError(f"the launch of {self._job.name} was cancelled: it has no results")
-            self._end()
+            self.end(LaunchCancelledError(f"the launch of {self._job.name} was cancelled: it has no results"))
 
     def _has_ended(self, timeout: float | None) -> bool:
         """Wait for the end. In ``upon_finish``, which the watching thread calls, the launch counts as ended."""
@@ -249,31 +237,32 @@ class Launch(Generic[R]):
             return
         assert self._run is not None
         try:
-            try:
-                self._known = self._run.supervise(self._transcripts)
-            finally:
-                self._finish_transcripts()
-            if self._known.is_success:
+            ending = self._run.supervise(self._transcripts)
+            self._note(ending)
+            if ending.is_success:
                 self._job.finish()
         except BaseException as error:  # noqa: BLE001 (raised by `results`)
-            self._known = error
+            self._note(error)
         finally:
-            self._end()
+            self._set_ended()
 
-    def end(self, known: Ending | BaseException) -> None:
-        """Note how a call of ranks that stay has ended."""
+    def end(self, known: Ending | RankResults[Any] | BaseException) -> None:
+        """End a launch that no thread watches."""
+        try:
+            self._note(known)
+        finally:
+            self._set_ended()
+
+    def _note(self, known: Ending | RankResults[Any] | BaseException) -> None:
+        """Note how the ranks have ended, and print the rest of their output."""
         self._known = known
-        self._finish_transcripts()
-        self._end()
-
-    def _finish_transcripts(self) -> None:
+        if isinstance(known, Ending):
+            self._summaries = {rank: each.summary for rank, each in known.outcomes.items()}
         for transcript in self._transcripts:
             transcript.finish()
         self._printer.finish()
 
-    def _end(self) -> None:
-        if isinstance(self._known, Ending):
-            self._summaries = {rank: each.summary for rank, each in self._known.outcomes.items()}
+    def _set_ended(self) -> None:
         _running.discard(self)
         self._ended.set()
 
@@ -287,23 +276,12 @@ def start(launch: Launch[Any]) -> None:
     _running.add(launch)
     try:
         launch._watch.start()
-    except RuntimeError as error:
-        _running.discard(launch)
-        launch._finish_transcripts()
-        msg = f"the thread that watches {launch._job.name} cannot be started: {error}"
-        raise LaunchError(msg) from error
-    except BaseException:  # Ctrl-C
+    except BaseException as error:  # also Ctrl-C
         launch.request_cancel()
-        launch._end_unclaimed()
+        if isinstance(error, RuntimeError):
+            msg = f"the thread that watches {launch._job.name} cannot be started: {error}"
+            raise LaunchError(msg) from error
         raise
-
-
-def make_ended_launch(job: Job, outcome: RankResults[Any] | BaseException) -> Launch[Any]:
-    """Return the handle of a call that has ended. Its ranks wrote their output to their own streams."""
-    launch: Launch[Any] = Launch(job, None)
-    launch._results = outcome
-    launch._end()
-    return launch
 
 
 def new_log_folder(platform: Platform, name: str) -> Path | None:

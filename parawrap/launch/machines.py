@@ -14,12 +14,7 @@ from parawrap.processes.settings import Settings
 
 
 class Hosts(NamedTuple):
-    """The machines of one attempt.
-
-    Attributes:
-        starter: Starts the ranks.
-        store: The store where they meet.
-    """
+    """The machines of one attempt: what starts the ranks, and the store where they meet."""
 
     starter: Starter
     store: StoreAddress
@@ -38,8 +33,17 @@ class Machines:
         Raises:
             LaunchError: If there are no such machines.
         """
-        with _open_store(self.platform) as store:
-            yield Hosts(fork_server(), store)
+        platform = self.platform
+        host = platform.master_addr or LOOPBACK
+        store: contextlib.AbstractContextManager[StoreAddress]
+        if not platform.requires_ipc:  # only an address for user code
+            store = contextlib.nullcontext(StoreAddress(host, platform.master_port or free_port()))
+        elif uses_port(platform):
+            store = open_tcp_store(host, platform.master_port, everywhere=False)
+        else:
+            store = open_file_store()
+        with store as address:
+            yield Hosts(fork_server(), address)
 
     def close(self) -> None:
         """Release the machines. May be called again."""
@@ -49,31 +53,8 @@ class Machines:
         return Settings.here()
 
 
-def machines_for(platform: Platform) -> Machines:
-    """Return the machines of a platform.
-
-    Raises:
-        LaunchError: If they cannot be had.
-    """
-    if platform.launcher == "ray":
-        from parawrap.launch.ray.ray_machines import RayMachines  # imports Ray
-
-        return RayMachines(platform)
-    return Machines(platform)
-
-
 def uses_port(platform: Platform) -> bool:
     """True if the ranks of this machine meet at a port. By default they do only if the platform names an address."""
     if platform.ipc_protocol is not None:
         return platform.ipc_protocol == "tcp"
     return platform.master_addr is not None or platform.master_port != 0
-
-
-def _open_store(platform: Platform) -> contextlib.AbstractContextManager[StoreAddress]:
-    """Keep a store for ranks of this machine. Without process groups, only find an address for user code."""
-    if not platform.requires_ipc:
-        address = StoreAddress(platform.master_addr or LOOPBACK, platform.master_port or free_port())
-        return contextlib.nullcontext(address)
-    if uses_port(platform):
-        return open_tcp_store(platform.master_addr or LOOPBACK, platform.master_port, everywhere=False)
-    return open_file_store()
