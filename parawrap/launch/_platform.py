@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -28,9 +27,7 @@ _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "r
 OPEN_RANKS: list[Callable[[Platform], Ranks]] = []
 """The function that `Platform.open` calls. Its module imports this one, and enters it."""
 
-_LAUNCHERS = ("env", "local", "ray", "slurm")
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
-_PROTOCOLS = ("tcp", "file")
 
 
 @public
@@ -142,8 +139,6 @@ class Platform:
         """The number of ranks on each node."""
         if self.device == Device.CPU:
             return self.n_cpus
-        if self.device == Device.MPS:
-            return 1
         return visible(Device(self.device)) if self.n_gpus is None else self.n_gpus
 
     @property
@@ -188,11 +183,6 @@ class Platform:
         return self.verbose and (self.print_ranks is None or rank in self.print_ranks)
 
     @property
-    def ipc_timeout(self) -> timedelta | None:
-        """The timeout of collectives; None for torch's default."""
-        return None if self.ipc_timeout_min is None else timedelta(minutes=self.ipc_timeout_min)
-
-    @property
     def process_group_backend(self) -> str:
         """The backend to pass to ``torch.distributed.init_process_group``."""
         if self.backend is not None:
@@ -206,10 +196,6 @@ class Platform:
 def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
     msg = f"{field_name}={value!r}: {allowed}"
     raise PlatformError(msg)
-
-
-def _either(names: Sequence[str]) -> str:
-    return f"give {', '.join(names[:-1])} or {names[-1]}"
 
 
 def _set(platform: Platform, name: str, value: object) -> None:
@@ -236,8 +222,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "give a port number below 65536, or 0 for any free one",
     ),
     "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
-    "launcher": (lambda value: value is None or value in _LAUNCHERS, f"{_either(_LAUNCHERS)}, or None"),
-    "ipc_protocol": (lambda value: value is None or value in _PROTOCOLS, f"{_either(_PROTOCOLS)}, or None"),
+    "launcher": (lambda value: value in (None, "env", "local", "ray", "slurm"), "give env, local, ray or slurm, or None"),
+    "ipc_protocol": (lambda value: value in (None, "tcp", "file"), "give tcp or file, or None"),
     "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
     "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),
     "ipc_timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
@@ -255,8 +241,10 @@ def _set_device(platform: Platform) -> None:
     try:
         kind = Device.from_str(str(platform.device))
     except ValueError:
-        _refuse("device", platform.device, _either([kind.value for kind in Device]))
-    if kind in (Device.SLURM, Device.RAY):
+        *kinds, last = Device
+        _refuse("device", platform.device, f"give {', '.join(kinds)} or {last}")
+    is_cluster = kind in (Device.SLURM, Device.RAY)
+    if is_cluster:
         if platform.launcher not in (None, kind.value, "local"):
             _refuse(
                 "launcher",
@@ -265,32 +253,26 @@ def _set_device(platform: Platform) -> None:
                 "start the ranks on this machine",
             )
         _set(platform, "launcher", platform.launcher or kind.value)
+    if is_cluster or (kind is Device.AUTO and platform.launcher in _ELSEWHERE):
         kind = Device.CPU if platform.n_gpus is None else Device.GPU
-    if kind is Device.AUTO and platform.launcher in _ELSEWHERE:
-        kind = Device.CPU if platform.n_gpus is None else Device.GPU
-    if kind is Device.AUTO:
+    elif kind is Device.AUTO:
         kind = next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
     _set(platform, "device", kind)
 
 
-def _gather_nodes(platform: Platform) -> None:
-    """Make the ranks of all nodes ranks of this machine."""
-    if platform.device == Device.CPU:
-        _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
-    elif platform.n_gpus is not None:
-        _set(platform, "n_gpus", platform.n_nodes * platform.n_gpus)
-    _set(platform, "n_nodes", 1)
-
-
 def _check_launcher(platform: Platform) -> None:
-    if platform.launcher == "local":
-        _gather_nodes(platform)
+    if platform.launcher == "local":  # the ranks of all nodes are ranks of this machine
+        if platform.device == Device.CPU:
+            _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
+        elif platform.n_gpus is not None:
+            _set(platform, "n_gpus", platform.n_nodes * platform.n_gpus)
+        _set(platform, "n_nodes", 1)
     if _starts_here(platform) and platform.n_nodes != 1:
         _refuse(
             "n_nodes",
             platform.n_nodes,
-            "ranks start on this machine: give 1, or launcher='local' to start those of all "
-            "nodes here, or the launcher 'slurm' or 'ray'",
+            "ranks start on this machine: give 1, or launcher='local' to start those of all nodes here, or the launcher "
+            "'slurm' or 'ray'",
         )
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
         _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
@@ -337,27 +319,20 @@ def _open_world_size(platform: Platform) -> int:
 
 
 def _check_visible(platform: Platform, given: str) -> None:
-    """Check the counts against this machine's devices.
-
-    `given` is the device as the user named it.
-    """
-    kind = Device(platform.device)
-    here = _starts_here(platform)
+    """Check the counts against this machine's devices. `given` is the device as the user named it."""
+    kind, n_gpus = Device(platform.device), platform.n_gpus
+    if kind is Device.CPU and n_gpus is not None:
+        _refuse("n_gpus", n_gpus, f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count")
+    if kind is Device.CPU:
+        return
     there = visible(kind)
-    if here and there == 0:
-        cure = "" if platform.n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
+    if not _starts_here(platform):
+        if platform.launcher in _ELSEWHERE and n_gpus is None:
+            _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
+    elif there == 0:
+        cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
         cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
         _refuse("device", given, f"this machine has no visible {kind.value}: {cure}")
-    if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
+    elif (n_gpus or 0) > there:
         more = " on all nodes together" if platform.launcher == "local" else ""
-        _refuse(
-            "n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}"
-        )
-    if platform.launcher in _ELSEWHERE and kind in (Device.GPU, Device.NEURON) and platform.n_gpus is None:
-        _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
-    if kind is Device.MPS and (platform.n_gpus or 1) != 1:
-        _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
-    if kind is Device.CPU and platform.n_gpus is not None:
-        _refuse(
-            "n_gpus", platform.n_gpus, f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count"
-        )
+        _refuse("n_gpus", n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}")

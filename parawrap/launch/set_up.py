@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,8 @@ class RankSetUp:
 
 def groups_of(platform: Platform, *, is_on_one_machine: bool) -> Groups:
     """Return the process groups that a platform describes."""
-    return Groups(platform.process_group_backend, platform.ipc_groups or (), platform.ipc_timeout, is_on_one_machine)
+    timeout = None if platform.ipc_timeout_min is None else timedelta(minutes=platform.ipc_timeout_min)
+    return Groups(platform.process_group_backend, platform.ipc_groups or (), timeout, is_on_one_machine)
 
 
 def set_up(place: Place, platform: Platform, preemption: Preemption | None = None) -> Rank:

@@ -112,13 +112,7 @@ PLATFORMS = [
         [{"device": "slurm", "n_nodes": 2, "n_gpus": 2, "launcher": "local"}],
         4,
     ),
-    (
-        a_mac,
-        {"device": "mps", "n_gpus": 2},
-        "give 1, or None",
-        [{"device": "mps", "n_gpus": each} for each in (1, None)],
-        1,
-    ),
+    (a_mac, {"device": "mps", "n_gpus": 2}, "1 is visible here: give at most 1", [{"device": "mps", "n_gpus": 1}], 1),
     (no_cuda, {"device": "gpu", "launcher": "slurm"}, "give a number per node", [{"device": "slurm", "n_gpus": 2}], 2),
     (no_cuda, {"device": "ray", "ipc_protocol": "file"}, "give 'tcp'", [{"device": "ray", "ipc_protocol": "tcp"}], 1),
     (
