@@ -22,7 +22,7 @@ ALLOWED = {
     "engine": {"displays", "tree", "backends"},
     "neuroncores": {"engine", "tree", "backends"},
     "processes": {"displays", "backends"},
-    "launch": {"displays", "processes", "neuroncores", "tree", "backends"},
+    "launch": {"displays", "processes", "backends"},
     "workers": {"engine", "launch", "processes", "tree", "backends"},
     "api": {"displays", "workers", "neuroncores", "engine", "launch", "processes", "tree", "backends"},
     "neuron": {"api", "neuroncores", "backends"},

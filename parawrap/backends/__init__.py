@@ -8,19 +8,29 @@ from torch import Stream
 
 from parawrap.backends._backend import Backend
 from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, torch_kind
-from parawrap.backends._neuron_devices import emulates_cores, neuron_is_device, neuron_runtime_name, overriding_runtimes
+from parawrap.backends._neuron_devices import (
+    EMULATED_CORES,
+    count_listed_cores,
+    emulates_cores,
+    neuron_is_device,
+    neuron_runtime_name,
+    overriding_runtimes,
+    read_core_numbers,
+)
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import device_of, record_use, transfer, transfer_into
 from parawrap.backends._warnings import drop_own_frames, ignore_speed_warnings, user_frames, warn_caller
 
 __all__ = [
     "CORE_KINDS",
+    "EMULATED_CORES",
     "Backend",
     "DeviceLike",
     "Devices",
     "Stream",
     "backend_of",
     "best_backend",
+    "count_listed_cores",
     "device_of",
     "drop_own_frames",
     "emulates_cores",
@@ -30,6 +40,7 @@ __all__ = [
     "neuron_is_device",
     "neuron_runtime_name",
     "overriding_runtimes",
+    "read_core_numbers",
     "record_use",
     "resolve_device",
     "resolve_devices",

@@ -1,4 +1,6 @@
-"""Tell the two generations of torch_neuronx apart. They share one package name, and offer different names in it.
+"""Tell the two generations of torch_neuronx apart, and count the NeuronCores of this process.
+
+The generations share one package name, and offer different names in it.
 
 The newer generation (trn2, trn3) registers a torch device of kind "neuron", which the accelerator backend uses. The older
 generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawrap.neuroncores` uses its compiled models.
@@ -6,10 +8,23 @@ generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawra
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 from parawrap.backends._backend_registry import is_torch_device
+from parawrap.errors import DeviceListError, DeviceUnavailableError
+
+EMULATED_CORES = 2
+"""The number of emulated cores, unless the environment sets another: an inf2.xlarge has two."""
+
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_LS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
+_LS_TIMEOUT_S = 60.0  # a guess: the tool prints within a second
 
 overriding_runtimes: list[Any] = []
 """The NeuronCore runtimes of active blocks, for tests and emulated cores; the last one is in effect."""
@@ -31,3 +46,69 @@ def neuron_runtime_name() -> str:
 def emulates_cores() -> bool:
     """True if PARAWRAP_NEURON_RUNTIME=host or a block of `parawrap.testing.neuron_host` selects emulated NeuronCores."""
     return bool(overriding_runtimes) or neuron_runtime_name() == "host"
+
+
+# -- the number of NeuronCores, from the environment and the vendor's `neuron-ls`
+
+
+def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | None:
+    """Return the numbers, on this machine, of the NeuronCores that the environment allocates; None if it sets none.
+
+    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a number), as in the Neuron
+    runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
+
+    Raises:
+        DeviceListError: If one of the variables is malformed.
+
+    >>> read_core_numbers({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
+    ([0, 2, 3, 4], [0, 1])
+    """
+    environ = os.environ if environ is None else environ
+    listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if listed:
+        return _read_spans(listed)
+    number = environ.get("NEURON_RT_NUM_CORES", "").strip()
+    if not number:
+        return None
+    if not number.isdecimal():
+        msg = f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, or 0 for all"
+        raise DeviceListError(msg)
+    return list(range(int(number))) or None
+
+
+def count_listed_cores() -> int:
+    """Count the NeuronCores of the machine.
+
+    The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide"). On Trn2
+    these are logical cores: a process numbers its cores by them.
+
+    Raises:
+        DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
+    """
+    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER) or "neuron-ls"
+    try:
+        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True)
+        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
+    except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
+        msg = (
+            f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no list of devices with an "
+            f"nc_count each ({getattr(error, 'stderr', None) or error}). Set NEURON_RT_NUM_CORES or "
+            f"NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls in {_LS_FOLDER}"
+        )
+        raise DeviceUnavailableError(msg) from error
+
+
+def _read_spans(listed: str) -> list[int]:
+    """Return the cores in "0,2-4"."""
+    cores: list[int] = []
+    for part in listed.split(","):
+        span = _SPAN.fullmatch(part.strip())
+        found = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
+        if not found or not set(found).isdisjoint(cores):
+            msg = (
+                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a range of further cores. "
+                "List cores and ranges, each core once, as in '0-6', '3' or '0,2-4'"
+            )
+            raise DeviceListError(msg)
+        cores += found
+    return cores

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import torch
 
-from parawrap.backends import backend_of, emulates_cores, neuron_is_device, torch_kind
+from parawrap.backends import (
+    EMULATED_CORES,
+    backend_of,
+    count_listed_cores,
+    emulates_cores,
+    neuron_is_device,
+    read_core_numbers,
+    torch_kind,
+)
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
@@ -94,8 +102,6 @@ def _neuron_cores() -> list[int]:
     emulated = emulates_cores()
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
-    from parawrap.neuroncores import EMULATED_CORES, count_listed_cores, read_core_numbers  # only if NeuronCores are used
-
     try:
         given = read_core_numbers()
     except DeviceListError as error:

@@ -8,17 +8,10 @@ package is imported when a runtime is first needed. The newer torch_neuronx, wit
 from parawrap.neuroncores._choose_runtime import neuron_host, runtime, using
 from parawrap.neuroncores._core_session import LANES_PER_CORE, CoreSession, Placement
 from parawrap.neuroncores._emulated_cores import CoreStats, NeuronHost
-from parawrap.neuroncores._neuron_cores import (
-    EMULATED_CORES,
-    NeuronCore,
-    count_listed_cores,
-    read_core_numbers,
-    resolve_cores,
-)
+from parawrap.neuroncores._neuron_cores import NeuronCore, resolve_cores
 from parawrap.neuroncores._runtime import NeuronRuntime, quiet_about_torchscript
 
 __all__ = [
-    "EMULATED_CORES",
     "LANES_PER_CORE",
     "CoreSession",
     "CoreStats",
@@ -26,10 +19,8 @@ __all__ = [
     "NeuronHost",
     "NeuronRuntime",
     "Placement",
-    "count_listed_cores",
     "neuron_host",
     "quiet_about_torchscript",
-    "read_core_numbers",
     "resolve_cores",
     "runtime",
     "using",

@@ -7,10 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parawrap.backends import neuron_runtime_name, overriding_runtimes, warn_caller
+from parawrap.backends import EMULATED_CORES, neuron_runtime_name, overriding_runtimes, warn_caller
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_cores import NeuronHost
-from parawrap.neuroncores._neuron_cores import EMULATED_CORES
 from parawrap.neuroncores._runtime import NeuronRuntime
 from parawrap.neuroncores._vendor_runtimes import TorchNeuron, TorchNeuronx
 

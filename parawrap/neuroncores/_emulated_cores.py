@@ -21,8 +21,8 @@ from typing import Any, List
 import torch
 from torch import Tensor
 
+from parawrap.backends import EMULATED_CORES, read_core_numbers
 from parawrap.errors import DeviceUnavailableError, ShapeError
-from parawrap.neuroncores._neuron_cores import EMULATED_CORES, read_core_numbers
 from parawrap.neuroncores._runtime import (
     NeuronRuntime,
     Signature,

@@ -1,13 +1,8 @@
-"""The NeuronCores of this process: read the user's list, the environment, and the vendor's `neuron-ls`."""
+"""The NeuronCores of this process, as users name them."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +11,6 @@ import torch
 from parawrap.backends import CORE_KINDS
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-EMULATED_CORES = 2
-"""The number of emulated cores, unless the environment sets another: an inf2.xlarge has two."""
-
-_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
-_LS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
-_LS_TIMEOUT_S = 60.0  # a guess: the tool prints within a second
 _ADVICE = "Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
 
 
@@ -69,53 +58,6 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
     return cores
 
 
-def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | None:
-    """Return the numbers, on this machine, of the NeuronCores that the environment allocates; None if it sets none.
-
-    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a number), as in the Neuron
-    runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
-
-    Raises:
-        DeviceListError: If one of the variables is malformed.
-
-    >>> read_core_numbers({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
-    ([0, 2, 3, 4], [0, 1])
-    """
-    environ = os.environ if environ is None else environ
-    listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
-    if listed:
-        return _read_spans(listed)
-    number = environ.get("NEURON_RT_NUM_CORES", "").strip()
-    if not number:
-        return None
-    if not number.isdecimal():
-        msg = f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, or 0 for all"
-        raise DeviceListError(msg)
-    return list(range(int(number))) or None
-
-
-def count_listed_cores() -> int:
-    """Count the NeuronCores of the machine.
-
-    The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide"). On Trn2
-    these are logical cores: a process numbers its cores by them.
-
-    Raises:
-        DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
-    """
-    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER) or "neuron-ls"
-    try:
-        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True)
-        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
-    except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
-        msg = (
-            f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no list of devices with an "
-            f"nc_count each ({getattr(error, 'stderr', None) or error}). Set NEURON_RT_NUM_CORES or "
-            f"NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls in {_LS_FOLDER}"
-        )
-        raise DeviceUnavailableError(msg) from error
-
-
 def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
     """Return the runs of consecutive cores, each as (first core, length). A runtime loads one run per call.
 
@@ -129,22 +71,6 @@ def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((core, 1))
     return runs
-
-
-def _read_spans(listed: str) -> list[int]:
-    """Return the cores in "0,2-4"."""
-    cores: list[int] = []
-    for part in listed.split(","):
-        span = _SPAN.fullmatch(part.strip())
-        found = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
-        if not found or not set(found).isdisjoint(cores):
-            msg = (
-                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a range of further cores. "
-                "List cores and ranges, each core once, as in '0-6', '3' or '0,2-4'"
-            )
-            raise DeviceListError(msg)
-        cores += found
-    return cores
 
 
 def _read_index(entry: Any) -> int:

@@ -14,10 +14,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from parawrap.backends import is_torch_device
+from parawrap.backends import count_listed_cores, is_torch_device, read_core_numbers
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_cores import find_programs
-from parawrap.neuroncores._neuron_cores import count_listed_cores, read_core_numbers
 from parawrap.neuroncores._runtime import (
     NeuronRuntime,
     Signature,

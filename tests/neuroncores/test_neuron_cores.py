@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from parawrap import DeviceListError, DeviceUnavailableError
-from parawrap.neuroncores import NeuronCore, _neuron_cores, read_core_numbers, resolve_cores
+from parawrap.backends import _neuron_devices, read_core_numbers
+from parawrap.neuroncores import NeuronCore, resolve_cores
 
 neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 # Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
@@ -114,7 +115,7 @@ class Tool:
 def tool(tmp_path, monkeypatch):
     """Set PATH to one folder, and make the vendor's folder point to a missing one."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(_neuron_cores, "_LS_FOLDER", str(tmp_path / "opt"))
+    monkeypatch.setattr(_neuron_devices, "_LS_FOLDER", str(tmp_path / "opt"))
     return Tool(tmp_path / "bin")
 
 
