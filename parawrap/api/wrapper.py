@@ -5,13 +5,13 @@ This module checks, binds, and pickles functions. `parawrap.launch` starts the p
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import cloudpickle
-
+from parawrap._private_names import goes_by_name
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
 from parawrap.api._launch_map import launch_each, run
@@ -47,9 +47,6 @@ T = TypeVar("T")
 
 class Launchable(Decorated, Generic[P, R]):
     """A function or bound method decorated with ``@wrapper(platform)``. It has no state and is thread-safe."""
-
-    def __init__(self, function: Callable[P, R], platform: Platform, defined: Launchable[..., Any] | None = None) -> None:
-        super().__init__(function, platform, defined)
 
     @property
     def platform(self) -> Platform:
@@ -142,17 +139,12 @@ class _Undecorated:
     def of(cls, decorated: Decorated) -> _Undecorated | None:
         """Return a stand-in, or None if another process cannot import the function or should receive it by value."""
         module = decorated.__module__
-        goes_by_name = module != "__main__" and is_global(decorated) and not _is_sent_by_value(module)
-        return cls(decorated) if goes_by_name and is_importable(module) else None
+        if module == "__main__" or not is_global(decorated) or not goes_by_name(sys.modules[module]):
+            return None
+        return cls(decorated) if is_importable(module) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _look_up_undecorated, self._place
-
-
-def _is_sent_by_value(module: str) -> bool:
-    """True if the user registered the module, or a package that contains it, with cloudpickle for pickling by value."""
-    by_value = cloudpickle.list_registry_pickle_by_value()
-    return any(module == each or module.startswith(f"{each}.") for each in by_value)
 
 
 def _look_up_undecorated(module: str, qualname: str) -> Any:
@@ -209,9 +201,8 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     _check_platform(platform, "wrapper")
 
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
-        check_function(
-            getattr(function, "__func__", function), "wrapper cannot decorate"
-        )  # of a classmethod or staticmethod
+        bare = getattr(function, "__func__", function)  # of a classmethod or staticmethod
+        check_function(bare, "wrapper cannot decorate")
         return Launchable(function, platform)
 
     return decorate
@@ -288,7 +279,7 @@ def _run(job: Job) -> RankResults[Any]:
 def _check(job: Job) -> None:
     """Raise if a call cannot succeed, before any rank starts."""
     _refuse_in_a_rank(job)
-    check_signature(job.function, (*job.bound_to, *job.args), job.kwargs or {})
+    check_signature(job.function, (*job.bound_to, *job.args), job.kwargs)
 
 
 def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:

@@ -41,22 +41,13 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:
-        with torch.random.fork_rng([device] if _has_generator(device) else [], device_type=_type_with_generators(device)):
+        exists = device.type != "cpu" and (device.index or 0) < torch.get_device_module(device).device_count()
+        with torch.random.fork_rng([device] if exists else [], device_type=device.type):
             yield
     finally:
         random.setstate(pythons)
         if numpys:
             numpys.set_state(state)
-
-
-def _has_generator(device: torch.device) -> bool:
-    """True if the device exists and has its own generator."""
-    return device.type != "cpu" and (device.index or 0) < torch.get_device_module(device).device_count()
-
-
-def _type_with_generators(device: torch.device) -> str:
-    """Return a device type that fork_rng accepts. On the CPU the device list is empty, so the type does not matter."""
-    return "cuda" if device.type == "cpu" else device.type
 
 
 def _numpys() -> Any:

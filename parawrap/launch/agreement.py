@@ -13,7 +13,6 @@ from parawrap.processes.preemption import Preemption
 
 _LOOK_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
 _SHORT_S = 0.01
-_RANKS_A_LOOK = 2000  # in larger worlds, each rank looks less often to limit the load on the store
 _JOIN_S = 5.0  # a call to a living store takes milliseconds
 _REQUESTED = "requested"
 
@@ -34,7 +33,6 @@ class Agreement:
         self._answers = [f"answered/{each}" for each in range(world_size)]
         self._is_requested = False
         self._ended = threading.Event()
-        self._look_s = _LOOK_S * max(1.0, world_size / _RANKS_A_LOOK)
         self._thread = threading.Thread(target=self._look, name="parawrap-rank-agreement", daemon=True)
 
     def __enter__(self) -> Self:
@@ -67,6 +65,6 @@ class Agreement:
         while not self._is_requested:
             if store.check([_REQUESTED]):
                 return True
-            if self._ended.wait(self._look_s):
+            if self._ended.wait(_LOOK_S):
                 return False
         return True

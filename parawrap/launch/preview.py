@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 
 from parawrap._public import public
-from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
@@ -51,19 +49,14 @@ class Preview:
         return f"<Preview of {self.function}: {len(self.ranks)} ranks on launcher {self.launcher!r}>"
 
     def __str__(self) -> str:
-        return "\n".join([self._facts(), *self.ranks, *([self.script] if self.script else [])])
-
-    def _repr_html_(self) -> str:
-        rows = [each.split(": ", 1) for each in self.ranks]
-        table = Table(self._facts(), ("rank", "place"), rows, texts=("rank", "place"))
-        return table.html() + (f"<pre>{escape(self.script)}</pre>" if self.script else "")
-
-    def _facts(self) -> str:
-        return (
-            f"{self.function} on launcher {self.launcher!r}: {self.command}\n"
-            + (f"meeting at {self.meeting}; {self.groups}\n" if self.meeting else "no process group\n")
-            + f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks"
-        )
+        lines = [
+            f"{self.function} on launcher {self.launcher!r}: {self.command}",
+            f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
+            f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
+            *self.ranks,
+            self.script,
+        ]
+        return "\n".join(lines).rstrip("\n")
 
 
 def preview(job: Job) -> Preview:

@@ -119,16 +119,8 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
         raise PlatformError(msg)
     make_current(device)
     seed(platform.seed)
-    return Rank(
-        place.global_rank,
-        place.local_rank,
-        place.node,
-        place.world_size,
-        device,
-        platform,
-        restart=place.restart,
-        preemption=preemption,
-    )
+    numbers = place.global_rank, place.local_rank, place.node, place.world_size
+    return Rank(*numbers, device, platform, restart=place.restart, preemption=preemption)
 
 
 def share_cores(platform: Platform, ranks: int) -> None:

@@ -42,13 +42,6 @@ def test_stats_as_text_and_html():
     assert lines[1].startswith("lane 0  cpu         1     3  ")
 
 
-def test_preview_lists_the_ranks():
-    """The caption has the facts of the launch, with the name <lambda> as text, and each row shows one rank."""
-    preview = wrapper(RANKS)(lambda: None).dry_run()
-    assert html(preview)["td"] == ["rank 0", "node 0, local rank 0, cpu", "rank 1", "node 0, local rank 1, cpu"]
-    assert html(preview)["caption"][0].splitlines() == str(preview).splitlines()[:3]
-
-
 def test_results_show_short_values():
     """A long value is shortened; if its `__repr__` raises, its type and the exception are shown."""
     results = RankResults(["<b>", Unshowable(), list(range(1000))])
