@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -46,8 +46,6 @@ _SHORT_S = 0.01
 _LONG = timedelta(days=365)  # a rank may take any time for the function
 _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
-
-_calls = count()
 
 
 def launch_here(job: Job) -> Launch[Any]:
@@ -118,13 +116,14 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     """
     if world.is_on_one_machine:
         stay_on_loopback()
-    number, meeting = next(_calls), _meeting()
+    meeting = _meeting()
+    meeting.number += 1
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     try:
-        calls, seeds = zip(*meeting.gather(((number, job.name), torch.initial_seed())), strict=True)
+        calls, seeds = zip(*meeting.gather(((meeting.number, job.name), torch.initial_seed())), strict=True)
         _check_calls(calls)
-        block = _call(job, world, meeting, number, seeds[0], has_own_groups=has_own_groups)
+        block = _call(job, world, meeting, seeds[0], meeting.store() if has_own_groups else None)
         blocks = meeting.gather(block, leave_groups if has_own_groups else None)
         return None if None in blocks else RankResults(map(unpack, blocks))
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
@@ -150,24 +149,24 @@ def _check_calls(calls: Sequence[tuple[int, str]]) -> None:
         raise LaunchError(msg)
 
 
-def _call(
-    job: Job, world: World, meeting: _Meeting, number: int, script_seed: int, *, has_own_groups: bool
-) -> bytes | None:
+def _call(job: Job, world: World, meeting: _Meeting, script_seed: int, store: dist.Store | None) -> bytes | None:
     """Call the function, and return its pickled value; None if it requests a restart.
+
+    New process groups meet at the store. Without it, the function has those of this process.
 
     Raises:
         BaseException: The exception of the function, with a note on this rank.
     """
     os.environ[IN_RANK] = str(os.getpid())
     rank, size, where = world.global_rank, world.world_size, f"node {world.node}, {os.uname().nodename}"
-    agreement = Agreement(partial(meeting.connect, number), rank, size)
+    agreement = Agreement(meeting.connect, rank, size)
     device = rank_device(Device(job.platform.device), world.local_rank)
     try:
         with agreement, at_signal(agreement.request), preserved_generators(device):
             if job.platform.seed == "script":
                 torch.manual_seed(script_seed)
             own = set_up(world, job.platform, agreement.preemption)
-            with _group_of(job, own, meeting.store(number) if has_own_groups else None) as group:
+            with _group_of(job, own, store) as group:
                 with acting_as(replace(own, group=group)):
                     value = job.call()
                 return pack(value, "the result").to_bytes()
@@ -200,7 +199,11 @@ def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.P
 
 
 class _Meeting:
-    """The ranks of the world, in a gloo group next to those of the function. A failed call ends the group in all ranks."""
+    """The ranks of the world, in a gloo group next to those of the function. A failed call ends the group in all ranks.
+
+    Attributes:
+        number: The number of the current call.
+    """
 
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.global_rank, world.world_size
@@ -208,6 +211,7 @@ class _Meeting:
         self._prefix = f"parawrap/{world.restart}"  # the store of torchrun outlives a restart
         self._group: Any = None  # torch types its methods only in part
         self._generations = count()
+        self.number = -1
         self._store: Any = dist.TCPStore(
             *self._address, self._world_size, is_master=world.hosts_store, wait_for_workers=False, multi_tenant=True
         )
@@ -230,10 +234,16 @@ class _Meeting:
                 store = dist.PrefixStore(f"{self._prefix}/meeting/{next(self._generations)}", self._store)
                 store.set_timeout(_LONG)
                 self._group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout=_LONG)
-            self._allgather(sizes, torch.tensor([len(data)]), while_waiting)
+            work = self._group.allgather([sizes], [torch.tensor([len(data)])])
+            if while_waiting is not None:
+                until = time.monotonic() + _LINGER_S
+                while not work.is_completed() and time.monotonic() < until:
+                    time.sleep(_SHORT_S)
+                while_waiting()
+            work.wait()
             longest = max(int(size) for size in sizes)
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._world_size)]
-            self._allgather(parts, torch.nn.functional.pad(data, (0, longest - len(data))))
+            self._group.allgather([parts], [torch.nn.functional.pad(data, (0, longest - len(data)))]).wait()
         except RuntimeError as error:  # of the store, or of a connection
             msg = (
                 "another rank of this world did not end the call: its function raised an exception, or its process ended. "
@@ -246,25 +256,14 @@ class _Meeting:
         """Leave the group. Ranks that wait for this one raise an error."""
         self._group = None
 
-    def store(self, call: int) -> dist.Store:
-        """Return the store of a call."""
-        return dist.PrefixStore(f"{self._prefix}/call/{call}", self._store)
+    def store(self) -> dist.Store:
+        """Return the store of the current call."""
+        return dist.PrefixStore(f"{self._prefix}/call/{self.number}", self._store)
 
-    def connect(self, call: int) -> dist.Store:
-        """Open another connection to the store of a call."""
+    def connect(self) -> dist.Store:
+        """Open another connection to the store of the current call."""
         store = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(f"{self._prefix}/call/{call}", store)
-
-    def _allgather(
-        self, outputs: list[torch.Tensor], value: torch.Tensor, while_waiting: Callable[[], None] | None = None
-    ) -> None:
-        work = self._group.allgather([outputs], [value])
-        if while_waiting is not None:
-            until = time.monotonic() + _LINGER_S
-            while not work.is_completed() and time.monotonic() < until:
-                time.sleep(_SHORT_S)
-            while_waiting()
-        work.wait()
+        return dist.PrefixStore(f"{self._prefix}/call/{self.number}", store)
 
     def _close(self, process: int) -> None:
         """End the threads of gloo and of the store while the interpreter is whole: they would abort the process."""

@@ -75,6 +75,7 @@ class Ranks:
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
+        self._all = range(platform.world_size)
         self._packing = threading.RLock()
         self._surroundings = Surroundings()
         self._pid = os.getpid()
@@ -90,7 +91,7 @@ class Ranks:
         if thread.error is not None:
             raise thread.error
         if thread.last is not None:
-            values_of(LABEL, thread.last, self._all(), platform.world_size)
+            values_of(LABEL, thread.last, self._all, len(self._all))
 
     # -- calls
 
@@ -104,7 +105,7 @@ class Ranks:
             LaunchTimeoutError: If the call exceeded ``timeout_min`` or ``hang_timeout_s``. The ranks end.
             LaunchError: If the ranks are closed, or wait for each other in a collective that others did not call.
         """
-        return self._call(self._all(), function, args, kwargs)
+        return self._call(self._all, function, args, kwargs)
 
     def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Call the function once per rank, and return a handle without waiting. The call runs after those before it.
@@ -114,7 +115,7 @@ class Ranks:
         job = self._check(function, args, kwargs)
         launch: Launch[R] = Launch(replace(job, platform=self.platform), None)
         with self._packing:
-            launch._run = request = self._pack(job, self._all())
+            launch._run = request = self._pack(job, self._all)
             assert request.call.packed is not None
             request.call.packed.detach()  # the caller may change the arguments
             request.call.transcripts = dict(enumerate(launch._transcripts))
@@ -128,20 +129,17 @@ class Ranks:
         Raises:
             IndexError: If the world does not have this rank.
         """
-        size = self.platform.world_size
+        size = len(self)
         if not -size <= rank < size:
             msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
             raise IndexError(msg)
         return OneRank(self, rank % size)
 
     def __len__(self) -> int:
-        return self.platform.world_size
+        return len(self._all)
 
     def __iter__(self) -> Iterator[OneRank]:
-        return (OneRank(self, rank) for rank in self._all())
-
-    def _all(self) -> Sequence[int]:
-        return range(self.platform.world_size)
+        return (OneRank(self, rank) for rank in self._all)
 
     def _call(self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankResults[Any]:
         job = self._check(function, args, kwargs)
@@ -159,7 +157,7 @@ class Ranks:
             for transcript in self._thread.transcripts:
                 transcript.show_unfinished()
             self._thread.printer.flush()
-        return RankResults(values_of(job.name, request.ending.result(), ranks, self.platform.world_size))
+        return RankResults(values_of(job.name, request.ending.result(), ranks, len(self)))
 
     def _check(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Return the job of a call. A function that `wrapper` decorated is unwrapped.
@@ -231,7 +229,7 @@ class Ranks:
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its device and its state."""
         rows = []
-        for rank in self._all():
+        for rank in self._all:
             device = rank_device(Device(self.platform.device), rank % self.platform.ranks_per_node)
             state = "ended" if self.state == "ended" else self._thread.state_of(rank)
             rows.append((f"{rank}", str(device), state))
@@ -302,16 +300,14 @@ def open_ranks(platform: Platform) -> Ranks:
     name = launcher_name(platform)
     if name == "slurm":
         msg = (
-            "launcher='slurm': a batch job cannot keep ranks for calls of this process. Start Ray in an allocation and "
-            "give launcher='ray', give launcher='local' to keep them on this machine, or decorate the function with "
-            "@wrapper(Platform(...))"
+            "launcher='slurm': a batch job cannot keep ranks for this process. Give launcher='ray' and start Ray in an "
+            "allocation, give launcher='local', or decorate the function with @wrapper(Platform(...))"
         )
         raise PlatformError(msg)
     if name == "env":
         msg = (
-            "launcher='env': torchrun, srun, or mpirun has started this process as one rank of a world, and runs the "
-            "script in every rank. Call the function directly, decorate it with @wrapper(Platform(...)), or give "
-            "launcher='local' to start further ranks here"
+            "launcher='env': torchrun, srun, or mpirun has started this process as a rank. Call the function directly, "
+            "decorate it with @wrapper(Platform(...)), or give launcher='local' to start further ranks here"
         )
         raise PlatformError(msg)
     if platform.max_restarts:

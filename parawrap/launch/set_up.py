@@ -27,7 +27,6 @@ from parawrap.processes.preemption import Preemption
 
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 _ANY_PORT = 9  # nothing is sent there
-_RISK = ". Any program that can connect to it can disturb it"
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class RankSetUp:
             try:
                 self.regroup(0)
             except Exception as error:
-                error.add_note(f"raised while the ranks met at the store {self.store}{'' if self.store.path else _RISK}")
+                error.add_note(f"raised while the ranks met at the store {self.store}")
                 raise
 
     def regroup(self, generation: int) -> None:
