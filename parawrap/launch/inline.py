@@ -70,14 +70,13 @@ def _current_device(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
     """Create a process group of one rank, unless this process has a group already."""
-    is_member = platform.requires_ipc and (not platform.ipc_groups or any(0 in group for group in platform.ipc_groups))
     if not platform.requires_ipc or dist.is_initialized():
-        yield dist.group.WORLD if is_member else None
+        yield dist.group.WORLD if platform.requires_ipc else None
         return
     hook = sys.excepthook  # init_process_group replaces it
     dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield dist.group.WORLD if is_member else None
+        yield dist.group.WORLD
     finally:
         leave_groups()
         sys.excepthook = hook

@@ -108,24 +108,6 @@ def test_no_cluster_of_ray(monkeypatch):
     follow(platform, message, 2)
 
 
-def test_nodes_without_a_launcher():
-    """`n_nodes` alone names no cluster. Each launcher of the message makes a platform."""
-    message = refusal_of(lambda: Platform(device="cpu", n_nodes=2))
-    assert "give 1, or launcher='local' to start those of all nodes here, or the launcher 'slurm' or 'ray'" in message
-    for launcher in ("local", "slurm", "ray"):
-        assert Platform(device="cpu", n_nodes=2, launcher=launcher).world_size == 2
-    follow(Platform(device="cpu", n_nodes=2, launcher="slurm"), message, 2)
-
-
-def test_ranks_that_stay_on_slurm():
-    platform = Platform(device="slurm", n_nodes=2)
-    message = refusal_of(platform.open)
-    assert "decorate the function with @wrapper(Platform(...))" in message
-    assert LOCAL.search(message)
-    with replace(platform, launcher="local", verbose=False).open() as ranks:
-        assert list(ranks(place)) == [(0, 2), (1, 2)]
-
-
 def test_no_surrounding_world():
     function = wrapper(Platform(device="cpu", n_cpus=1, launcher="env"))(place)
     for call in function, function.dry_run:

@@ -113,6 +113,13 @@ PLATFORMS = [
         4,
     ),
     (a_mac, {"device": "mps", "n_gpus": 2}, "1 is visible here: give at most 1", [{"device": "mps", "n_gpus": 1}], 1),
+    (
+        no_cuda,
+        {"device": "cpu", "n_nodes": 2},
+        "give 1, or launcher='local' to start those of all nodes here, or the launcher 'slurm' or 'ray'",
+        [{"device": "cpu", "n_nodes": 2, "launcher": launcher} for launcher in ("local", "slurm", "ray")],
+        2,
+    ),
     (no_cuda, {"device": "gpu", "launcher": "slurm"}, "give a number per node", [{"device": "slurm", "n_gpus": 2}], 2),
     (no_cuda, {"device": "ray", "ipc_protocol": "file"}, "give 'tcp'", [{"device": "ray", "ipc_protocol": "tcp"}], 1),
     (

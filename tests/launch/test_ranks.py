@@ -410,9 +410,10 @@ def test_a_displayed_handle_is_lost():
     ("fields", "text"),
     [
         ({"launcher": "env"}, "launcher='env': .*launcher='local'"),
+        ({"launcher": "slurm"}, r"launcher='slurm': .*launcher='local', or decorate the function with @wrapper\(Platform"),
         ({"max_restarts": 1}, "max_restarts=1: .*Leave max_restarts out, and open new ranks after a failure"),
     ],
-    ids=["env", "restarts"],
+    ids=["env", "slurm", "restarts"],
 )
 def test_platforms_that_cannot_stay(fields, text):
     with pytest.raises(PlatformError, match=text):
