@@ -248,9 +248,7 @@ class Wrapper:
             TypeError: If `task` is not callable, or `args` is neither a tuple nor a list.
             LaunchError: As for a function decorated with `wrapper`.
         """
-        if not callable(task):
-            msg = f"Wrapper.start cannot run {task!r}, which is not callable. Give it a function"
-            raise TypeError(msg)
+        check_function(task, "Wrapper.start cannot run")
         if args is not None and not isinstance(args, (tuple, list)):
             msg = f"args={args!r} is not a tuple. Give Wrapper.start the task's arguments as a tuple: ({args!r},)"
             raise TypeError(msg)

@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
 
@@ -26,7 +25,6 @@ R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 _LONGEST = 100  # characters of a line of output in a table
-_numbers = count(1)
 _running: set[Launch[Any]] = set()
 
 
@@ -90,7 +88,6 @@ class Launch(Generic[R]):
     def __init__(self, job: Job, run: Run | None) -> None:
         """Make the handle of a launch. Without `run`, other code ends it, and shows its output."""
         self._job = job
-        self._platform = job.platform
         self._run = run
         self._pid = os.getpid()
         self._claim = threading.Lock()  # of the thread that ends the launch
@@ -106,7 +103,7 @@ class Launch(Generic[R]):
         self._transcripts = make_transcripts(
             job.platform, self._printer, self.log_folder, job.number, is_shown=run is not None
         )
-        self._watch = threading.Thread(target=self._watch_ranks, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
+        self._watch = threading.Thread(target=self._watch_ranks, name="parawrap-launch", daemon=True)
 
     def results(self, timeout: float | None = None) -> RankResults[R]:
         """Wait for the ranks and return their results. May be called again.
@@ -139,7 +136,7 @@ class Launch(Generic[R]):
         return self._known
 
     def _read_results(self, ending: Ending) -> RankResults[Any] | BaseException:
-        size = self._platform.world_size
+        size = self._job.platform.world_size
         try:
             return RankResults(values_of(self._job.name, ending, range(size), size))
         except BaseException as error:
@@ -195,7 +192,7 @@ class Launch(Generic[R]):
         return {} if self.done() or self._run is None else self._run.stacks()
 
     def __repr__(self) -> str:
-        return f"<launch of {self._job.name} on {self._platform.world_size} ranks: {self.state}>"
+        return f"<launch of {self._job.name} on {self._job.platform.world_size} ranks: {self.state}>"
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its state and its last line of output."""

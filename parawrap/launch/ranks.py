@@ -81,8 +81,8 @@ class Ranks:
         self._pid = os.getpid()
         self._is_closed = False
         self._thread = thread = RanksThread(platform, machines_for(platform))
-        self._end = weakref.finalize(self, _abandon, thread, self._pid)
         thread.handle = weakref.ref(self)
+        weakref.finalize(self, thread.cancel)  # does not wait: the collector may run in any thread
         try:
             thread.ready.wait()
         except BaseException:  # Ctrl-C
@@ -253,8 +253,6 @@ class Ranks:
             self._thread.cancel()
             self._thread.ended.wait()
             raise
-        finally:
-            self._end.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -321,9 +319,3 @@ def open_ranks(platform: Platform) -> Ranks:
 
 
 OPEN_RANKS.append(open_ranks)
-
-
-def _abandon(thread: RanksThread, pid: int) -> None:
-    """End ranks that were never closed. Does not wait: the collector may run in any thread."""
-    if os.getpid() == pid:
-        thread.cancel()
