@@ -52,16 +52,6 @@ def refusal(**fields):
     return str(caught.value)
 
 
-NUMBERS = {"ram": 0.5, "timeout_min": 0.01, "grace_s": 0, "hang_timeout_s": 60}
-NOTHING = dict.fromkeys(["ipc_protocol", "seed", "timeout_min", "hang_timeout_s", "ram", "upon_finish", "backend"])
-
-
-def test_allowed_values_are_kept():
-    for fields in NUMBERS, NOTHING:
-        platform = on_cpu(**fields)
-        assert {name: getattr(platform, name) for name in fields} == fields
-
-
 # -- refused values, and the cures that the messages name
 
 NO_GROUPS = ["01", ["01"], [0, 1], [[0, 1], []], {0: [0]}, [[0.0]]]
