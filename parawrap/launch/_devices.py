@@ -20,7 +20,7 @@ from parawrap.backends import (
     torch_kind,
 )
 from parawrap.backends.cpu_backend import usable_cores
-from parawrap.errors import DeviceListError, PlatformError
+from parawrap.errors import PlatformError
 
 
 class Device(enum.StrEnum):
@@ -102,8 +102,5 @@ def _neuron_cores() -> list[int]:
     emulated = emulates_cores()
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
-    try:
-        given = read_core_numbers()
-    except DeviceListError as error:
-        raise PlatformError(str(error)) from error
+    given = read_core_numbers()
     return list(range(EMULATED_CORES if emulated else count_listed_cores())) if given is None else given

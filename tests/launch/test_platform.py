@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parawrap import Device, Platform, current_rank, wrapper
-from parawrap.errors import PlatformError
+from parawrap.errors import DeviceListError, PlatformError
 
 INF, NAN = float("inf"), float("nan")
 TWO = Platform(device="cpu", n_cpus=2, verbose=False)
@@ -163,7 +163,8 @@ def test_auto_is_the_best_device(monkeypatch):
 def test_unreadable_core_numbers_raise(monkeypatch):
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "first")
-    assert "NEURON_RT_VISIBLE_CORES='first': 'first' is neither a core nor a range" in refusal(device="neuron")
+    with pytest.raises(DeviceListError, match="NEURON_RT_VISIBLE_CORES='first': 'first' is neither a core nor a range"):
+        Platform(device="neuron")
 
 
 def test_device_may_name_launcher():
