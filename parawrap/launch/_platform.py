@@ -125,8 +125,7 @@ class Platform:
                 _refuse(name, getattr(self, name), allowed)
         _check_launcher(self)
         _check_visible(self, given)
-        _set_groups(self)
-        _set_print_ranks(self)
+        _set_ranks(self)
 
     def __repr__(self) -> str:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -283,39 +282,26 @@ def _starts_here(platform: Platform) -> bool:
     return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
 
 
-def _set_groups(platform: Platform) -> None:
-    """Check the groups, and keep them as tuples."""
-    groups = platform.ipc_groups
-    if groups is None:
-        return
-    if isinstance(groups, str) or not all(
-        isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group) for group in groups
-    ):
-        _refuse("ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]")
-    ranks = list(chain.from_iterable(groups))
-    if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-        _refuse("ipc_groups", groups, f"rank {min(twice)} appears twice: put each rank into one group at most")
-    size = _open_world_size(platform)
-    if missing := [rank for rank in ranks if not 0 <= rank < size]:
-        _refuse("ipc_groups", groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")
-    _set(platform, "ipc_groups", tuple(map(tuple, groups)))
-
-
-def _set_print_ranks(platform: Platform) -> None:
-    """Check the ranks, and keep them as a tuple."""
-    if platform.print_ranks is None:
-        return
-    size = _open_world_size(platform)
-    if isinstance(platform.print_ranks, (str, int)) or not set(platform.print_ranks) <= set(range(size)):
-        _refuse("print_ranks", platform.print_ranks, f"give None, or global ranks from 0 to {size - 1}, such as (0,)")
-    _set(platform, "print_ranks", tuple(platform.print_ranks))
-
-
-def _open_world_size(platform: Platform) -> int:
-    """Return the number of ranks. If the platform leaves it open, it is the size of the surrounding world."""
-    world = find_world()
-    joins = not _starts_here(platform) and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
-    return world.world_size if world is not None and joins else platform.world_size
+def _set_ranks(platform: Platform) -> None:
+    """Check the ranks of `ipc_groups` and `print_ranks`, and keep them as tuples."""
+    groups, shown, size, world = platform.ipc_groups, platform.print_ranks, platform.world_size, find_world()
+    if world is not None and platform.launcher in (None, "env") and platform.leaves_counts_open:
+        size = world.world_size
+    if groups is not None:
+        if isinstance(groups, str) or not all(
+            isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group) for group in groups
+        ):
+            _refuse("ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]")
+        ranks = list(chain.from_iterable(groups))
+        if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+            _refuse("ipc_groups", groups, f"rank {min(twice)} appears twice: put each rank into one group at most")
+        if missing := [rank for rank in ranks if not 0 <= rank < size]:
+            _refuse("ipc_groups", groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")
+        _set(platform, "ipc_groups", tuple(map(tuple, groups)))
+    if shown is not None:
+        if isinstance(shown, (str, int)) or not set(shown) <= set(range(size)):
+            _refuse("print_ranks", shown, f"give None, or global ranks from 0 to {size - 1}, such as (0,)")
+        _set(platform, "print_ranks", tuple(shown))
 
 
 def _check_visible(platform: Platform, given: str) -> None:
