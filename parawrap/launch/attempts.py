@@ -19,7 +19,7 @@ from parawrap.launch.machines import Machines
 from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
 from parawrap.processes.output import Transcript
-from parawrap.processes.pool import Call, Limits, Pool, stacks_of
+from parawrap.processes.pool import Call, Pool
 from parawrap.processes.process import Assignment
 
 _log = logging.getLogger("parawrap.launch")
@@ -44,7 +44,7 @@ class PoolOwner:
     def stacks(self) -> dict[int, str]:
         """Return the stacks of every rank that runs a call."""
         pool = self._pool
-        return {} if pool is None else stacks_of(pool)
+        return {} if pool is None else pool.stacks()
 
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank."""
@@ -70,9 +70,9 @@ class PoolOwner:
                 hosts.starter,
                 assignments,
                 transcripts,
-                Limits(platform.grace_s, platform.timeout_min, platform.hang_timeout_s, up_at),
-                stays=stays,
-                wants_groups=platform.requires_ipc,
+                timeout_min=platform.timeout_min,
+                up_at=up_at,
+                hang_s=platform.hang_timeout_s,
             )
             try:
                 if self._is_cancelled:

@@ -173,7 +173,7 @@ class RanksThread(PoolOwner):
         if not ending.is_success:
             return ending
         self.ready.set()
-        while self.last is None and not pool.has_given_up:
+        while self.last is None and not pool.is_ending:
             if self._queue:
                 self._make_call(pool, self._queue.popleft())
             elif self._is_closing:

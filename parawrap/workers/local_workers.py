@@ -21,7 +21,7 @@ from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ending
 from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.pickling import Packed, map_file
-from parawrap.processes.pool import Call, Limits, Pool
+from parawrap.processes.pool import Call, Pool
 from parawrap.processes.process import Assignment
 from parawrap.processes.script import SentScript
 from parawrap.processes.server import fork_server
@@ -75,9 +75,7 @@ class LocalWorker:
         self._printer = Printer()
         self._transcript = Transcript(self._printer, "", None)
         self._ending: Ending | BaseException | None = None
-        self._pool = Pool(
-            fork_server(), [assignment], [self._transcript], Limits(_LAST_S), wants_groups=False, watches=False
-        )
+        self._pool = Pool(fork_server(), [assignment], [self._transcript], watches=False)
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = Connection(ours, lends=False)
         serving = its, SentScript().pack_call(serve, (str(device), threads, seed), {})
