@@ -65,7 +65,7 @@ class PoolOwner:
             for rank in range(platform.world_size):
                 place = Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
                 set_up = RankSetUp(sent, place, hosts.store, job.beside)
-                assignments.append(Assignment(self._settings, set_up, platform.grace_s, stays))
+                assignments.append(Assignment(self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays))
             self._pool = pool = Pool(
                 hosts.starter,
                 assignments,

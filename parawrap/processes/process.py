@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, add_note
@@ -38,12 +38,6 @@ from parawrap.processes.preemption import Preemption, RequeueRequested
 from parawrap.processes.script import ScriptOfRank
 from parawrap.processes.settings import Changes, Settings
 from parawrap.processes.wire import Message, Wire
-
-PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
-"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
-
-All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
-"""
 
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _FORCED = 1  # the exit code of a rank that its control thread ended
@@ -58,29 +52,21 @@ class CallHalted(BaseException):
     """Raised in the function of a rank if the call has failed in another rank."""
 
 
-class SetUp(Protocol):
-    """The set-up of a rank, and of new process groups. Its functions are pickled by name."""
-
-    def enter(self, preemption: Preemption) -> None:
-        """Set up the rank in its process."""
-
-    def regroup(self, generation: int) -> None:
-        """Leave all process groups, and join new ones. The ranks of a generation meet each other."""
-
-
 @dataclass(frozen=True)
 class Assignment:
     """The first message to a rank.
 
     Attributes:
         settings: The settings of the launching process.
-        set_up: The set-up of the rank.
+        set_up: Sets up the rank in its process.
+        regroup: Leaves all process groups, and joins new ones. The ranks of a generation meet each other.
         grace_s: Seconds for the function to clean up at an order to end.
         stays: True if the rank answers any number of calls. The threads of the function then go on after its answer.
     """
 
     settings: Settings
-    set_up: SetUp
+    set_up: Callable[[Preemption], None]
+    regroup: Callable[[int], None]
     grace_s: float
     stays: bool
 
@@ -111,7 +97,6 @@ class AnswerBody:
         outcome: How the function ended. The value travels next to it.
         owned: Globals that functions of this rank have assigned, and those that they have deleted.
         operations: The number of collectives that the rank has begun; None if it has no process group.
-        modules: The preloadable modules that the rank has imported.
         has_loaded: False if the rank could not unpickle the call.
     """
 
@@ -119,12 +104,11 @@ class AnswerBody:
     outcome: Outcome
     owned: tuple[list[Any], list[Any]] | None = None
     operations: int | None = None
-    modules: Sequence[str] = ()
     has_loaded: bool = True
 
 
-def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> NoReturn:
-    """Run as the rank at this end of two connections, then exit. Never returns.
+def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> int:
+    """Run as the rank at this end of two connections. Return the exit code of the process.
 
     `streams` are the pipes for standard output and standard error.
     """
@@ -136,10 +120,9 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
         os._exit(_FORCED)
     assignment: Assignment = message.body
     orders = Control(Wire(control), assignment.grace_s)
-    code = _FORCED
     with contextlib.suppress(EndOrdered):  # between two calls
-        code = _Rank(wire, orders, assignment).run()
-    leave(code)
+        return _Rank(wire, orders, assignment).run()
+    return _FORCED
 
 
 def _start_session(streams: Sequence[int]) -> None:
@@ -181,7 +164,6 @@ class _Rank:
         self._control = control
         self._assignment = assignment
         self._script = ScriptOfRank()
-        self._modules = [name for name in PRELOADABLE if name not in sys.modules]
         self._has_regrouped = False
         self._has_loaded = True
 
@@ -190,7 +172,7 @@ class _Rank:
         self._control.start()
         try:
             self._assignment.settings.apply()
-            if not self._answer(CallBody(0), self._set_up):
+            if not self._answer(CallBody(0), partial(self._assignment.set_up, self._control.preemption)):
                 return _FORCED
             while (message := self._wire.receive()) is not None:
                 body: CallBody = message.body
@@ -201,16 +183,13 @@ class _Rank:
         finally:
             self._control.is_leaving = True
 
-    def _set_up(self) -> None:
-        self._assignment.set_up.enter(self._control.preemption)
-
     def _call(self, message: Message, body: CallBody) -> Any:
         """Run the function of a call, and return its value."""
         if body.changes is not None:
             body.changes.apply()
         if body.generation is not None:
             self._has_regrouped = True
-            self._assignment.set_up.regroup(body.generation)
+            self._assignment.regroup(body.generation)
         assert message.value is not None
         self._has_loaded = False
         try:
@@ -250,7 +229,7 @@ class _Rank:
                 msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.was_interrupted(body.number):
+            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.interrupted == body.number:
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
@@ -269,12 +248,10 @@ class _Rank:
         return outcome_of(error)
 
     def _send(self, number: int, outcome: Outcome, packed: Packed | None) -> None:
-        loaded = [name for name in self._modules if name in sys.modules]
-        self._modules = [name for name in self._modules if name not in loaded]
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
             flush_streams()
-        body = AnswerBody(number, outcome, owned, count_operations(), loaded, self._has_loaded)
+        body = AnswerBody(number, outcome, owned, count_operations(), self._has_loaded)
         self._wire.send("answer", body, packed)
 
 
@@ -283,17 +260,18 @@ class Control:
 
     Attributes:
         preemption: The rank's part in the agreement on when to save.
+        interrupted: The number of the last call that an exception in the main thread was raised to end.
         is_leaving: True once the rank exits on its own, so that an order to end raises nothing.
     """
 
     def __init__(self, wire: Wire, grace_s: float) -> None:
         self.preemption = Preemption()
+        self.interrupted = -1
         self.is_leaving = False
         self._wire = wire
         self._grace_s = grace_s
         self._running: int | None = None  # the number of the call
         self._halted: tuple[int, type[BaseException]] | None = None
-        self._delivered = -1  # the number of the last call that was interrupted
         self._is_ending = False
         self._has_handled_end = threading.Event()
         self._main_thread = MainThread()
@@ -323,10 +301,6 @@ class Control:
         """Note the end of the call: it is interrupted no more."""
         self._running = None
 
-    def was_interrupted(self, number: int) -> bool:
-        """True if an exception was raised in the main thread to end this call."""
-        return self._delivered == number
-
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
         self._interrupt_call()
 
@@ -335,7 +309,7 @@ class Control:
         halted = self._halted
         if halted is not None and halted[0] == self._running:
             self._halted = None
-            self._delivered = halted[0]
+            self.interrupted = halted[0]
             raise halted[1]
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
@@ -359,7 +333,7 @@ class Control:
 
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
-            self._wire.send("look", Status(*self._main_thread.look(), place_of_main_thread(), self._delivered))
+            self._wire.send("look", Status(*self._main_thread.look(), place_of_main_thread(), self.interrupted))
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
@@ -374,14 +348,11 @@ class Control:
             self.preemption.decide(body)
 
     def _end_main_thread(self) -> None:
-        """Raise an exception in the main thread. Return once its time to react, and to clean up, is over."""
+        """Raise an exception in the main thread. Return once its time to clean up is over."""
         until = time.monotonic() + self._grace_s
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        reaction_s = min(_REACTION_S, self._grace_s)
         self._main_thread.look()
-        has_reacted = self._has_handled_end.wait(reaction_s)
-        _, waits_s = self._main_thread.look()
-        if has_reacted or waits_s < reaction_s / 2:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._has_handled_end.wait(min(_REACTION_S, self._grace_s)) or not self._main_thread.look()[1]:
             time.sleep(max(0.0, until - time.monotonic()))
 
 

@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 from parawrap._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.errors import LaunchError
 from parawrap.processes.outcomes import exit_text
-from parawrap.processes.process import PRELOADABLE, run_rank
+from parawrap.processes.process import leave, run_rank
 from parawrap.processes.wire import close_in_forked_children
 
 STATUS = struct.Struct("<ci")
@@ -41,9 +41,13 @@ STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 EXITED = b"e"  # with the exit code, or the negative signal number
 
-_REQUEST = struct.Struct("<B")  # _FORK, or the number of a module to import
-_FORK = 255
-_FILES = 5  # attached to _FORK: two sockets, the status pipe, standard output, and standard error
+_PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
+"""Modules that many ranks import, at about a second each. The server imports them once a rank has.
+
+All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
+"""
+
+_FILES = 5  # attached to a request: the status pipe, two sockets, standard output, and standard error
 _PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
 _LAST_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
@@ -64,7 +68,6 @@ def serve(modules: Sequence[str]) -> NoReturn:
     for name in modules:
         importlib.import_module(name)
     requests = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3))
-    requests.settimeout(None)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
@@ -81,6 +84,7 @@ class _Server:
         self._requests = requests
         self._ranks: dict[int, int] = {}  # process id: status pipe
         self._ended: dict[int, tuple[int, float]] = {}  # status pipe, and when the processes left by the rank are killed
+        self._wanted: set[int] = set()  # numbers of modules that ranks have imported
         self._pid = os.getpid()
         self._libc = ctypes.CDLL(None)
         self._adopt_orphans()
@@ -106,10 +110,12 @@ class _Server:
             patience_s = _LOOK_S if self._ended or not is_open else None
             ready = {number for number, _ in poll.poll(None if patience_s is None else 1000 * patience_s)}
             if self._woken in ready:
-                os.read(self._woken, 4096)
+                self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
             if self._ended:
                 self._end_leftovers()
+            if self._wanted and not self._ended:  # no launch waits for an end
+                self._load()
             if self._requests.fileno() in ready:
                 is_open = self._take_request()
                 kill_at = time.monotonic() + _LAST_S
@@ -117,14 +123,12 @@ class _Server:
     def _take_request(self) -> bool:
         """Serve one request. Return False if the launching process closed the connection, or died."""
         try:
-            request, files, _, _ = socket.recv_fds(self._requests, _REQUEST.size, _FILES)
+            request, files, _, _ = socket.recv_fds(self._requests, 1, _FILES)
         except OSError:
             return False
         if not request:
             return False
-        if request[0] != _FORK:
-            self._load(PRELOADABLE[request[0]])
-        elif len(files) == _FILES:
+        if len(files) == _FILES:
             self._fork(files)
         else:  # the kernel dropped descriptors: this process has reached its limit on open files
             for file in files:
@@ -158,9 +162,12 @@ class _Server:
             self._requests.close()
             status, data, control, *streams = files
             kept = (*self._ranks.values(), *(status for status, _ in self._ended.values()))
-            for file in (self._woken, self._waker, status, *kept):
+            for file in (self._woken, status, *kept):
                 os.close(file)
-            run_rank(socket.socket(fileno=data), socket.socket(fileno=control), streams)
+            code = run_rank(socket.socket(fileno=data), socket.socket(fileno=control), streams)
+            with contextlib.suppress(OSError):  # the server has ended
+                os.write(self._waker, bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules))
+            leave(code)
         finally:  # this process must not go on as a second server
             traceback.print_exc()
             os._exit(1)
@@ -170,12 +177,14 @@ class _Server:
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
-    def _load(self, name: str) -> None:
-        """Import a module that a rank has imported, so that later ranks start with it."""
-        if name not in sys.modules:
-            with contextlib.suppress(Exception):  # a rank that needs the module reports the error itself
-                importlib.import_module(name)
-            self._freeze()
+    def _load(self) -> None:
+        """Import the modules that ranks have imported, so that later ranks start with them."""
+        for number, name in enumerate(_PRELOADABLE):  # the numbers of signals are higher
+            if number in self._wanted and name not in sys.modules:
+                with contextlib.suppress(Exception):  # a rank that needs the module reports the error itself
+                    importlib.import_module(name)
+                self._freeze()
+        self._wanted.clear()
 
     def _freeze(self) -> None:
         """Have ranks ignore the objects of this process: their collectors then do not copy pages.
@@ -275,13 +284,12 @@ class ForkServer:
             # It runs in the root folder, because imports fail in a deleted working folder.
             self._process = subprocess.Popen(command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ)
         self._sending = threading.Lock()
-        self._loaded: set[str] = set()
         self._place = f"node 0, {socket.gethostname()}"
 
     @property
-    def is_usable(self) -> bool:
-        """True if the server accepts requests from this process."""
-        return self._socket.fileno() >= 0 and self._process.poll() is None
+    def has_ended(self) -> bool:
+        """True if the server accepts no more requests."""
+        return self._process.poll() is not None
 
     def start(self, rank: int) -> Connections:
         """Start a rank.
@@ -300,7 +308,7 @@ class ForkServer:
         try:
             with its_data, its_control, self._sending:
                 files = (its_status, its_data.fileno(), its_control.fileno(), *its_streams)
-                socket.send_fds(self._socket, [_REQUEST.pack(_FORK)], files)
+                socket.send_fds(self._socket, [b"f"], files)
         except OSError as error:
             for file in (status, *streams):
                 os.close(file)
@@ -320,13 +328,6 @@ class ForkServer:
             signal_group(pid, signal.SIGKILL)
             _signal(pid, signal.SIGKILL)
         self._process.send_signal(signal.SIGCONT)
-
-    def load(self, names: Sequence[str]) -> None:
-        """Import modules in advance for later ranks."""
-        for name in set(names) - self._loaded:
-            self._loaded.add(name)
-            with self._sending, contextlib.suppress(OSError):
-                self._socket.sendall(_REQUEST.pack(PRELOADABLE.index(name)))
 
     def describe(self, _rank: int) -> str:
         """Describe the server and how it ended."""
@@ -350,10 +351,6 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def forget(self) -> None:
-        """Never wait for the server: in a forked child it is a process of the parent."""
-        self._process.returncode = 0
-
 
 _server: ForkServer | None = None
 _starting = threading.Lock()
@@ -367,7 +364,7 @@ def fork_server() -> ForkServer:
     """
     global _server
     with _starting:
-        if _server is None or not _server.is_usable:
+        if _server is None or _server.has_ended:
             if _server is not None:
                 _server.stop()
             try:
@@ -391,7 +388,7 @@ def _forget_server() -> None:
     """Forget the server in a forked child: it is a process of the parent."""
     global _server, _starting
     if _server is not None:
-        _server.forget()
+        _server._process.returncode = 0  # so that nothing waits for it
     _server, _starting = None, threading.Lock()  # another thread may have held the lock
 
 

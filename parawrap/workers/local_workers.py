@@ -71,7 +71,7 @@ class LocalWorker:
         self._label = f"worker {index} on {device}"
         platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
         set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
-        assignment = Assignment(Settings.here(), set_up, _LAST_S, stays=False)
+        assignment = Assignment(Settings.here(), set_up.enter, set_up.regroup, _LAST_S, stays=False)
         self._printer = Printer()
         self._transcript = Transcript(self._printer, "", None)
         self._ending: Ending | BaseException | None = None

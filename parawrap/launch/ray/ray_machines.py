@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
@@ -188,9 +188,6 @@ class _Starter:
         with contextlib.suppress(Exception):  # Ray was shut down
             if pid:
                 self._nodes[rank // self._per_node].actor.kill.remote(pid)
-
-    def load(self, names: Sequence[str]) -> None:
-        """Do nothing: the servers end with the attempt."""
 
     def describe(self, _rank: int) -> str:
         return "its node, which no longer answers"
