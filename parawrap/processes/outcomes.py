@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -39,13 +38,16 @@ Signal = signal.Signals | int
 # -- the exception of a rank, on its way to the launching process
 
 
+class _ExceptionPickler(ValuePickler):
+    replaces = True
+
+
 def pack_exception(error: BaseException) -> Packed:
     """Pickle an exception, without parts that cannot be pickled. If it cannot be rebuilt, pickle a LaunchError instead."""
-    for make_pickler in (ValuePickler, partial(ValuePickler, replaces=True)):
-        with contextlib.suppress(Exception):  # classes may raise anything
-            packed = pack(error, type(error).__qualname__, make_pickler)
-            if type(unpack(packed.to_bytes())) is type(error):
-                return packed
+    with contextlib.suppress(Exception):  # classes may raise anything
+        packed = pack(error, type(error).__qualname__, _ExceptionPickler)
+        if type(unpack(packed.to_bytes())) is type(error):
+            return packed
     return pack(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception")
 
 

@@ -70,14 +70,10 @@ class Packed:
     def file(self) -> int:
         """Return a memory file with the block. It is written at the first call, and closed with this object."""
         if self._file is None:
-            file = memory_file()
-            try:
-                with open(file, "wb", closefd=False) as out:
-                    out.writelines(self.parts)
-            except BaseException:
-                os.close(file)
-                raise
-            self._file = file
+            with open(memory_file(), "wb") as out:
+                out.writelines(self.parts)
+                out.flush()
+                self._file = os.dup(out.fileno())
         return self._file
 
     def detach(self) -> None:
@@ -113,16 +109,7 @@ def map_file(file: int) -> memoryview:
 
 
 def pack(value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None) -> Packed:
-    """Pickle a value. Raises as `pickle_apart` does."""
-    if type(value) in _PLAIN:
-        return Packed(memoryview(pickle.dumps(value, 5)), [])
-    return Packed(*pickle_apart(value, address, make_pickler))
-
-
-def pickle_apart(
-    value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None
-) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle of a value, and the memory of its tensors, which is not copied.
+    """Pickle a value.
 
     Args:
         value: The value.
@@ -132,6 +119,8 @@ def pickle_apart(
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
+    if type(value) in _PLAIN:
+        return Packed(memoryview(pickle.dumps(value, 5)), [])
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     try:
@@ -139,11 +128,10 @@ def pickle_apart(
     except Exception as error:
         buffers.clear()  # the frames of the traceback hold them
         place, found, reason = _find_unpicklable(value, address, error)
-        why = str(reason or error) or repr(reason or error)
-        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
+        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {str(reason) or repr(reason)}"
         del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
         raise UnsendableError(msg) from error
-    return stream.getbuffer(), buffers
+    return Packed(stream.getbuffer(), buffers)
 
 
 def unpack(block: memoryview | bytes) -> Any:
@@ -156,24 +144,14 @@ def unpack(block: memoryview | bytes) -> Any:
     return pickle.loads(memory[start : start + length], buffers=buffers)
 
 
-class _RefusedError(pickle.PicklingError):
-    """Raised for an object that must not be sent as a whole, so that its parts do not matter."""
-
-    def __init__(self, value: object, why: str) -> None:
-        super().__init__(why)
-        self.place = id(value)  # not the value: its memory would stay as long as the exception
-
-
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle pickler that keeps the memory of tensors out of the pickle.
+    """A cloudpickle pickler that keeps the memory of tensors out of the pickle."""
 
-    `replaces` is True to replace parts of exceptions that cannot be pickled by their ``repr``.
-    """
+    replaces = False  # True to replace parts of exceptions that cannot be pickled by their ``repr``
 
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview], *, replaces: bool = False) -> None:
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[object, torch.UntypedStorage] = {}
-        self._replaces = replaces
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
@@ -183,21 +161,21 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (name := _name_of(obj)) is not None:
             return resolve_name, (name,)
         if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
-            _check_module(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
+            _goes_by_value(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
         if isinstance(obj, type) and obj in received_classes:
             return _class_sent_before, (id_of_class[obj], obj.__qualname__)
         if type(obj) in _FILES and obj is not sys.stdout and obj is not sys.stderr:
             msg = "an open file belongs to its process: send the path, and open the file there"
-            raise _RefusedError(obj, msg)
+            raise pickle.PicklingError(msg)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
-            raise _RefusedError(obj, msg)
+            raise pickle.PicklingError(msg)
         if isinstance(obj, BaseException):
-            return _reduce_exception(obj, replaces=self._replaces)
-        if (cached := _cached_function(obj)) is not None:
-            return _make_cached, cached
+            return _reduce_exception(obj, replaces=self.replaces)
+        if type(obj) is _CACHED and _goes_by_value(obj.__module__):
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
-            return _make_cached_property, (obj.func, obj.attrname)
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and "__slots__" in vars(obj):
             _keep_slots(obj, reduced)
@@ -236,23 +214,16 @@ def _keep_slots(cls: type, reduced: Any) -> None:
         namespace["__slots__"] = cls.__dict__["__slots__"]
 
 
-def _check_module(name: str) -> None:
-    """Have cloudpickle send a module's definitions by value if other processes cannot import it."""
-    module = sys.modules.get(name)
-    if module is None or name == "__main__" or name in _importable:
-        return
-    _importable.add(name)
-    if not is_importable(name):
-        cloudpickle.register_pickle_by_value(module)
+_checked: set[str] = set()  # names of modules
 
 
 def _goes_by_value(name: str) -> bool:
-    """True if the functions of a module are pickled by value."""
-    _check_module(name)
+    """True if a module's definitions are pickled by value, as cloudpickle does if other processes cannot import it."""
+    if name in sys.modules and name not in _checked:
+        _checked.add(name)
+        if name != "__main__" and not is_importable(name):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
     return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
-
-
-_importable: set[str] = set()  # names that were checked
 
 
 def is_importable(name: str) -> bool:
@@ -282,21 +253,8 @@ def _name_of(value: Any) -> str | None:
         return None
 
 
-def _cached_function(value: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
-    """Return the function and the options of a cache that goes by value. None for any other object."""
-    if type(value) is not _CACHED or not _goes_by_value(value.__module__):
-        return None
-    return value.__wrapped__, value.cache_parameters()
-
-
 def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-def _make_cached_property(function: Callable[[Any], Any], name: str) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
 
 
 # -- tensors
@@ -348,15 +306,13 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     pydantic's ValidationError, can be made only by its own reduction. Causes may form a circle, so they are state, which is
     pickled afterwards.
     """
-    base: Any = type(error)
-    while base.__module__ != "builtins":
-        base = base.__base__
+    base: Any = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
     _, made_from, *given = base.__reduce__(error)
     try:
         _new_exception(type(error), base, made_from)
     except TypeError:
         return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    state = {**(given[0] if given and isinstance(given[0], dict) else {}), **error.__dict__}
+    state: dict[str, Any] = dict(*given)
     if isinstance(own := object.__getstate__(error), tuple):  # with the attributes in slots
         state |= own[1]
     if isinstance(error, (NameError, AttributeError)):
@@ -394,8 +350,6 @@ def _set_exception_state(error: BaseException, parts: tuple[tuple[Any, ...], dic
 
 # -- the part of a value that cannot be pickled
 
-_Part = tuple[Any, str]
-
 
 def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
@@ -411,25 +365,24 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
-def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, Any, Exception | None]:
+def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, Any, Exception]:
     """Return the address of the innermost part that cannot be pickled, the part itself, and its exception."""
-    reason: Exception | None = error if isinstance(error, _RefusedError) else None
     seen = {id(value)}
     for _ in range(_MOST_STEPS + (not address)):
-        if isinstance(reason, _RefusedError) and reason.place == id(value):
-            break
         for part, place in _parts(value, address):
             if id(part) not in seen and not isinstance(part, _ATOMS) and (found := _refusal(part)) is not None:
-                value, address, reason = part, place, found
+                value, address, error = part, place, found
                 seen.add(id(part))
                 break
         else:
             break
-    return address, value, reason
+    return address, value, error
 
 
-def _parts(value: Any, address: str) -> Iterator[_Part]:
+def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
     """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
+    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+        return  # refused as a whole
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
             yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
@@ -439,38 +392,22 @@ def _parts(value: Any, address: str) -> Iterator[_Part]:
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, address)
         return
-    elif isinstance(value, functools.partial):
-        for name in ("func", "args", "keywords"):
+    elif isinstance(value, (functools.partial, types.MethodType)):
+        for name in ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",):
             yield getattr(value, name), f"{address}.{name}"
-    elif isinstance(value, types.MethodType):
-        yield value.__self__, f"{address}.__self__"
     elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             yield part, f"{address}[{name}]" if name.isdecimal() else f"{address}.{name}"
-    if _reduces(value):
+    with contextlib.suppress(Exception):  # an object that refuses to be pickled, whatever its attributes are
+        value.__reduce_ex__(5)
         for name, part in list(getattr(value, "__dict__", {}).items()):
             yield part, f"{address}.{name}"
 
 
-def _reduces(value: Any) -> bool:
-    """False if an object refuses to be pickled, whatever its attributes are."""
-    try:
-        value.__reduce_ex__(5)
-    except Exception:  # noqa: BLE001 (classes may raise anything)
-        return False
-    return True
-
-
-def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[_Part]:
-    code, defaults = function.__code__, function.__defaults__ or ()
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[tuple[Any, str]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an unassigned variable
             yield cell.cell_contents, f"{address}'s variable {name!r}"
-    for name in names_in_code(code):
+    for name in names_in_code(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name], f"{address}'s global {name!r}"
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    for name, part in (*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
-        yield part, f"{address}'s default of {name!r}"
-    for name, part in vars(function).items():
-        yield part, f"{address}.{name}"

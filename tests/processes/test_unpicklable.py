@@ -38,7 +38,6 @@ def capturing(part):
         (capturing({"a": LOCK}), "value's variable 'part'['a']"),
         ([capturing(capturing(LOCK))], "value[0]'s variable 'part''s variable 'part'"),
         (lambda: [(lambda: LOCK) for _ in range(3)], "value's global 'LOCK'"),
-        (lambda x=LOCK, *, y=1: (x, y), "value's default of 'x'"),
         (functools.partial(print, 1, LOCK), "value.args[1]"),
         (functools.partial(print, end=LOCK), "value.keywords['end']"),
         (MethodType(print, SimpleNamespace(lock=LOCK)), "value.__self__.lock"),
