@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,15 +29,12 @@ class StoreAddress:
     """The store where the ranks of one launch meet: at a host and port, or in a file.
 
     With a file, host and port are an address for MASTER_ADDR and MASTER_PORT.
-
-    Attributes:
-        is_served: True if a store listens at the port. Otherwise the port is free: user code on rank 0 may open one.
     """
 
     host: str | None = None
     port: int = 0
     path: str | None = None
-    is_served: bool = False
+    is_served: bool = False  # a store listens at the port; otherwise it is free, and user code on rank 0 may open one
 
     def __str__(self) -> str:
         return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
@@ -50,9 +46,6 @@ class StoreAddress:
             LaunchError: If the store cannot be reached.
         """
         if self.path is not None:
-            if not Path(self.path).parent.exists():  # torch would wait for the folder while it holds the GIL
-                msg = "the launch of this rank has ended already, and its store is gone"
-                raise LaunchError(msg)
             return dist.FileStore(self.path, world_size)
         try:
             return dist.TCPStore(str(self.host), self.port, is_master=False, wait_for_workers=False)
@@ -67,11 +60,8 @@ class StoreAddress:
 @contextlib.contextmanager
 def open_file_store() -> Iterator[StoreAddress]:
     """Keep a file for ranks of this machine, in a folder that only this user may enter."""
-    folder = tempfile.mkdtemp(prefix="parawrap-store-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="parawrap-store-", ignore_cleanup_errors=True) as folder:
         yield StoreAddress(LOOPBACK, free_port(), str(Path(folder, "store")))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -109,19 +99,12 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a world.
+    """The process groups of a world."""
 
-    Attributes:
-        backend: The backend for torch.distributed.
-        lists: The ranks of each group; empty for one group of all ranks.
-        timeout: The timeout of collectives; None for torch's default.
-        on_loopback: True if all ranks run on one machine.
-    """
-
-    backend: str
-    lists: Sequence[Sequence[int]]
-    timeout: timedelta | None
-    on_loopback: bool
+    backend: str  # for torch.distributed
+    lists: Sequence[Sequence[int]]  # the ranks of each group; empty for one group of all ranks
+    timeout: timedelta | None  # of collectives; None for torch's default
+    on_loopback: bool  # all ranks run on one machine
 
     def join(self, store: dist.Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup | None:
         """Join the world's process group and this rank's own group. Return the latter; None if it is in no list."""

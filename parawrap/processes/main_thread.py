@@ -23,19 +23,12 @@ _IDLE = 0.02  # an idle thread uses at most this share of a processor: polling a
 
 
 class Status(NamedTuple):
-    """The state of a rank's main thread.
+    """The state of a rank's main thread."""
 
-    Attributes:
-        idle_s: Seconds that the thread has been at one place of its code, almost without using a processor.
-        waits_s: The same, if this place is in code that waits for other ranks; else 0.
-        place: The line of user code that the thread executes.
-        interrupted: The number of the last call in which an interrupt was raised.
-    """
-
-    idle_s: float
-    waits_s: float
-    place: str
-    interrupted: int
+    idle_s: float  # that the thread has been at one place of its code, almost without using a processor
+    waits_s: float  # the same, if this place is in code that waits for other ranks; else 0
+    place: str  # the line of user code that the thread executes
+    interrupted: int  # the number of the last call in which an interrupt was raised
 
 
 class MainThread:
@@ -43,36 +36,24 @@ class MainThread:
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
-        self._stopped = self._observe()
+        self._place: tuple[tuple[int, int], ...] = ()
+        self._stopped_at = self._used_s = 0.0  # when it came there, and its processor time then
 
     def look(self) -> tuple[float, float]:
         """Observe the thread, and compare it with an earlier observation. Return `idle_s` and `waits_s` of its status."""
-        now, then = self._observe(), self._stopped
-        if now.place != then.place or now.processor_s - then.processor_s > _IDLE * (now.at - then.at):
-            self._stopped = now
-        idle_s = now.at - self._stopped.at
-        return idle_s, idle_s if now.waits_for_ranks else 0.0
-
-    def _observe(self) -> _Look:
         frame = sys._current_frames().get(self._ident)
         place = () if frame is None else tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
-        waits = frame is not None and _waits_in(frame.f_code.co_filename)
-        return _Look(time.monotonic(), self._processor_s(), place, waits)
+        now, used_s = time.monotonic(), self._processor_s()
+        if place != self._place or used_s - self._used_s > _IDLE * (now - self._stopped_at):
+            self._place, self._stopped_at, self._used_s = place, now, used_s
+        idle_s = now - self._stopped_at
+        return idle_s, idle_s if frame is not None and _waits_in(frame.f_code.co_filename) else 0.0
 
     def _processor_s(self) -> float:
         """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
         if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
-
-
-class _Look(NamedTuple):
-    """One observation of the main thread."""
-
-    at: float
-    processor_s: float
-    place: tuple[tuple[int, int], ...]
-    waits_for_ranks: bool
 
 
 def _waits_in(filename: str) -> bool:

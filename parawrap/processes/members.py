@@ -51,35 +51,24 @@ class Starter(Protocol):
 
 @dataclass
 class Member:
-    """A rank, as the launching process sees it.
-
-    Attributes:
-        transcripts: Get its output: its own, and that of a call with a handle.
-        streams: The descriptors of standard output (1) and standard error (2), while they are open.
-        is_alive: True while its process, or one that it started, may run.
-        wrote_at: When its last output arrived, by the monotonic clock.
-        asked: Words that it has not answered yet.
-        looked: Its answer to the last look, which came at `looked_at`.
-        steps: How often its `should_checkpoint` had returned False when the launch was preempted.
-        operations: The number of collectives that it has begun; None without a process group.
-    """
+    """A rank, as the launching process sees it. Times are by the monotonic clock."""
 
     rank: int
     wire: Wire
     control: Wire
     status: int
     transcript: Transcript
-    transcripts: list[Transcript]
-    streams: dict[int, int]
+    transcripts: list[Transcript]  # get its output: its own, and that of a call with a handle
+    streams: dict[int, int]  # open descriptors of standard output (1) and standard error (2)
     pid: int = 0
-    is_alive: bool = True
+    is_alive: bool = True  # its process, or one that it started, may run
     has_exited: bool = False
     wrote_at: float = 0.0
-    asked: set[str] = field(default_factory=set)
-    looked: Status | None = None
+    asked: set[str] = field(default_factory=set)  # words that it has not answered yet
+    looked: Status | None = None  # its answer to the last look
     looked_at: float = 0.0
-    steps: int = 0
-    operations: int | None = None
+    steps: int = 0  # how often its `should_checkpoint` had returned False when the launch was preempted
+    operations: int | None = None  # collectives that it has begun; None without a process group
 
 
 class Members(ABC):

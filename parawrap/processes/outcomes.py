@@ -107,20 +107,14 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended without an answer: by a signal, by ``sys.exit``, by an exit in C code, or with its node.
-
-    Attributes:
-        code: The exit code, or the negative number of a signal; None if it is unknown.
-        by_sys_exit: True if the function called ``sys.exit``.
-        lost_with: The thing that the process was lost with, such as its node.
-    """
+    """The process ended without an answer: by a signal, by ``sys.exit``, by an exit in C code, or with its node."""
 
     at: float
     pid: int
-    code: int | None
-    by_sys_exit: bool = False
+    code: int | None  # the exit code, or the negative number of a signal; None if it is unknown
+    by_sys_exit: bool = False  # the function called ``sys.exit``
     last_words: str = ""
-    lost_with: str = ""
+    lost_with: str = ""  # the thing that the process was lost with, such as its node
 
     @property
     def signal(self) -> Signal | None:
@@ -181,10 +175,7 @@ def exit_text(code: int) -> str:
 
 def _signal(number: int) -> Signal:
     """Return the enum member of a signal, or the number if it has no name, like most real-time signals."""
-    try:
-        return signal.Signals(number)
-    except ValueError:
-        return number
+    return next((each for each in signal.Signals if each == number), number)
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
@@ -208,27 +199,16 @@ def counts_as_echo(outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a call of ranks ended.
-
-    Attributes:
-        outcomes: How each rank ended.
-        places: The node and host of each rank, such as ``"node 0, worker-17"``.
-        history: How earlier attempts ended, and other notes for the error.
-        stacks: The stacks of the ranks at a time limit or a deadlock.
-        timed_out: The time limit that ended the call.
-        deadlocked: True if it was ended because its ranks waited for ranks that do not take part.
-        cancelled: True if it was cancelled.
-        lost: Another reason why the ranks had to be ended.
-    """
+    """How a call of ranks ended."""
 
     outcomes: Mapping[int, Outcome]
-    places: Mapping[int, str] = field(default_factory=dict)
-    history: Sequence[str] = ()
-    stacks: Mapping[int, str] = field(default_factory=dict)
-    timed_out: str = ""
-    deadlocked: bool = False
+    places: Mapping[int, str] = field(default_factory=dict)  # the node and host of each rank: ``"node 0, worker-17"``
+    history: Sequence[str] = ()  # how earlier attempts ended, and other notes for the error
+    stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
+    timed_out: str = ""  # the time limit that ended the call
+    deadlocked: bool = False  # it was ended because its ranks waited for ranks that do not take part
     cancelled: bool = False
-    lost: str = ""
+    lost: str = ""  # another reason why the ranks had to be ended
 
     @property
     def has_given_up(self) -> bool:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,12 +50,12 @@ class Printer:
                 _printing.add(self)
         self._jobs.put(show)
 
-    def flush(self, timeout: float | None = _PATIENCE_S) -> None:
-        """Wait until the output so far is printed, for at most this many seconds."""
+    def flush(self) -> None:
+        """Wait until the output so far is printed, for at most a second."""
         if self._thread is not None:
             printed = threading.Event()
             self._jobs.put(printed.set)
-            printed.wait(timeout)
+            printed.wait(_PATIENCE_S)
 
     def finish(self, timeout: float | None = _PATIENCE_S) -> None:
         """Print all output, and end the thread then. Wait for it for at most this many seconds."""
@@ -117,7 +117,7 @@ class Transcript:
         weakref.finalize(self, self._kept.close)
         self._size = 0
         self._has_warned = False
-        self._file = None if path is None else _open_file(path)
+        self._files = [self._kept] if path is None else [self._kept, _open_file(path)]
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
 
     def write(self, stream: int, data: bytes) -> None:
@@ -131,23 +131,17 @@ class Transcript:
         self._keep(f"{text}\n".encode(errors="backslashreplace"))
 
     def _keep(self, data: bytes) -> None:
-        with self._access, self._warn_once():
-            self._kept.seek(0, os.SEEK_END)
-            self._kept.write(data)
+        """Write to both files. A full disk cuts the output that is kept, and ends no launch."""
+        with self._access:
             self._size += len(data)
-        if self._file is not None:
-            with self._warn_once():
-                self._file.write(data)
-
-    @contextlib.contextmanager
-    def _warn_once(self) -> Iterator[None]:
-        """Log the first error of a file. A full disk cuts the output that is kept, and ends no launch."""
-        try:
-            yield
-        except OSError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("the output of a rank cannot be kept completely: %s", error)
+            for file in self._files:
+                try:
+                    file.seek(0, os.SEEK_END)
+                    file.write(data)
+                except OSError as error:
+                    if not self._has_warned:
+                        self._has_warned = True
+                        _log.warning("the output of a rank cannot be kept completely: %s", error)
 
     def _read(self, start: int) -> bytes:
         """Return the output from this position on."""
@@ -178,10 +172,9 @@ class Transcript:
     def finish(self) -> None:
         """Print the unfinished last lines, and close the log file. `text` still works."""
         self.show_unfinished()
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        with self._access, contextlib.suppress(OSError):
+            while len(self._files) > 1:
+                self._files.pop().close()
 
 
 def _open_file(path: Path) -> BinaryIO:

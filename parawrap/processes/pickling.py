@@ -31,8 +31,7 @@ from parawrap._private_names import class_of_id, id_of_class, make_class, names_
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
 
-_HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
-_SPAN = struct.Struct("<QQ")  # a buffer's offset and length
+_LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
 _WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
@@ -48,23 +47,18 @@ class Packed:
     """A pickled value. The memory of its tensors is not copied until it is sent.
 
     Attributes:
-        parts: The block in pieces: the head with the pickle, and the memory of tensors with the gaps between them.
+        parts: The block in pieces: the lengths of the pickle and of each tensor's memory, and these with gaps between them.
         size: The number of bytes of the block.
     """
 
     def __init__(self, pickled: memoryview, buffers: list[memoryview]) -> None:
-        end = _HEAD.size + len(buffers) * _SPAN.size + len(pickled)
-        spans, gaps = [], []
-        for each in buffers:
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            spans.append((offset, each.nbytes))
-            gaps.append(bytes(offset - end))
-            end = offset + each.nbytes
-        head = _HEAD.pack(len(pickled), len(buffers)) + b"".join(_SPAN.pack(*span) for span in spans)
-        self.parts: list[Any] = [head, pickled]
-        for gap, buffer in zip(gaps, buffers, strict=True):
-            self.parts += (gap, buffer)
-        self.size = end
+        contents = [pickled, *buffers]
+        self.parts: list[Any] = [b"".join(map(_LENGTH.pack, (len(contents), *(part.nbytes for part in contents))))]
+        self.size = len(self.parts[0])
+        for part in contents:
+            gap = -self.size % _ALIGNMENT
+            self.parts += (bytes(gap), part)
+            self.size += gap + part.nbytes
         self._file: int | None = None
 
     def file(self) -> int:
@@ -137,11 +131,14 @@ def pack(value: Any, address: str = "", make_pickler: Callable[..., ValuePickler
 def unpack(block: memoryview | bytes) -> Any:
     """Return the value of a block. Its tensors lie in this memory, or in a copy of a block of bytes."""
     memory = block if isinstance(block, memoryview) else memoryview(bytearray(block))
-    length, count = _HEAD.unpack_from(memory)
-    start = _HEAD.size + count * _SPAN.size
-    spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
-    buffers = [memory[offset : offset + size] for offset, size in spans]
-    return pickle.loads(memory[start : start + length], buffers=buffers)
+    (count,) = _LENGTH.unpack_from(memory)
+    lengths = struct.unpack_from(f"<{count}Q", memory, _LENGTH.size)
+    contents, end = [], (1 + count) * _LENGTH.size
+    for length in lengths:
+        start = end + -end % _ALIGNMENT
+        end = start + length
+        contents.append(memory[start:end])
+    return pickle.loads(contents[0], buffers=contents[1:])
 
 
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -38,7 +38,7 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.output import Transcript
 from parawrap.processes.pickling import Packed
-from parawrap.processes.process import AnswerBody, Assignment, CallBody
+from parawrap.processes.process import Answer, Assignment, CallHead
 from parawrap.processes.settings import Changes
 from parawrap.processes.wire import Message
 
@@ -61,48 +61,27 @@ _log = logging.getLogger("parawrap.launch")
 
 @dataclass
 class Call:
-    """One call of a function on some ranks, and its state. Times are by the monotonic clock.
+    """One call of a function on some ranks, and its state. Times are by the monotonic clock."""
 
-    Attributes:
-        name: The function's name.
-        ranks: The ranks that call the function. The others take the globals that come with it.
-        packed: The pickled call.
-        files: Descriptors that the function gets as its first arguments. `Pool.call` closes them.
-        changes: Changed settings of the script, for ranks that stay.
-        transcripts: Get a copy of the output during the call.
-        outcomes: How the ranks have ended, by rank.
-        number: The number of the call among those of the pool, from 1, once it was sent to the ranks.
-        is_cancelled: True if it was interrupted by `Pool.interrupt` and is to have no results.
-        has_output: True if a rank wrote output during the call.
-        has_loaded: False if a rank could not unpickle the call.
-        departed_at: When the last rank ended the call; the begin of the call before.
-        last_sign: When a rank last wrote output, made progress, or ended the call.
-        looked_at: When the pool last looked at the ranks.
-        is_halting: True once the ranks that still run it are interrupted; `by_user` if the user did.
-        is_broken: True once connections between the ranks were closed.
-        is_deadlocked: True if its ranks waited for ranks that do not take part.
-        has_hinted: True once the hint was logged.
-    """
-
-    name: str
-    ranks: Sequence[int]
+    name: str  # of the function
+    ranks: Sequence[int]  # that call it; the others take the globals that come with it
     packed: Packed | None = None
-    files: Sequence[int] = ()
-    changes: Changes | None = None
-    transcripts: Mapping[int, Transcript] = field(default_factory=dict)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    number: int = 0
-    is_cancelled: bool = False
-    has_output: bool = False
-    has_loaded: bool = True
-    departed_at: float = 0.0
-    last_sign: float = 0.0
-    looked_at: float = 0.0
-    is_halting: bool = False
-    by_user: bool = False
-    is_broken: bool = False
-    is_deadlocked: bool = False
-    has_hinted: bool = False
+    files: Sequence[int] = ()  # descriptors that the function gets as its first arguments; `Pool.call` closes them
+    changes: Changes | None = None  # of the script's settings, for ranks that stay
+    transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output during the call
+    outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
+    number: int = 0  # from 1, once it was sent; the set-up has number 0
+    is_cancelled: bool = False  # interrupted by `Pool.interrupt`, and to have no results
+    has_output: bool = False  # a rank wrote output during the call
+    has_loaded: bool = True  # False if a rank could not unpickle the call
+    departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
+    last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
+    looked_at: float = 0.0  # when the pool last looked at the ranks
+    is_halting: bool = False  # the ranks that still run it are interrupted
+    by_user: bool = False  # ... by the user
+    is_broken: bool = False  # connections between the ranks were closed
+    is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
+    has_hinted: bool = False  # the hint was logged
 
     @property
     def has_begun(self) -> bool:
@@ -199,8 +178,8 @@ class Pool(Members):
         for member in self._members:
             is_called = member.rank in call.ranks
             if is_called or self._stays:
-                body = CallBody(self._number, call.changes, is_called, generation)
-                member.wire.send("call", body, call.packed, call.files)
+                head = CallHead(self._number, call.changes, is_called, generation)
+                member.wire.send("call", head, call.packed, call.files)
         for file in call.files:  # so that the ranks alone hold the other ends
             os.close(file)
         call.number, call.packed = self._number, None
@@ -444,20 +423,20 @@ class Pool(Members):
             member.steps = body
             self._agree_on_checkpoint(member.rank)
 
-    def _on_answer(self, member: Member, body: AnswerBody, value: memoryview | None) -> None:
+    def _on_answer(self, member: Member, answer: Answer, value: memoryview | None) -> None:
         self._drain(member)
-        member.operations = body.operations
-        if body.owned is not None:
-            self.owned(*body.owned)
+        member.operations = answer.operations
+        if answer.owned is not None:
+            self.owned(*answer.owned)
         call = self._call
-        if call is None or body.number != call.number:
+        if call is None or answer.number != call.number:
             return
-        call.has_loaded = call.has_loaded and body.has_loaded
-        outcome = body.outcome
+        call.has_loaded = call.has_loaded and answer.has_loaded
+        outcome = answer.outcome
         if isinstance(outcome, Returned):
             assert value is not None
             outcome = Returned(outcome.at, value)
-            if not self._stays and body.number > 0:  # so that collectives of the others raise an error
+            if not self._stays and call.number > 0:  # so that collectives of the others raise an error
                 self._timers[partial(self._drop, member.wire)] = time.monotonic() + _LINGER_S
         elif isinstance(outcome, Ended) and not (self.is_ending or call.is_halting):  # by a signal from outside
             outcome = Died(outcome.at, member.pid, -signal.SIGTERM)

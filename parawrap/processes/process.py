@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, add_note
@@ -54,57 +54,32 @@ class CallHalted(BaseException):
 
 @dataclass(frozen=True)
 class Assignment:
-    """The first message to a rank.
+    """The first message to a rank."""
 
-    Attributes:
-        settings: The settings of the launching process.
-        set_up: Sets up the rank in its process.
-        regroup: Leaves all process groups, and joins new ones. The ranks of a generation meet each other.
-        grace_s: Seconds for the function to clean up at an order to end.
-        stays: True if the rank answers any number of calls. The threads of the function then go on after its answer.
-    """
-
-    settings: Settings
-    set_up: Callable[[Preemption], None]
-    regroup: Callable[[int], None]
-    grace_s: float
-    stays: bool
+    settings: Settings  # of the launching process
+    set_up: Callable[[Preemption], None]  # sets up the rank in its process
+    regroup: Callable[[int], None]  # leaves all process groups, and joins those of a generation with its other ranks
+    grace_s: float  # for the function to clean up at an order to end
+    stays: bool  # answers any number of calls; the threads of the function then go on after its answer
 
 
-@dataclass(frozen=True)
-class CallBody:
-    """The part of a call that is not pickled as the user's values.
+class CallHead(NamedTuple):
+    """The part of a call that is not pickled as the user's values."""
 
-    Attributes:
-        number: Calls are numbered from 1; the set-up has number 0.
-        changes: Changed settings of the script, for ranks that stay.
-        is_for_this_rank: False if the rank only takes the globals that come with the call.
-        generation: The generation of process groups that the rank is to join before the call; None keeps its groups.
-    """
-
-    number: int
-    changes: Changes | None = None
-    is_for_this_rank: bool = True
-    generation: int | None = None
+    number: int  # from 1; the set-up has number 0
+    changes: Changes | None  # of the script's settings, for ranks that stay
+    is_for_this_rank: bool  # False if the rank only takes the globals that come with the call
+    generation: int | None  # of the process groups to join before the call; None keeps those of the rank
 
 
-@dataclass(frozen=True)
-class AnswerBody:
-    """The part of an answer that is not pickled as the user's values.
+class Answer(NamedTuple):
+    """The part of an answer that is not pickled as the user's values."""
 
-    Attributes:
-        number: The number of the call.
-        outcome: How the function ended. The value travels next to it.
-        owned: Globals that functions of this rank have assigned, and those that they have deleted.
-        operations: The number of collectives that the rank has begun; None if it has no process group.
-        has_loaded: False if the rank could not unpickle the call.
-    """
-
-    number: int
-    outcome: Outcome
-    owned: tuple[list[Any], list[Any]] | None = None
-    operations: int | None = None
-    has_loaded: bool = True
+    number: int  # of the call
+    outcome: Outcome  # the value travels next to it
+    owned: tuple[list[Any], list[Any]] | None  # globals that functions of this rank have assigned, and have deleted
+    operations: int | None  # collectives that the rank has begun; None without a process group
+    has_loaded: bool  # False if the rank could not unpickle the call
 
 
 def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> int:
@@ -172,24 +147,24 @@ class _Rank:
         self._control.start()
         try:
             self._assignment.settings.apply()
-            if not self._answer(CallBody(0), partial(self._assignment.set_up, self._control.preemption)):
+            if not self._answer(0, partial(self._assignment.set_up, self._control.preemption)):
                 return _FORCED
             while (message := self._wire.receive()) is not None:
-                body: CallBody = message.body
-                if not self._answer(body, partial(self._call, message, body)):
+                head: CallHead = message.body
+                if not self._answer(head.number, partial(self._call, message, head)):
                     return _FORCED
                 del message  # with the memory of the arguments
             return 0
         finally:
             self._control.is_leaving = True
 
-    def _call(self, message: Message, body: CallBody) -> Any:
+    def _call(self, message: Message, head: CallHead) -> Any:
         """Run the function of a call, and return its value."""
-        if body.changes is not None:
-            body.changes.apply()
-        if body.generation is not None:
+        if head.changes is not None:
+            head.changes.apply()
+        if head.generation is not None:
             self._has_regrouped = True
-            self._assignment.regroup(body.generation)
+            self._assignment.regroup(head.generation)
         assert message.value is not None
         self._has_loaded = False
         try:
@@ -198,7 +173,7 @@ class _Rank:
         except Exception as error:
             add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
             raise
-        if not body.is_for_this_rank:
+        if not head.is_for_this_rank:
             return None
         value = function(*message.files, *args, **kwargs)
         if self._assignment.stays:
@@ -207,14 +182,14 @@ class _Rank:
             finish_function()
         return value
 
-    def _answer(self, body: CallBody, call: Callable[[], Any]) -> bool:
+    def _answer(self, number: int, call: Callable[[], Any]) -> bool:
         """Make a call and send its answer. Return False if the process is to end."""
         goes_on = self._assignment.stays
         packed: Packed | None = None
         value = None
         try:
             try:
-                self._control.begin(body.number)
+                self._control.begin(number)
                 value = call()
                 packed = pack(value, "the result")
             finally:
@@ -229,12 +204,12 @@ class _Rank:
                 msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.interrupted == body.number:
+            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.interrupted == number:
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
-                goes_on = goes_on and body.number > 0 and isinstance(outcome, Raised)
-        self._send(body.number, outcome, packed)
+                goes_on = goes_on and number > 0 and isinstance(outcome, Raised)
+        self._send(number, outcome, packed)
         del value  # its tensors lend their memory until here
         return goes_on
 
@@ -251,8 +226,8 @@ class _Rank:
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
             flush_streams()
-        body = AnswerBody(number, outcome, owned, count_operations(), self._has_loaded)
-        self._wire.send("answer", body, packed)
+        answer = Answer(number, outcome, owned, count_operations(), self._has_loaded)
+        self._wire.send("answer", answer, packed)
 
 
 class Control:

@@ -33,6 +33,8 @@ _IMPORTED = "import "  # begins the key of a module's globals, which the rank ha
 _LARGEST_COMPARED = 4096  # bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
 _MOST_SEARCHED = 256  # items of a container, for functions in it; a guess: a search takes 0.1 ms then
 _CONTAINERS = (list, dict, set)
+_WRAPPERS = (functools.partial, functools.cached_property, types.MethodType, staticmethod, classmethod, property)
+_WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "fset")  # their attributes
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MISSING = object()
 _UNASSIGNED = types.CellType()  # equals the cell of a variable that is not assigned yet
@@ -145,14 +147,8 @@ class SentScript:
             elif isinstance(value, type):
                 if not goes_by_name(value):
                     todo += [*vars(value).values(), *value.__bases__, type(value)]
-            elif isinstance(value, functools.partial):
-                todo += [value.func, *value.args, *value.keywords.values()]
-            elif isinstance(value, types.MethodType):
-                todo += [value.__func__, type(value.__self__)]
-            elif isinstance(value, (staticmethod, classmethod)):
-                todo.append(value.__func__)
-            elif isinstance(value, property):
-                todo += [value.fget, value.fset]
+            elif isinstance(value, _WRAPPERS):
+                todo += [getattr(value, name, None) for name in _WRAPPED]
             elif isinstance(value, (dict, list, tuple, set)):
                 if len(value) <= _MOST_SEARCHED:
                     todo += value.values() if isinstance(value, dict) else value
@@ -200,12 +196,8 @@ class _Notes:
 class _Globals(dict[str, Any]):
     """Stands for the globals of a function: the rank has a dict for each key."""
 
-    def __init__(self, space: str, name: str) -> None:
-        super().__init__(__name__=name)
-        self.space = space
-
     def __reduce__(self) -> Any:
-        return _globals_of, (self.space, self["__name__"])
+        return _globals_of, (self["space"],)
 
 
 class _CallPickler(ValuePickler):
@@ -222,7 +214,7 @@ class _CallPickler(ValuePickler):
             return dict, (self._notes,)
         if isinstance(obj, types.FunctionType):
             space = self._script.space_of(obj.__globals__)
-            self.globals_ref.setdefault(id(obj.__globals__), _Globals(space, str(obj.__globals__.get("__name__"))))
+            self.globals_ref.setdefault(id(obj.__globals__), _Globals(space=space))
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)) and reduced is not NotImplemented:
             self._note(obj)
@@ -256,12 +248,12 @@ class _CallPickler(ValuePickler):
 _spaces: dict[str, dict[str, Any]] = {}
 
 
-def _globals_of(space: str, name: str) -> dict[str, Any]:
+def _globals_of(space: str) -> dict[str, Any]:
     if space == _MAIN:
         return vars(sys.modules[_MAIN])
     if space.startswith(_IMPORTED):
-        return vars(importlib.import_module(name))
-    return _spaces.setdefault(space, {"__name__": name})
+        return vars(importlib.import_module(space.removeprefix(_IMPORTED)))
+    return _spaces.setdefault(space, {"__name__": space.rpartition(" ")[0]})
 
 
 class ScriptOfRank:
@@ -275,9 +267,9 @@ class ScriptOfRank:
         """Set the globals of a call, and return its function and arguments."""
         for label, (space, name) in call["places"].items():
             if (space, name) not in self._owned:
-                _globals_of(space, space.partition(" ")[0])[name] = call[label]
+                _globals_of(space)[name] = call[label]
         for space, name in call["deleted"]:
-            _globals_of(space, space.partition(" ")[0]).pop(name, None)
+            _globals_of(space).pop(name, None)
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
         main.update((name, value) for name, value in notes["main"].items() if (_MAIN, name) not in self._owned)

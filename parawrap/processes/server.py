@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -102,7 +102,7 @@ class _Server:
         while is_open or self._ranks or self._ended:
             if not is_open and time.monotonic() >= kill_at:
                 for pid in self._ranks:
-                    _signal(pid, signal.SIGKILL)
+                    send_signal(os.kill, pid, signal.SIGKILL)
             poll = select.poll()  # select() is limited to descriptors below 1024
             poll.register(self._woken, select.POLLIN)
             if is_open:
@@ -206,7 +206,7 @@ class _Server:
                 return
             if (pipe := self._ranks.pop(pid, None)) is not None:  # else an orphan
                 _report(pipe, EXITED, os.waitstatus_to_exitcode(status))
-                signal_group(pid, signal.SIGTERM)
+                send_signal(os.killpg, pid, signal.SIGTERM)
                 self._ended[pid] = pipe, time.monotonic() + _PATIENCE_S
 
     def _end_leftovers(self) -> None:
@@ -215,22 +215,18 @@ class _Server:
         There are two kinds: members of the rank's process group, and orphans that had left the group. A running rank adopts
         its own orphans. So an orphan that is a child of this process belongs to an ended rank.
         """
-        orphans = self._find_orphans()
+        orphans: set[int] = set()
+        with contextlib.suppress(OSError):  # macOS offers no way to find them
+            children = Path(f"/proc/self/task/{self._pid}/children").read_text()
+            orphans = {int(pid) for pid in children.split()} - self._ranks.keys()
         for pid, (status, kill_at) in list(self._ended.items()):
             if time.monotonic() >= kill_at:
-                signal_group(pid, signal.SIGKILL)
+                send_signal(os.killpg, pid, signal.SIGKILL)
                 for each in orphans:
-                    _signal(each, signal.SIGKILL)
-            if not (orphans or signal_group(pid, 0)):
+                    send_signal(os.kill, each, signal.SIGKILL)
+            if not (orphans or send_signal(os.killpg, pid, 0)):
                 os.close(status)
                 del self._ended[pid]
-
-    def _find_orphans(self) -> set[int]:
-        try:
-            children = Path(f"/proc/self/task/{self._pid}/children").read_text()
-        except OSError:  # macOS offers no way to find them
-            return set()
-        return {int(pid) for pid in children.split()} - self._ranks.keys()
 
 
 def _report(status: int, word: bytes, number: int) -> None:
@@ -238,17 +234,12 @@ def _report(status: int, word: bytes, number: int) -> None:
         os.write(status, STATUS.pack(word, number))
 
 
-def signal_group(pid: int, number: int) -> bool:
-    """Send a signal to a process group. Return True if the group exists, even if all its members are zombies."""
+def send_signal(send: Callable[[int, int], None], pid: int, number: int) -> bool:
+    """Signal a process, or a process group. Return True if it exists; zombies count."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+        send(pid, number)
         return True
     return False
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 # -- in the launching process
@@ -286,38 +277,29 @@ class ForkServer:
         self._sending = threading.Lock()
         self._place = f"node 0, {socket.gethostname()}"
 
-    @property
-    def has_ended(self) -> bool:
-        """True if the server accepts no more requests."""
-        return self._process.poll() is not None
-
     def start(self, rank: int) -> Connections:
         """Start a rank.
 
         Raises:
             LaunchError: If its process cannot be started.
         """
+        pipes: list[int] = []
         try:
-            data, its_data = socket.socketpair()
-            control, its_control = socket.socketpair()
-            pipes = os.pipe(), os.pipe(), os.pipe()
-        except OSError as error:
-            msg = f"the process of rank {rank} cannot be started: {error}"
-            raise LaunchError(msg) from error
-        (status, *streams), (its_status, *its_streams) = zip(*pipes, strict=True)
-        try:
+            for _ in range(3):
+                pipes += os.pipe()
+            (data, its_data), (control, its_control) = socket.socketpair(), socket.socketpair()
             with its_data, its_control, self._sending:
-                files = (its_status, its_data.fileno(), its_control.fileno(), *its_streams)
+                files = (pipes[1], its_data.fileno(), its_control.fileno(), pipes[3], pipes[5])
                 socket.send_fds(self._socket, [b"f"], files)
         except OSError as error:
-            for file in (status, *streams):
+            for file in pipes[::2]:
                 os.close(file)
-            msg = f"{self.describe(rank)} does not accept requests: {error}. The next launch starts another one"
+            msg = f"the process of rank {rank} cannot be started by {self.describe(rank)}: {error}"
             raise LaunchError(msg) from error
         finally:
-            for file in (its_status, *its_streams):
+            for file in pipes[1::2]:
                 os.close(file)
-        return Connections(data, control, status, tuple(streams))
+        return Connections(data, control, pipes[0], (pipes[2], pipes[4]))
 
     def kill(self, _rank: int, pid: int) -> None:
         """Kill a rank: its process group and its process, because just after the start it may not lead its group yet.
@@ -325,8 +307,8 @@ class ForkServer:
         `pid` is 0 before the start. A server that was stopped goes on, and reports the end of the rank.
         """
         if pid:
-            signal_group(pid, signal.SIGKILL)
-            _signal(pid, signal.SIGKILL)
+            send_signal(os.killpg, pid, signal.SIGKILL)
+            send_signal(os.kill, pid, signal.SIGKILL)
         self._process.send_signal(signal.SIGCONT)
 
     def describe(self, _rank: int) -> str:
@@ -335,7 +317,7 @@ class ForkServer:
             self._process.wait(_EXIT_S)
         code = self._process.poll()
         name = f"the process that forks ranks (process {self._process.pid})"
-        return name if code is None else f"{name}, which {exit_text(code)},"
+        return name if code is None else f"{name}, which {exit_text(code)}"
 
     def place_of(self, _rank: int) -> str:
         """Return the node and host of a rank."""
@@ -364,7 +346,7 @@ def fork_server() -> ForkServer:
     """
     global _server
     with _starting:
-        if _server is None or _server.has_ended:
+        if _server is None or _server._process.poll() is not None:
             if _server is not None:
                 _server.stop()
             try:

@@ -16,31 +16,18 @@ from parawrap._private_names import raw_environ
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a process that a function may rely on.
+    """The settings of a process that a function may rely on."""
 
-    Attributes:
-        environ: The environment variables. None: ranks on other machines keep their own.
-        cwd: The working folder.
-        path: The import path.
-        argv: The arguments of the script.
-        main_file: The script's file. With it, multiprocessing makes the script's classes available in what it spawns.
-        seed: The seed of torch's default generator.
-        dtype: The default dtype.
-        deterministic: True for deterministic algorithms, and True if they only warn.
-        precision: The precision of float32 matrix products; None if newer flags of torch set it.
-        cudnn_benchmark: True if cuDNN chooses algorithms by measurement.
-    """
-
-    environ: dict[str, str] | None
+    environ: dict[str, str] | None  # None: ranks on other machines keep their own
     cwd: str
-    path: list[str]
+    path: list[str]  # for imports
     argv: list[str]
-    main_file: str | None
-    seed: int
+    main_file: str | None  # of the script: multiprocessing makes its classes available in what it spawns
+    seed: int  # of torch's default generator
     dtype: torch.dtype
-    deterministic: tuple[bool, bool]
-    precision: str | None
-    cudnn_benchmark: bool
+    deterministic: tuple[bool, bool]  # True for deterministic algorithms, and True if they only warn
+    precision: str | None  # of float32 matrix products; None if newer flags of torch set it
+    cudnn_benchmark: bool  # cuDNN chooses algorithms by measurement
 
     @classmethod
     def here(cls) -> Settings:
@@ -87,17 +74,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a script changed between two calls of ranks that stay.
+    """What a script changed between two calls of ranks that stay."""
 
-    Attributes:
-        environ: The environment variables that changed; None for those that are gone.
-        cwd: The working folder, or None if it is the same.
-        path: The import path, or None if it is the same.
-    """
-
-    environ: dict[str, str | None]
-    cwd: str | None
-    path: list[str] | None
+    environ: dict[str, str | None]  # None for variables that are gone
+    cwd: str | None  # None if it is the same
+    path: list[str] | None  # None if it is the same
 
     def apply(self) -> None:
         """Apply the changes to this process."""

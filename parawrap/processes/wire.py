@@ -49,15 +49,13 @@ class Wire:
 
     def send(self, word: str, body: Any = None, value: Packed | None = None, files: Sequence[int] = ()) -> bool:
         """Send a message. Return False if the other end is closed."""
-        packed_body = pickle.dumps((word, body), 5)
-        parts = [b"", packed_body]
+        pickled, parts, size = pickle.dumps((word, body), 5), [], 0
         is_file = value is not None and self._carries_files and value.size > _LARGEST_INLINE
         if value is not None and is_file:
             files = (*files, value.file())
         elif value is not None:
-            parts += value.parts
-        size = 0 if value is None or is_file else value.size
-        parts[0] = _HEAD.pack(len(packed_body), size, len(files), is_file)
+            parts, size = value.parts, value.size
+        parts = [_HEAD.pack(len(pickled), size, len(files), is_file), pickled, *parts]
         try:
             with self._sending:
                 if size > _LARGEST_INLINE:
