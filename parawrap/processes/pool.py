@@ -54,7 +54,6 @@ _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its conn
 _LINGER_S = 1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
 _LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
-_IDLE_S = 5.0  # a rank that was at its place for less is busy
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _log = logging.getLogger("parawrap.launch")
 
@@ -296,7 +295,7 @@ class Pool(Members):
         if by_user:
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
         for member in self._running():
-            member.control.send("interrupt", (call.number, by_user))
+            member.control.send("interrupt", call.number)
 
     def _agree_on_checkpoint(self, rank: int) -> None:
         """Note that this rank has answered or ended. Once all have, send them the call that returns True."""
@@ -383,7 +382,12 @@ class Pool(Members):
             self._end_waits(call)
         elif not call.has_hinted and any(each.looked is not None and each.looked.idle_s >= STILL_S for each in running):
             call.has_hinted = True
-            places = "; ".join(f"rank {member.rank} {self._place_of(member, now)}" for member in running)
+            places = "; ".join(
+                f"rank {each.rank} idle for {now - each.looked_at + each.looked.idle_s:.0f} s at {each.looked.place}"
+                if each.looked is not None
+                else f"rank {each.rank} does not answer"
+                for each in running
+            )
             _log.warning("no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s", STILL_S, places)
 
     def _end_waits(self, call: Call) -> None:
@@ -397,12 +401,6 @@ class Pool(Members):
             self._halt()
         else:
             self._end_with_stacks()
-
-    def _place_of(self, member: Member, now: float) -> str:
-        if member.looked is None or now - member.looked_at > 3 * self._look_s:
-            return "does not answer"
-        idle_s = member.looked.idle_s  # that of ranks in one collective differs by a second or two
-        return f"{f'idle for {idle_s:.0f} s at' if idle_s >= _IDLE_S else 'busy at'} {member.looked.place}"
 
     # -- messages of ranks
 

@@ -48,10 +48,6 @@ class EndOrdered(BaseException):
     """Raised in a rank's main thread if the launch ends before the function returns."""
 
 
-class CallHalted(BaseException):
-    """Raised in the function of a rank if the call has failed in another rank."""
-
-
 @dataclass(frozen=True)
 class Assignment:
     """The first message to a rank."""
@@ -204,7 +200,7 @@ class _Rank:
                 msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if isinstance(error, (CallHalted, KeyboardInterrupt)) and self._control.interrupted == number:
+            if isinstance(error, KeyboardInterrupt) and self._control.interrupted == number:
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
@@ -246,7 +242,7 @@ class Control:
         self._wire = wire
         self._grace_s = grace_s
         self._running: int | None = None  # the number of the call
-        self._halted: tuple[int, type[BaseException]] | None = None
+        self._halted = -1  # the number of the call to interrupt
         self._is_ending = False
         self._has_handled_end = threading.Event()
         self._main_thread = MainThread()
@@ -280,12 +276,10 @@ class Control:
         self._interrupt_call()
 
     def _interrupt_call(self) -> None:
-        """Raise an exception if the call that runs is to be interrupted."""
-        halted = self._halted
-        if halted is not None and halted[0] == self._running:
-            self._halted = None
-            self.interrupted = halted[0]
-            raise halted[1]
+        """Raise KeyboardInterrupt if the call that runs is to be interrupted: the user did, or another rank has failed."""
+        if self._halted == self._running:
+            self.interrupted, self._halted = self._halted, -1
+            raise KeyboardInterrupt
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         self._has_handled_end.set()
@@ -312,8 +306,7 @@ class Control:
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
-            number, by_user = body
-            self._halted = number, KeyboardInterrupt if by_user else CallHalted
+            self._halted = body
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         elif word == "break":
             break_links()

@@ -12,19 +12,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, current_rank, wrapper
+from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
 from tests.helpers.processes import (
     ESCAPES,
-    assert_gone,
     failure_of,
     is_gone,
     killing_survivors,
     notes_of,
     pids_in,
     ranks,
-    report_pid_function,
     run_and_end_function,
-    run_script,
 )
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -33,51 +30,6 @@ def warm_pid():
     """Return the process id of the warm process; start a warm process if there is none."""
     (pid,) = wrapper(ranks(1))(os.getppid)()
     return pid
-
-
-@pytest.mark.parametrize(
-    ("runs", "limit", "kind"),
-    [(True, {"timeout_min": 0.02}, LaunchTimeoutError), (False, {}, LaunchCancelledError)],
-    ids=["timeout while ranks run", "cancel before"],
-)
-def test_stopped_process_and_an_end(runs, limit, kind, tmp_path):
-    """A timeout or ``cancel`` ends the launch and its ranks, and the next launch works."""
-    warm, report_pid = warm_pid(), report_pid_function()
-
-    def sleeps():
-        report_pid(tmp_path)
-        time.sleep(600)
-
-    try:
-        if not runs:
-            os.kill(warm, signal.SIGSTOP)
-        launch = wrapper(ranks(grace_s=0.3, **limit))(sleeps).submit()
-        if runs:
-            pids_in(tmp_path, 2)
-            os.kill(warm, signal.SIGSTOP)
-        if not limit:
-            launch.cancel()
-        with pytest.raises(kind):
-            launch.results(timeout=PATIENCE_S)
-        assert all(is_gone(int(path.stem)) for path in tmp_path.glob("*.pid"))
-    finally:
-        if not is_gone(warm):
-            os.kill(warm, signal.SIGCONT)
-    assert wrapper(ranks())(lambda: 1)() == (1, 1)
-
-
-STOPPING = """
-import os, signal, sys
-from parawrap import Platform, wrapper
-
-(warm,) = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(os.getppid)()
-os.kill(warm, signal.SIGSTOP)
-print(warm)
-"""
-
-
-def test_stopped_process_and_exit(tmp_path):
-    assert_gone([int(run_script(tmp_path, STOPPING))])
 
 
 def test_killed_process_is_named():
