@@ -25,7 +25,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
@@ -172,9 +171,7 @@ class _Rank:
         if not head.is_for_this_rank:
             return None
         value = function(*message.files, *args, **kwargs)
-        if self._assignment.stays:
-            flush_streams()
-        else:
+        if not self._assignment.stays:
             finish_function()
         return value
 
@@ -205,7 +202,10 @@ class _Rank:
             else:
                 outcome = self._outcome_of(error)
                 goes_on = goes_on and number > 0 and isinstance(outcome, Raised)
-        self._send(number, outcome, packed)
+        owned = self._script.changes() if self._assignment.stays else None
+        with contextlib.suppress(Exception):
+            flush_streams()
+        self._wire.send("answer", Answer(number, outcome, owned, count_operations(), self._has_loaded), packed)
         del value  # its tensors lend their memory until here
         return goes_on
 
@@ -217,13 +217,6 @@ class _Rank:
             )
             add_note(error, note)
         return outcome_of(error)
-
-    def _send(self, number: int, outcome: Outcome, packed: Packed | None) -> None:
-        owned = self._script.changes() if self._assignment.stays else None
-        with contextlib.suppress(Exception):
-            flush_streams()
-        answer = Answer(number, outcome, owned, count_operations(), self._has_loaded)
-        self._wire.send("answer", answer, packed)
 
 
 class Control:
@@ -249,8 +242,8 @@ class Control:
 
     def start(self) -> None:
         """Install the handlers and start the thread."""
-        for number, handler in ((signal.SIGTERM, self._on_sigterm), (signal.SIGINT, self._on_sigint)):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, self._interrupt_call)
         os.register_at_fork(after_in_child=self._restore_handlers)
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
 
@@ -258,7 +251,7 @@ class Control:
         """Give processes that the function forks the usual handlers: they are not ranks."""
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) == self._on_sigint:
+        if signal.getsignal(signal.SIGINT) == self._interrupt_call:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def begin(self, number: int) -> None:
@@ -272,16 +265,13 @@ class Control:
         """Note the end of the call: it is interrupted no more."""
         self._running = None
 
-    def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
-        self._interrupt_call()
-
-    def _interrupt_call(self) -> None:
+    def _interrupt_call(self, *_: object) -> None:
         """Raise KeyboardInterrupt if the call that runs is to be interrupted: the user did, or another rank has failed."""
         if self._halted == self._running:
             self.interrupted, self._halted = self._halted, -1
             raise KeyboardInterrupt
 
-    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_sigterm(self, *_: object) -> None:
         self._has_handled_end.set()
         if self.is_leaving:
             return

@@ -302,14 +302,10 @@ class ForkServer:
         return Connections(data, control, pipes[0], (pipes[2], pipes[4]))
 
     def kill(self, _rank: int, pid: int) -> None:
-        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet.
-
-        `pid` is 0 before the start. A server that was stopped goes on, and reports the end of the rank.
-        """
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
         if pid:
             send_signal(os.killpg, pid, signal.SIGKILL)
             send_signal(os.kill, pid, signal.SIGKILL)
-        self._process.send_signal(signal.SIGCONT)
 
     def describe(self, _rank: int) -> str:
         """Describe the server and how it ended."""
@@ -326,7 +322,6 @@ class ForkServer:
     def stop(self) -> None:
         """Close the connection, and wait until the server has ended."""
         self._socket.close()
-        self._process.send_signal(signal.SIGCONT)
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:  # its ranks have not ended
