@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import codecs
 import contextlib
 import logging
@@ -13,9 +12,9 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from parawrap.errors import LaunchError
@@ -37,39 +36,23 @@ class Printer:
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._executor = ThreadPoolExecutor(1, "parawrap-printer")
+        self._last: Future[object] | None = None
 
     def add(self, show: Callable[[], object]) -> None:
         """Call `show` after the output that was added before. Any thread may call it."""
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="parawrap-printer", daemon=True)
-                self._thread.start()
-                _printing.add(self)
-        self._jobs.put(show)
+        with contextlib.suppress(RuntimeError):  # the interpreter exits
+            self._last = self._executor.submit(show)
 
     def flush(self) -> None:
         """Wait until the output so far is printed, for at most a second."""
-        if self._thread is not None:
-            printed = threading.Event()
-            self._jobs.put(printed.set)
-            printed.wait(_PATIENCE_S)
+        if self._last is not None:
+            wait([self._last], _PATIENCE_S)
 
-    def finish(self, timeout: float | None = _PATIENCE_S) -> None:
-        """Print all output, and end the thread then. Wait for it for at most this many seconds."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(timeout)
-            if not self._thread.is_alive():
-                self._thread = None
-                _printing.discard(self)
-
-    def _run(self) -> None:
-        while (show := self._jobs.get()) is not None:
-            with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
-                show()
+    def finish(self) -> None:
+        """Print all output, and end the thread then. Wait for it for at most a second."""
+        self.flush()
+        self._executor.shutdown(wait=self._last is None or self._last.done())
 
 
 class _Lines:
@@ -183,15 +166,3 @@ def _open_file(path: Path) -> BinaryIO:
     except OSError as error:
         msg = f"console_logs: {path} cannot be written to: {error}; give another folder, or None"
         raise LaunchError(msg) from error
-
-
-_printing: weakref.WeakSet[Printer] = weakref.WeakSet()
-
-
-def _print_all() -> None:
-    for printer in list(_printing):
-        printer.finish(None)
-
-
-atexit.register(_print_all)
-os.register_at_fork(after_in_child=_printing.clear)  # the threads stay in the parent
