@@ -44,16 +44,13 @@ class Starter(Protocol):
         """Describe what a rank was lost with, if its connections ended."""
         ...
 
-    def place_of(self, rank: int, /) -> str:
-        """Return the node and host of a rank, such as ``"node 0, worker-17"``."""
-        ...
-
 
 @dataclass
 class Member:
     """A rank, as the launching process sees it. Times are by the monotonic clock."""
 
     rank: int
+    place: str
     wire: Wire
     control: Wire
     status: int
@@ -148,9 +145,9 @@ class Members(ABC):
         for rank, (assignment, transcript) in enumerate(zip(self._assignments, self._transcripts, strict=True)):
             if self._cancelled:
                 return
-            data, control, status, streams = self._starter.start(rank)
+            place, data, control, status, streams = self._starter.start(rank)
             outputs = dict(enumerate(streams, start=1))
-            member = Member(rank, Wire(data), Wire(control), status, transcript, [transcript], outputs)
+            member = Member(rank, place, Wire(data), Wire(control), status, transcript, [transcript], outputs)
             self._members.append(member)
             for wire in (member.wire, member.control):
                 self._watch(wire, partial(self._receive, member, wire))
@@ -162,7 +159,7 @@ class Members(ABC):
 
     def places(self) -> dict[int, str]:
         """Return the node and host of each rank."""
-        return {member.rank: self._starter.place_of(member.rank) for member in self._members}
+        return {member.rank: member.place for member in self._members}
 
     def _receive(self, member: Member, wire: Wire) -> None:
         message = wire.receive()

@@ -248,6 +248,7 @@ def send_signal(send: Callable[[int, int], None], pid: int, number: int) -> bool
 class Connections(NamedTuple):
     """The ends of a rank's connections that the launching process keeps."""
 
+    place: str  # the node and host of the rank, such as ``"node 0, worker-17"``
     data: socket.socket
     control: socket.socket
     status: int
@@ -299,7 +300,7 @@ class ForkServer:
         finally:
             for file in pipes[1::2]:
                 os.close(file)
-        return Connections(data, control, pipes[0], (pipes[2], pipes[4]))
+        return Connections(self._place, data, control, pipes[0], (pipes[2], pipes[4]))
 
     def kill(self, _rank: int, pid: int) -> None:
         """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
@@ -314,10 +315,6 @@ class ForkServer:
         code = self._process.poll()
         name = f"the process that forks ranks (process {self._process.pid})"
         return name if code is None else f"{name}, which {exit_text(code)}"
-
-    def place_of(self, _rank: int) -> str:
-        """Return the node and host of a rank."""
-        return self._place
 
     def stop(self) -> None:
         """Close the connection, and wait until the server has ended."""

@@ -145,15 +145,17 @@ class _Starter:
             each.close()
 
     def start(self, rank: int) -> Connections:
+        node = self._nodes[rank // self._per_node]
+        place = f"node {node.number}, {node.host}"
         try:
             while len(self._arrived.get(rank, ())) < CONNECTIONS:
                 self._accept()
         except TimeoutError as error:
-            msg = f"rank {rank} on {self.place_of(rank)} did not connect in {_CONNECT_S:g} s"
+            msg = f"rank {rank} on {place} did not connect in {_CONNECT_S:g} s"
             raise LaunchError(msg) from error
         status, data, control, *streams = (each for _, each in sorted(self._arrived.pop(rank).items()))
         self._status[rank] = status.dup()
-        return Connections(data, control, status.detach(), tuple(each.detach() for each in streams))
+        return Connections(place, data, control, status.detach(), tuple(each.detach() for each in streams))
 
     def _accept(self) -> None:
         """Accept a connection. Close it if it does not begin with the token."""
@@ -191,7 +193,3 @@ class _Starter:
 
     def describe(self, _rank: int) -> str:
         return "its node, which no longer answers"
-
-    def place_of(self, rank: int) -> str:
-        node = self._nodes[rank // self._per_node]
-        return f"node {node.number}, {node.host}"
