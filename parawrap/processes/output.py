@@ -98,7 +98,7 @@ class Transcript:
         self._printer = printer
         self._kept: Any = tempfile.SpooledTemporaryFile(_IN_MEMORY, buffering=0)  # noqa: SIM115 (closed by the finalizer)
         weakref.finalize(self, self._kept.close)
-        self._size = 0
+        self._has_output = False
         self._has_warned = False
         self._files = [self._kept] if path is None else [self._kept, _open_file(path)]
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
@@ -116,7 +116,7 @@ class Transcript:
     def _keep(self, data: bytes) -> None:
         """Write to both files. A full disk cuts the output that is kept, and ends no launch."""
         with self._access:
-            self._size += len(data)
+            self._has_output = True
             for file in self._files:
                 try:
                     file.seek(0, os.SEEK_END)
@@ -126,29 +126,26 @@ class Transcript:
                         self._has_warned = True
                         _log.warning("the output of a rank cannot be kept completely: %s", error)
 
-    def _read(self, start: int) -> bytes:
-        """Return the output from this position on."""
+    def text(self, most: int | None = None) -> str:
+        """Return all output so far, or at most so many bytes of its end."""
         with self._access:
-            self._kept.seek(max(0, start))
+            size = self._kept.seek(0, os.SEEK_END)
+            self._kept.seek(0 if most is None else max(0, size - most))
             kept: bytes = self._kept.read()
-        return kept
-
-    def text(self) -> str:
-        """Return all output so far."""
-        return self._read(0).decode(errors="replace")
+        return kept.decode(errors="replace")
 
     def last_line(self) -> str:
         """Return the last line of output that is not blank, or the end of a long one, without escape codes."""
-        text = _ESCAPE_CODE.sub("", self._read(self._size - _LAST_LINE).decode(errors="replace"))
+        text = _ESCAPE_CODE.sub("", self.text(_LAST_LINE))
         return next((line.strip() for line in reversed(_LINE_END.split(text)) if line.strip()), "")
 
     def last_words(self) -> str:
         """Return the end of the output."""
-        return self._read(self._size - _LAST_WORDS).decode(errors="replace")
+        return self.text(_LAST_WORDS)
 
     def show_unfinished(self) -> None:
         """Print the last lines of both streams, although they have not ended."""
-        if self._printer is not None and self._size:
+        if self._printer is not None and self._has_output:
             for lines in self._lines:
                 self._printer.add(partial(lines.take, b"", final=True))
 
