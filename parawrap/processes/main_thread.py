@@ -28,7 +28,7 @@ class Status(NamedTuple):
     idle_s: float  # that the thread has been at one place of its code, almost without using a processor
     waits_s: float  # the same, if this place is in code that waits for other ranks; else 0
     place: str  # the line of user code that the thread executes
-    interrupted: int  # the number of the last call in which an interrupt was raised
+    interrupted: int  # the number of the last call that was interrupted
 
 
 class MainThread:

@@ -151,6 +151,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[object, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _CACHED and _goes_by_value(obj.__module__):
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
@@ -169,8 +171,6 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(msg)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj, replaces=self.replaces)
-        if type(obj) is _CACHED and _goes_by_value(obj.__module__):
-            return _make_cached, (obj.__wrapped__, obj.cache_parameters())
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         reduced = super().reducer_override(obj)

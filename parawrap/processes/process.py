@@ -224,7 +224,7 @@ class Control:
 
     Attributes:
         preemption: The rank's part in the agreement on when to save.
-        interrupted: The number of the last call that an exception in the main thread was raised to end.
+        interrupted: The number of the last call that was interrupted by an exception in the main thread.
         is_leaving: True once the rank exits on its own, so that an order to end raises nothing.
     """
 
