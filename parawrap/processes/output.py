@@ -41,8 +41,11 @@ class Printer:
 
     def add(self, show: Callable[[], object]) -> None:
         """Call `show` after the output that was added before. Any thread may call it."""
-        with contextlib.suppress(RuntimeError):  # the interpreter exits
+        try:
             self._last = self._executor.submit(show)
+        except RuntimeError:  # the interpreter exits
+            with contextlib.suppress(Exception):
+                show()
 
     def flush(self) -> None:
         """Wait until the output so far is printed, for at most a second."""

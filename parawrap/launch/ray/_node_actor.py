@@ -20,7 +20,6 @@ from typing import Any
 CONNECTIONS = 5
 """The connections of a rank: its status, data, control, standard output, and standard error."""
 
-_FORK = b"\xff"  # a request to the server, as in parawrap.processes.server
 _CONNECT_S = 30.0  # the launching process answers at once, unless the network is down
 _PROGRAM = """
 import gc, os, socket, sys
@@ -70,7 +69,7 @@ class NodeActor:
                 each.settimeout(None)
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 each.sendall(token + rank.to_bytes(4, "little") + bytes([kind]))
-            socket.send_fds(self._requests, [_FORK], [each.fileno() for each in connections])
+            socket.send_fds(self._requests, [b"f"], [each.fileno() for each in connections])
             for each in connections:
                 each.close()
 
