@@ -1,9 +1,10 @@
-"""The copies of a model's parameters on another device than the model's, and the way of their gradients back."""
+"""The copies of a model's parameters on other devices than the model's, and the way of their gradients back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -96,23 +97,28 @@ def _send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> lis
 
 
 class Away:
-    """The copies of parameters on one device, shared by the lanes there.
+    """The copies of parameters on other devices than the model's, shared by the lanes of each device.
 
     With gradients, they are made for each call, and are part of its graph. Without, they are kept until a version, the
     memory, or an optimizer step shows a write. New copies are new tensors, because a graph may hold the old ones.
+
+    Attributes:
+        copies: The copies of the originals, by device; empty before the first refresh.
     """
 
-    def __init__(self, device: torch.device, originals: Sequence[torch.Tensor]) -> None:
+    def __init__(self, devices: Iterable[torch.device], originals: Sequence[torch.Tensor]) -> None:
         note_optimizer_steps()
-        self.device = device
+        self.devices = frozenset(devices)
         self.originals = list(originals)
-        self.copies: list[torch.Tensor] = []
+        self.copies: dict[torch.device, list[torch.Tensor]] = {}
         self._is_linked = False
         self._state: tuple[Any, ...] = ()
         self._versions: list[int] = []  # of the copies
 
     def is_stale(self) -> bool:
         """True if the copies are not those that a call of this moment needs."""
+        if not (self.devices and self.originals):
+            return False
         has_needless_link = self._is_linked and torch.is_grad_enabled()  # of a model that was frozen since
         return has_needless_link or self._must_link() or self._state != self._read_state()
 
@@ -126,28 +132,22 @@ class Away:
 
     def refresh(self, *, detach: bool = False) -> int:
         """Bring the copies up to date; return the bytes copied."""
-        if not self.originals or not self.is_stale():
+        if not self.is_stale():
             return 0
         self._state = self._read_state()
         self._is_linked = self._must_link() and not detach
         with torch.inference_mode(False):
-            if self._is_linked:
-                self.copies = self._link()
-            else:
-                with lasting():
-                    self.copies = copies_at(self.device, [tensor.detach() for tensor in self.originals])
-        for copy, original in zip(self.copies, self.originals, strict=True):
-            vars(copy).update(vars(original))
+            self.copies = self._link() if self._is_linked else {device: self._copy_to(device) for device in self.devices}
+        for original, copied in self.pairs():
+            vars(copied).update(vars(original))
             if isinstance(original, torch.nn.Parameter):
-                vars(copy)["_is_param"] = True  # isinstance(copy, torch.nn.Parameter) holds then
-        self._versions = [*map(_version, self.copies)]
-        return sum(map(bytes_of, self.originals))
+                vars(copied)["_is_param"] = True  # isinstance(copied, torch.nn.Parameter) holds then
+        self._versions = self._read_versions()
+        return len(self.devices) * sum(map(bytes_of, self.originals))
 
-    def _link(self) -> list[torch.Tensor]:
-        """Return copies that gradients flow through: one node for all leaves, and one for each computed tensor."""
-        leaves = [tensor for tensor in self.originals if tensor.is_leaf]
-        copies = iter(_Broadcast.apply(self.device, *_AtHome.apply(*leaves)) if leaves else ())  # type: ignore[no-untyped-call]
-        return [next(copies) if tensor.is_leaf else transfer(tensor, self.device) for tensor in self.originals]
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each parameter with each of its copies."""
+        return [pair for copies in self.copies.values() for pair in zip(self.originals, copies, strict=True)]
 
     def invalidate(self) -> None:
         """Make new copies at the next refresh."""
@@ -155,15 +155,32 @@ class Away:
 
     def find_written(self) -> torch.Tensor | None:
         """Return a parameter with a copy that was written in place since the last refresh; None if there is none."""
-        now = [*map(_version, self.copies)]
+        now = self._read_versions()
         if now == self._versions:
             return None
-        pairs = zip(self.originals, now, self._versions, strict=True)
-        return next((original for original, version, before in pairs if version != before), None)
+        found = zip(self.pairs(), now, self._versions, strict=True)
+        return next((original for (original, _), version, before in found if version != before), None)
 
     def drop(self) -> None:
         """Drop the copies, and the graph that leads to the parameters."""
-        self.copies, self._state, self._is_linked = [], (), False
+        self.copies, self._versions, self._state, self._is_linked = {}, [], (), False
+
+    def _copy_to(self, device: torch.device) -> list[torch.Tensor]:
+        with lasting():
+            return copies_at(device, [tensor.detach() for tensor in self.originals])
+
+    def _link(self) -> dict[torch.device, list[torch.Tensor]]:
+        """Return copies that gradients flow through: one node for all leaves, and one for each computed tensor."""
+        leaves = [tensor for tensor in self.originals if tensor.is_leaf]
+        same = _AtHome.apply(*leaves) if leaves else ()  # type: ignore[no-untyped-call]
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for device in self.devices:
+            copies = iter(_Broadcast.apply(device, *same) if leaves else ())  # type: ignore[no-untyped-call]
+            found[device] = [next(copies) if each.is_leaf else transfer(each, device) for each in self.originals]
+        return found
+
+    def _read_versions(self) -> list[int]:
+        return [*map(_version, chain.from_iterable(self.copies.values()))]
 
     def _must_link(self) -> bool:
         return torch.is_grad_enabled() and any(map(_requires_grad, self.originals))

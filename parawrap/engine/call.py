@@ -63,7 +63,8 @@ from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_
 from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
-from parawrap.engine.replicas import CopiesOfParts, Replica, Replicas, is_dirty
+from parawrap.engine.replica import Replica, is_dirty
+from parawrap.engine.replicas import CopiesOfParts, Replicas
 from parawrap.engine.trace import Recorder, timed
 from parawrap.errors import SessionError, ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten

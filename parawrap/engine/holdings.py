@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from gc import get_referents
-from itertools import accumulate, chain, compress, count, repeat
+from itertools import chain, compress, repeat
 from operator import is_not
-from types import CellType
 from typing import Any, NamedTuple
 
 from parawrap.tree import names_of_slots
@@ -81,58 +79,52 @@ class Place(NamedTuple):
         return self.path.partition("[")[0].rpartition(".")[0]
 
     def container(self, owner: Any) -> Any:
-        """Return the container of the owner, or of a copy of it. `Slots` and `Cell` make lists of what is none."""
+        """Return the container of the owner, or of a copy of it."""
         match self.kind:
             case "vars":
                 return owner.__dict__
             case "items" | "list":
                 return owner
             case "slots":
-                return Slots(owner)
+                return Slots(owner, names_of_slots(type(owner)))
             case "cell":
-                return Cell(owner)
+                return Slots(owner, ["cell_contents"])
         return owner.__dict__[self.kind]
 
 
 class Slots:
-    """The slots of an object, read and written like a list."""
+    """The slots of an object, or the contents of a closure cell, read and written like a list."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.names = names_of_slots(type(value))
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        self.owner = owner
+        self.names = names
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([getattr(self.value, name, ABSENT) for name in self.names])
+        return iter([read_slot(self.owner, name) for name in self.names])
 
     def __setitem__(self, index: int, part: Any) -> None:
-        object.__setattr__(self.value, self.names[index], part)
+        object.__setattr__(self.owner, self.names[index], part)
 
     def clear(self) -> None:
         for name in self.names:
             with contextlib.suppress(AttributeError):
-                object.__delattr__(self.value, name)
+                object.__delattr__(self.owner, name)
 
     def extend(self, parts: list[Any]) -> None:
         for name, part in zip(self.names, parts, strict=True):
             if part is not ABSENT:
-                object.__setattr__(self.value, name, part)
+                object.__setattr__(self.owner, name, part)
 
 
-class Cell(Slots):
-    """A closure cell, read and written like a list of one item."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.value = cell
-        self.names = ["cell_contents"]
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            return iter([self.value.cell_contents])
-        except ValueError:  # it is empty
-            return iter([ABSENT])
+def read_slot(owner: Any, name: str = "cell_contents") -> Any:
+    """Return the value of a slot, or the contents of a closure cell; ABSENT if it has none."""
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):
+        return ABSENT
 
 
 class Change(NamedTuple):
@@ -144,41 +136,43 @@ class Change(NamedTuple):
     now: Any
 
 
+class _Container:
+    """A container, its owner, and what it must hold."""
+
+    __slots__ = ("before", "own", "owner", "place")
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place = place
+        self.owner = owner
+        self.own = place.container(owner)
+        # A copy first: other threads may write the model's
+        self.before: Any = dict([*dict.items(self.own)]) if isinstance(self.own, dict) else [*self.own]
+
+    def has_other_dict(self) -> bool:
+        """True if its owner has got another ``__dict__``."""
+        return self.owner.__dict__ is not self.own
+
+
 class Holdings:
     """The objects that the containers of one model or replica hold.
 
-    `copy_of` returns the copy of an owner of containers; None to leave the owner out. With `owns_dicts`, an
-    object whose ``__dict__`` was replaced gets its own back; without, such a change has no entries.
+    `copy_of` returns the copy of an owner of containers; None to leave the owner out.
     """
 
-    def __init__(self, places: Iterable[Place], copy_of: Callable[[Any], Any], *, owns_dicts: bool = False) -> None:
-        self._owns_dicts = owns_dicts
-        owners = ((place, copy_of(place.owner)) for place in places)
-        pairs = [(place, None if owner is None else place.container(owner)) for place, owner in owners]
-        dicts = [(place, each) for place, each in pairs if isinstance(each, dict)]
-        lists = [(place, each) for place, each in pairs if each is not None and not isinstance(each, dict)]
-        self._dict_places = [place for place, _ in dicts]
-        self._list_places = [place for place, _ in lists]
-        self._dicts = [each for _, each in dicts]
-        self._lists = [each for _, each in lists]
-        self._copy_of = copy_of  # the garbage collector finds the class and the ``__dict__`` of an object
-        self._at = {place.key: (each, index) for index, (place, each) in enumerate(dicts)}
-        self._at |= {place.key: (each, index) for index, (place, each) in enumerate(lists)}
-        self.accept()
-
-    def accept(self) -> None:
-        """Take what is held now for what must be held."""
-        self._dicts_before = [dict([*dict.items(each)]) for each in self._dicts]  # other threads may write the model's
-        self._lists_before = [[*each] for each in self._lists]
-        self._filled = [index for index, each in enumerate(self._dicts_before) if each]
-        self._hollow = [index for index, each in enumerate(self._dicts_before) if not each]
-        self._full = [self._dicts[index] for index in self._filled]
-        self._full_before = [self._dicts_before[index] for index in self._filled]
-        plain = [each for each in self._lists if isinstance(each, LISTS)]
-        self._empty = [*[self._dicts[index] for index in self._hollow], *[each for each in plain if not each]]
-        self._views = [each for each in self._lists if not isinstance(each, LISTS)]
-        owners = [place.owner for place in self._dict_places if place.kind == "vars"]
-        roots = [*self._full, *[each for each in plain if each], *map(self._copy_of, owners)]
+    def __init__(self, places: Iterable[Place], copy_of: Callable[[Any], Any]) -> None:
+        owners = [(place, copy_of(place.owner)) for place in places]
+        found = [_Container(place, owner) for place, owner in owners if owner is not None]
+        self._at = {each.place.key: each for each in found}
+        dicts = [each for each in found if isinstance(each.own, dict)]
+        self._full = [each for each in dicts if each.before]
+        self._hollow = [each for each in dicts if not each.before]
+        self._owned = [each for each in dicts if each.place.kind == "vars"]
+        self._lists = [each for each in found if not isinstance(each.own, dict)]
+        plain = [each.own for each in self._lists if isinstance(each.own, LISTS)]
+        self._views = [each.own for each in self._lists if not isinstance(each.own, LISTS)]
+        self._empty = [*[each.own for each in self._hollow], *[each for each in plain if not each]]
+        # The garbage collector finds the class and the ``__dict__`` of an owner
+        roots = [each.own for each in self._full] + [each for each in plain if each] + [each.owner for each in self._owned]
         self._roots: list[Any] = [*chain.from_iterable(zip(roots, repeat(_BORDER), strict=False))]
         self.note()
 
@@ -198,36 +192,36 @@ class Holdings:
         return string_at(items or 0, len(now) * _WORD) == self._known and not any(self._empty)
 
     def changes(self) -> list[Change]:
-        """Return the entries that differ from those accepted."""
-        if self._has_other_dicts() and not self._owns_dicts:
-            return []
-        self._return_dicts()
-        found: list[Change] = []
-        for index in self._find_changed():
-            own, old = self._dicts[index], self._dicts_before[index]
-            for key in dict.fromkeys([*old, *dict.keys(own)]):
-                before, now = old.get(key, ABSENT), dict.get(own, key, ABSENT)
+        """Return the entries that differ from those that must be held. A replaced ``__dict__`` is an entry."""
+        others = [each for each in self._owned if each.has_other_dict()]
+        found = [Change(each.place, "__dict__", each.own, each.owner.__dict__) for each in others]
+        for each in self._find_changed():
+            if isinstance(each.before, list):
+                found.append(Change(each.place, None, each.before, [*each.own]))
+                continue
+            for key in dict.fromkeys([*each.before, *dict.keys(each.own)]):
+                before, now = each.before.get(key, ABSENT), dict.get(each.own, key, ABSENT)
                 if before is not now:
-                    found.append(Change(self._dict_places[index], key, before, now))
-        for index, (each, parts) in enumerate(zip(self._lists, self._lists_before, strict=True)):
-            if _differ(each, parts):
-                found.append(Change(self._list_places[index], None, parts, [*each]))
+                    found.append(Change(each.place, key, before, now))
         return found
 
     def restore(self) -> None:
-        """Put back what was accepted."""
-        self._return_dicts()
-        for index in self._find_changed():
-            kind: Any = OrderedDict if isinstance(self._dicts[index], OrderedDict) else dict
-            kind.clear(self._dicts[index])
-            kind.update(self._dicts[index], self._dicts_before[index])
-        for own, old in zip(self._lists, self._lists_before, strict=True):
-            if _differ(own, old):
-                own.clear()
-                if isinstance(own, set):
-                    own.update(old)
-                else:
-                    own.extend(old)
+        """Put back what must be held."""
+        for each in self._owned:
+            if each.has_other_dict():
+                object.__setattr__(each.owner, "__dict__", each.own)
+        for each in self._find_changed():
+            own, before = each.own, each.before
+            if isinstance(own, dict):
+                kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
+                kind.clear(own)
+                kind.update(own, before)
+                continue
+            own.clear()
+            if isinstance(own, set):
+                own.update(before)
+            else:
+                own.extend(before)
         self.note()
 
     def read_held(self) -> list[Any]:
@@ -239,65 +233,44 @@ class Holdings:
     def accept_changes(self, changes: Iterable[Change], held: list[Any]) -> None:
         """Accept entries of dicts that `changes` has returned, after `held` was read: a later write is another change."""
         for place, key, _, now in changes:
-            self._dicts_before[self._at[place.key][1]][key] = now
+            self._at[place.key].before[key] = now
         self._held, self._known = held, addresses(held)
 
     def read(self, place: Place) -> Any:
         """Return the container at a place."""
-        return self._at[place.key][0]
+        return self._at[place.key].own
 
     def has(self, place: Place, key: Any) -> bool:
         """True if the container at a place is a dict that must hold the key."""
-        found, index = self._at.get(place.key, (None, 0))
-        return isinstance(found, dict) and key in self._dicts_before[index]
+        found = self._at.get(place.key)
+        return found is not None and isinstance(found.own, dict) and key in found.before
 
     def put(self, place: Place, key: Any, value: Any) -> None:
         """Set an entry that exists, and accept it once `note` is called."""
-        found, index = self._at[place.key]
-        if isinstance(found, dict):
-            dict.__setitem__(found, key, value)
-            self._dicts_before[index][key] = value
+        found = self._at[place.key]
+        if isinstance(found.own, dict):
+            dict.__setitem__(found.own, key, value)
         else:
-            found[key] = value
-            self._lists_before[index][key] = value
+            found.own[key] = value
+        found.before[key] = value
 
     def clear(self) -> None:
-        """Empty the containers and these lists, so that cycles among them keep nothing alive."""
-        for own in (*self._dicts, *self._lists):
-            own.clear()
-        self.__dict__.clear()
+        """Empty the containers, so that cycles among them keep nothing alive."""
+        for each in self._at.values():
+            each.own.clear()
 
-    def _has_other_dicts(self) -> bool:
-        """True if an object has another ``__dict__``."""
-        pairs = zip(self._dict_places, self._dicts, strict=True)
-        return any(place.kind == "vars" and self._copy_of(place.owner).__dict__ is not own for place, own in pairs)
-
-    def _return_dicts(self) -> None:
-        """Give each object its own ``__dict__`` back. The items of a dict that a call put in its place are kept."""
-        for place, own in zip(self._dict_places, self._dicts, strict=True):
-            owner = self._copy_of(place.owner) if place.kind == "vars" else None
-            if owner is not None and owner.__dict__ is not own:
-                now = owner.__dict__
-                dict.clear(own)
-                dict.update(own, now)
-                object.__setattr__(owner, "__dict__", own)
-
-    def _find_changed(self) -> list[int]:
-        """Return the indices of the dicts that hold other objects."""
-        found = [*compress(self._hollow, [self._dicts[index] for index in self._hollow])]
-        if [*map(dict.__len__, self._full)] == [*map(len, self._full_before)]:
-            now = chain.from_iterable([[*dict.values(each)] for each in self._full])
-            before = chain.from_iterable(map(dict.values, self._full_before))
-            positions = [*compress(count(), map(is_not, now, before))]
-            if positions:
-                ends = [*accumulate(map(len, self._full_before))]
-                found += dict.fromkeys(self._filled[bisect_right(ends, position)] for position in positions)
-            return found
-        return found + [
-            index
-            for index, own, old in zip(self._filled, self._full, self._full_before, strict=True)
-            if _differ([*dict.values(own)], [*old.values()])
-        ]
+    def _find_changed(self) -> list[_Container]:
+        """Return the containers that hold other objects."""
+        found = [*compress(self._hollow, self._empty)]
+        sizes = [len(each.before) for each in self._full]
+        if [dict.__len__(each.own) for each in self._full] == sizes:
+            now = chain.from_iterable([[*dict.values(each.own)] for each in self._full])
+            before = chain.from_iterable([each.before.values() for each in self._full])
+            of_values = chain.from_iterable(map(repeat, self._full, sizes))
+            found += dict.fromkeys(compress(of_values, map(is_not, now, before)))
+        else:
+            found += [each for each in self._full if _differ([*dict.values(each.own)], [*each.before.values()])]
+        return found + [each for each in self._lists if _differ(each.own, each.before)]
 
 
 def _differ(now: Any, before: list[Any]) -> bool:

@@ -1,19 +1,16 @@
 """The replicas of a target, one per lane, and what keeps them up to date with it.
 
-A replica is `copy.deepcopy` of the target with a seeded memo. Lanes on the model's device hold the model's own
-parameters, so gradients, optimizer steps, and ``p.data = ...`` need no care there. Lanes on another device hold copies
+A replica (`replica.py`) is `copy.deepcopy` of the target with a seeded memo. Lanes on the model's device hold the model's
+own parameters, so gradients, optimizer steps, and ``p.data = ...`` need no care there. Lanes on another device hold copies
 (`away.py`). Each lane has its own buffers and attributes. Before a call, one comparison shows whether the replicas are
-still the model; after it, one comparison per lane shows what forward wrote.
+still the model; after it, one comparison per lane shows what forward wrote (`forward_writes.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,244 +18,37 @@ import torch
 
 from parawrap._private_names import (
     BUFFERS,
-    CHILDREN,
-    COMPILED_CALL,
     PARAMETERS,
     check_modules,
-    compiled_original,
     copy_all,
     is_compiled_module,
-    recompile_copy,
     uses_cuda_graphs,
+    version_of,
 )
-from parawrap._private_names import version_of as version_of
 from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.engine.away import Away
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
-from parawrap.engine.holdings import ABSENT, Change, Holdings, Place
-from parawrap.engine.survey import Survey, storage_of, vars_of
+from parawrap.engine.forward_writes import (
+    SIMPLE,
+    contents_of,
+    is_written_unseen,
+    may_renormalize,
+    parameter_error,
+    settle_writes,
+)
+from parawrap.engine.holdings import Holdings
+from parawrap.engine.replica import Replica, clone_all, is_dirty
+from parawrap.engine.survey import Survey, first_tensor
 from parawrap.errors import ReplicaError
 
 CopiesOfParts = Callable[[Survey], Sequence[dict[int, Any]]]
 """Returns, for each lane, the copies that it uses of parts of the target, by the id of the part."""
 
-_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-_CURE = "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
-_device_of = attrgetter("device")
-is_dirty = attrgetter("is_dirty")
 _requires_grad = attrgetter("requires_grad")
 
 
-class Replica:
-    """The copy of the target that one lane runs.
-
-    Attributes:
-        target: The copy of the whole target.
-        tensors: The lane's own copies of the survey's tensors, in the same order.
-        is_dirty: True if a call may have left something that the next call must not find.
-    """
-
-    def __init__(
-        self,
-        survey: Survey,
-        device: torch.device,
-        params: Sequence[torch.Tensor],
-        tensors: list[torch.Tensor],
-        known: dict[int, Any] | None = None,
-    ) -> None:
-        self.device = device
-        self.survey = survey
-        self.is_dirty = False
-        self.has_graph = False  # True if a graph may lead here: checkpointing calls the modules again in a backward pass
-        self.tensors = tensors
-        self.params = list(params)
-        self._memo: dict[int, Any] = {**{id(each): each for each in survey.shared}, **(known or {})}
-        self._memo |= {id(original): each for original, each in zip(survey.params, params, strict=True)}
-        self._memo |= {id(original): each for original, each in zip(survey.tensors, tensors, strict=True)}
-        self._copy_target()
-        self.target: Any = self.of(survey.target)
-        self.holdings = Holdings(survey.places, partial(_own_copy, self._memo), owns_dicts=True)  # no cycle through self
-        self._origins: dict[int, Any] | None = None
-        self._versions_by_id: dict[int, int] = {}
-        self.note_versions()
-
-    def of(self, value: Any) -> Any:
-        """Return the copy of a part of the target, or the part itself if all lanes use it."""
-        return self._memo.get(id(value), value)
-
-    def copy(self, value: Any) -> Any:
-        """Return a copy of another object for this lane. Parts of the model in it are the lane's."""
-        return copy.deepcopy(value, self._memo)
-
-    def copy_other(self, survey: Survey) -> Any:
-        """Return a copy of another target for this lane. Parts of the model in it are the lane's."""
-        own = [tensor for tensor in survey.tensors if id(tensor) not in self._memo]
-        with lasting():
-            copies = dict(zip(map(id, own), _clone_all(own), strict=True))
-        tensors: list[torch.Tensor] = [
-            copies[id(tensor)] if id(tensor) in copies else self.of(tensor) for tensor in survey.tensors
-        ]
-        return Replica(survey, self.device, [*map(self.of, survey.params)], tensors, self._memo).target
-
-    def note_versions(self) -> None:
-        """Note the versions of the lane's own tensors."""
-        self.versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self.versions = [*map(version_of, self.versioned)]
-        self._origins = None
-
-    def is_written(self) -> bool:
-        """True if a call wrote one of the lane's own tensors in place."""
-        return [*map(version_of, self.versioned)] != self.versions
-
-    def original_of(self, value: Any) -> Any:
-        """Return the model's own object that a part of this replica is a copy of; None for any other."""
-        if self._origins is None:
-            owned = self.survey.owned
-            self._versions_by_id = dict(zip(map(id, self.versioned), self.versions, strict=True))
-            self._origins = {id(copied): owned[key] for key, copied in self._memo.items() if key in owned}
-        before = self._versions_by_id.get(id(value))
-        if before is not None and version_of(value) != before:
-            return None  # forward wrote it, so it is not the model's any more
-        return self._origins.get(id(value))
-
-    def replace(self, originals: Sequence[torch.Tensor], mine: list[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
-        """Put new tensors into the places of those in `mine`. Return False if a place cannot change."""
-        places: list[tuple[Place, Any, torch.Tensor]] = []
-        for original, tensor in zip(originals, new, strict=True):
-            for holder in self.survey.holders.get(id(original), ()):
-                if holder is None:
-                    return False
-                places.append((*holder, tensor))
-        for place, key, tensor in places:
-            self.holdings.put(place, key, tensor)
-        for original, tensor in zip(originals, new, strict=True):
-            self._memo[id(original)] = tensor
-        mine[:] = new
-        self._origins = None
-        self.holdings.note()
-        return True
-
-    def restore(self) -> None:
-        """Put back the containers as they were."""
-        self.holdings.restore()
-        self.is_dirty = False
-
-    def clear(self) -> None:
-        """Empty the containers, so that cycles among them keep nothing alive."""
-        self.holdings.clear()
-        self._memo = {}
-        self._origins = None
-        self.target = None
-        self.tensors = self.params = []
-
-    # The copy
-
-    def _copy_target(self) -> None:
-        survey, memo = self.survey, self._memo
-        if survey.scripts and any(self.of(each) is not each for each in survey.params):
-            msg = (
-                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on {self.device}: a TorchScript module "
-                "cannot be copied there. Use the module that it was made from, or lanes on the device of the model alone"
-            )
-            raise ReplicaError(msg)
-        twins = [function for function in survey.twins if id(function) not in memo]
-        for function in twins:
-            self._start_twin(function)
-        compiled = [module for module in survey.modules if is_compiled_module(module) and id(module) not in memo]
-        for module in compiled:
-            memo[id(module)] = object.__new__(type(module))
-        try:
-            for module in reversed(survey.modules):  # the deepest first, so that depth costs no recursion
-                copy.deepcopy(module, memo)
-            copy.deepcopy(survey.target, memo)
-            for module in compiled:
-                recompile_copy(memo[id(module)], module, copy.deepcopy(compiled_original(module), memo))
-            for function in twins:
-                self._finish_twin(function)
-        except ReplicaError:
-            raise
-        except Exception as error:
-            raise self._why_uncopied(error) from error
-        known = set(map(id, memo.values()))
-        for module in survey.modules:
-            self._check_module(module, known)
-
-    def _start_twin(self, function: types.FunctionType) -> None:
-        """Make the lane's own function for one that captures parts of the model, with cells that are filled later."""
-        cells = function.__closure__
-        own = {id(cell) for cell in cells or () if self._holds_parts(cell)}
-        for cell in cells or ():
-            if id(cell) in own:
-                self._memo.setdefault(id(cell), types.CellType())
-        closure = None if cells is None else tuple(map(self.of, cells))
-        twin = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
-        self._memo[id(function)] = twin
-
-    def _holds_parts(self, cell: types.CellType) -> bool:
-        """True if a closure cell holds something that the lane has a copy of."""
-        with contextlib.suppress(ValueError):  # an empty cell
-            part = cell.cell_contents
-            part = part.__self__ if isinstance(part, types.MethodType) else part
-            is_shared = any(part is each for each in self.survey.shared) and self.of(part) is part
-            return id(part) in self.survey.owned and not is_shared
-        return False
-
-    def _finish_twin(self, function: types.FunctionType) -> None:
-        twin = self._memo[id(function)]
-        for cell, own in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
-            if own is not cell:
-                with contextlib.suppress(ValueError):
-                    own.cell_contents = self.copy(cell.cell_contents)
-        twin.__defaults__ = self._copy_if_owned(function.__defaults__)
-        twin.__kwdefaults__ = self._copy_if_owned(function.__kwdefaults__)
-        twin.__qualname__, twin.__module__, twin.__doc__ = function.__qualname__, function.__module__, function.__doc__
-        twin.__annotations__ = function.__annotations__
-        vars(twin).update({name: self._copy_if_owned(part) for name, part in vars(function).items()})
-        for holder in self.survey.holders.get(id(function), ()):  # Python 3.14 copies functions without a look at the memo
-            if holder is not None and (owner := _own_copy(self._memo, holder[0].owner)) is not None:
-                holder[0].container(owner)[holder[1]] = twin
-
-    def _copy_if_owned(self, value: Any) -> Any:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
-        return self.copy(value) if any(id(part) in self._memo for part in parts) else value
-
-    def _why_uncopied(self, error: Exception) -> ReplicaError:
-        """Return the error that names the part that deepcopy cannot copy."""
-        if isinstance(error, RecursionError):
-            msg = "the model is nested too deeply to be copied. Raise the limit with sys.setrecursionlimit"
-            return ReplicaError(msg)
-        for value in self.survey.opaque:
-            try:
-                copy.deepcopy(value, dict(self._memo))
-            except Exception:  # noqa: BLE001  # code of the user's
-                msg = (
-                    f"no replica can be made: {self.survey.path_of(value)!r} is a {type(value).__name__}, which cannot be "
-                    f"copied ({type(error).__name__}: {error}). Make it in forward, or give its class a __deepcopy__"
-                )
-                return ReplicaError(msg)
-        msg = f"no replica can be made: copy.deepcopy raises {type(error).__name__}: {error}"
-        return ReplicaError(msg)
-
-    def _check_module(self, module: torch.nn.Module, known: set[int]) -> None:
-        """Refuse modules that a ``__deepcopy__`` shares, and modules and parameters that it made."""
-        copied, path = self._memo.get(id(module)), self.survey.paths[id(module)]
-        what = f"no replica of {repr(path) if path else 'the module'} can be made: "
-        if copied is None or copied is module:
-            msg = f"{what}its copy is the module itself. {_CURE}"
-            raise ReplicaError(msg)
-        if not isinstance(copied, torch.nn.Module) or is_compiled_module(module):
-            return
-        if vars(copied).get(COMPILED_CALL) is not None:
-            vars(copied)[COMPILED_CALL] = None  # compiled code of the original
-        for table, kind in ((CHILDREN, "submodule"), (PARAMETERS, "parameter")):
-            for name, part in vars(copied)[table].items():
-                if part is not None and id(part) not in known and not _is_bare(part, known):
-                    msg = f"{what}its copy has another {kind} {name!r}. {_CURE}"
-                    raise ReplicaError(msg)
-
-
 class Replicas:
-    """The replicas of one target. The caller ensures that no lane runs in `refresh`, `settle`, and `forget`.
+    """The replicas of one target. The caller ensures that no lane runs in `refresh`, `settle_call`, and `forget`.
 
     With `detach`, no gradients flow from the replicas to the target. `shares_hooks` is as in `Survey`. `copies_of_parts`
     gives lanes their own copies of parts that replicas would share, such as compiled models.
@@ -266,7 +56,13 @@ class Replicas:
     Attributes:
         all: One replica per lane; empty before the first refresh.
         home: The device of the model; None if it has no tensors.
+        params: The parameters that have versions.
+        learners: All parameters.
         is_lazy: True if a parameter waits for its first call to get a shape. The call must run plainly.
+        is_new: True until a call has run on these replicas.
+        must_refresh: True if the next call must refresh, whatever a look at the model would show.
+        renews_always: True if forward may write buffers without a new version.
+        generation: How often a refresh found the model changed.
     """
 
     def __init__(
@@ -282,36 +78,19 @@ class Replicas:
         check_modules()
         self.target = target
         self.devices = tuple(devices)
-        self.all: list[Replica] = []
-        self.home: torch.device | None = _home_of(target)
-        self.is_lazy = False
-        self.is_quiet = False
-        self.in_turns = False
-        self.is_new = True  # until a call has run on these replicas
-        self.generators: list[torch.Generator] = []
-        self.params: list[torch.Tensor] = []  # that have versions
-        self.learners: list[torch.Tensor] = []
-        self.refreshes = self.copied_bytes = 0
-        self.survey = Survey(None)
+        self.refreshes = self.copied_bytes = self.generation = 0
         self._methods = methods
         self._detach = detach
         self._shares_hooks = shares_hooks
         self._copies_of_parts = copies_of_parts
-        self.generation = 0  # how often a refresh found the model changed
-        self.must_refresh = True  # whatever a look at the model would show
-        self.renews_always = False
-        self._is_forced = True  # everything is made at the next refresh
-        self._suspects_buffers = False  # a plain call may have written them without a new version
-        self.tracked: list[torch.Tensor] = []
-        self.versions: list[int] = []
-        self._first: torch.Tensor | None = None  # of the model: its device is the model's
-        self._away: dict[torch.device, Away] = {}
-        self._streams: dict[torch.device, Stream] = {}
         self._on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.model = Holdings((), _itself)
-        self._writing = threading.Lock()
+        self._lock = threading.Lock()  # of what lanes write here
         self._written: dict[str, None] = {}
         self._warned: set[str] = set()
+        self.all: list[Replica] = []
+        self._away = Away((), ())
+        self._streams: dict[torch.device, Stream] = {}
+        self.forget()
 
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model lies on that device now, or has no tensors."""
@@ -331,6 +110,14 @@ class Replicas:
             or self.has_moved()
         )
 
+    def has_moved(self) -> bool:
+        """True if the model is on another device, copies on other devices are stale, or the caller has other streams."""
+        if self._first is not None and self._first.device != self.home:
+            return True
+        if self._on_cpu and not self._away.devices:
+            return False
+        return self._away.is_stale() or (bool(self._streams) and self._streams != self._read_streams())
+
     def mark_dirty(self, lane: int) -> None:
         """Note that a call of a lane ended early, and may have left something."""
         if lane < len(self.all):
@@ -343,8 +130,7 @@ class Replicas:
     def renew(self) -> None:
         """Make everything again at the next refresh."""
         self._is_forced = self.must_refresh = True
-        for away in self._away.values():
-            away.invalidate()
+        self._away.invalidate()
 
     def refresh(self) -> None:
         """Bring the replicas up to date with the model. If that fails, the next refresh makes them again.
@@ -357,8 +143,7 @@ class Replicas:
             self._follow_streams()
             # A `renew` from here on counts for the next call
             is_forced, self._is_forced, self.must_refresh = self._is_forced, False, False
-            has_moved = self._first is not None and self._first.device != self.home
-            has_moved = has_moved or any(away.has_moved() for away in self._away.values())
+            has_moved = (self._first is not None and self._first.device != self.home) or self._away.has_moved()
             has_moved = has_moved or True in map(_requires_grad, self.survey.tensors)  # one of them learns now
             if is_forced or has_moved or not (self.model.is_same() or self._apply_changes()):
                 self._build()
@@ -377,10 +162,11 @@ class Replicas:
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
         self._drop()
+        self._away, self._streams = Away((), ()), {}
+        self._note_survey(Survey(None))
+        self._note_versions()
+        self.is_quiet = False
         self.renew()
-        self._away, self.model, self.survey = {}, Holdings((), _itself), Survey(None)
-        self.tracked, self.params, self.learners, self.generators = [], [], [], []
-        self._first = None
 
     # Making and renewing
 
@@ -389,47 +175,48 @@ class Replicas:
 
         The old replicas are dropped first: parameters remember the shapes of the graphs that lead to them.
         """
-        self.survey = survey = Survey(self.target, self._methods, shares_hooks=self._shares_hooks)
+        survey = Survey(self.target, self._methods, shares_hooks=self._shares_hooks)
         self.generation += 1
         self._drop()
-        home = _home_of(self.target) or next(map(_device_of, (*survey.params, *survey.tensors)), None)
-        self.home, self.is_lazy = home, survey.is_lazy
-        registered = (tensor for tensor in (*survey.params, *survey.tensors) if tensor.device == home)
-        self._first = next(registered, None)
-        self._note_survey()
+        self._note_survey(survey)
         if survey.is_lazy:
             self.renew()
             return
-        _refuse_devices(survey, home)
-        _refuse_cuda_graphs(survey, self.devices)
+        _refuse_devices(survey, self.home)
+        self._refuse_cuda_graphs()
+        devices = {device for device in self.devices if self.home is not None and device != self.home}
+        at_home = [tensor for tensor in survey.params if tensor.device == self.home]
+        if self._away.devices != devices or [*map(id, self._away.originals)] != [*map(id, at_home)]:
+            self._away = Away(devices, at_home)
         self._refresh_away()
-        copies = [self._try_to_copy_tensors(device) for device in self.devices]
         known = [{}] * len(self.devices) if self._copies_of_parts is None else self._copies_of_parts(survey)
         self.all = [
-            Replica(survey, device, self._params_on(device), tensors, parts)
-            for device, tensors, parts in zip(self.devices, copies, known, strict=True)
+            Replica(survey, device, self._params_on(device), self._copy_tensors(device), parts)
+            for device, parts in zip(self.devices, known, strict=True)
         ]
-        self.is_new = True
         self._streams = self._read_streams()
         self._note_versions()
 
-    def _note_survey(self) -> None:
-        survey = self.survey
+    def _note_survey(self, survey: Survey) -> None:
+        self.survey = survey
+        tensors = [*survey.params, *survey.tensors]
+        self.home = _home_of(self.target) or next((tensor.device for tensor in tensors), None)
+        self._first = next((tensor for tensor in tensors if tensor.device == self.home), None)
+        self.is_lazy, self.is_quiet, self.in_turns = survey.is_lazy, survey.is_quiet, survey.in_turns
         self.generators = survey.generators
         self.learners = [*survey.params]
         self.params = [tensor for tensor in survey.params if not (survey.is_lazy or tensor.is_inference())]
-        self.is_quiet, self.in_turns = survey.is_quiet, survey.in_turns
-        self.model = Holdings(survey.places, _itself)
+        self.model = Holdings(survey.places, lambda owner: owner)
+        self.is_new = True
 
     def _renew(self) -> None:
         """Give lanes new copies of what changed: of all buffers, if one of them was written."""
         streams = self._read_streams()
         self._refresh_away()
         for replica in self.all:
-            away = self._away.get(replica.device)
-            if away is None or all(map(is_, away.copies, replica.params)):
-                continue
-            if not replica.replace(self.survey.params, replica.params, self._params_on(replica.device)):
+            params = self._params_on(replica.device)
+            has_others = replica.device in self._away.copies and not all(map(is_, params, replica.params))
+            if has_others and not replica.replace(self.survey.params, replica.params, params):
                 self._build()
                 return
         count = len(self.survey.tensors)
@@ -444,62 +231,36 @@ class Replicas:
         if not all(map(self._renew_tensors_of, self.all)):
             self._build()  # a tuple, or the like, holds one of them
 
-    def renew_in_lane(self, replica: Replica) -> None:
-        """Do the same for one lane, in its thread, between two whole calls."""
-        if not self._renew_tensors_of(replica):
-            with lasting():
-                copy_all(replica.tensors, self._copy_tensors(replica.device))
-            replica.note_versions()
-
     def _renew_tensors_of(self, replica: Replica) -> bool:
-        with lasting():
-            has_places = replica.replace(self.survey.tensors, replica.tensors, self._copy_tensors(replica.device))
+        has_places = replica.replace(self.survey.tensors, replica.tensors, self._copy_tensors(replica.device))
         replica.note_versions()
         return has_places
 
     def _refresh_away(self) -> None:
-        params = self.survey.params
-        devices = {device for device in self.devices if self.home is not None and device != self.home}
-        at_home = [tensor for tensor in params if tensor.device == self.home]
-        for device in devices:
-            away = self._away.get(device)
-            if away is None or [*map(id, away.originals)] != [*map(id, at_home)]:
-                self._away[device] = away = Away(device, at_home)
-            self.generation += away.has_changed()
-            copied = away.refresh(detach=self._detach)
-            self.copied_bytes += copied
-            self.refreshes += bool(copied)
-        self._away = {device: away for device, away in self._away.items() if device in devices}
+        self.generation += self._away.has_changed()
+        copied = self._away.refresh(detach=self._detach)
+        self.copied_bytes += copied
+        self.refreshes += bool(copied)
 
     def _params_on(self, device: torch.device) -> list[torch.Tensor]:
         """Return the parameters as lanes on a device hold them."""
-        away = self._away.get(device)
-        if away is None:
-            if not self._detach:
-                return self.survey.params
-            return [_detached(tensor) for tensor in self.survey.params]
-        copies = {id(original): each for original, each in zip(away.originals, away.copies, strict=True)}
-        return [copies.get(id(tensor), tensor) for tensor in self.survey.params]
-
-    def _try_to_copy_tensors(self, device: torch.device) -> list[torch.Tensor]:
-        try:
-            with lasting():
-                return self._copy_tensors(device)
-        except Exception as error:
-            name = type(self.target).__name__
-            msg = f"no replica of {name} can be made on {device}: {type(error).__name__}: {error}"
-            raise ReplicaError(msg) from error
+        params = self.survey.params
+        if device not in self._away.copies:
+            return [*map(_detached, params)] if self._detach else params
+        copies = dict(zip(map(id, self._away.originals), self._away.copies[device], strict=True))
+        return [copies.get(id(tensor), tensor) for tensor in params]
 
     def _copy_tensors(self, device: torch.device) -> list[torch.Tensor]:
         """Return new copies of the model's other tensors for a lane. Tensors that share memory have copies that do."""
         tensors = self.survey.tensors
         if device == self.home or self.home is None:
-            return _clone_all(tensors)
+            return clone_all(tensors)
         values = [tensor.detach() for tensor in tensors if tensor.device == self.home]
-        moved = iter(copies_at(device, values))
-        with self._writing:  # several lanes may renew their tensors at once
+        with lasting():
+            moved = iter(copies_at(device, values))
+            found = [next(moved) if tensor.device == self.home else tensor.detach().clone() for tensor in tensors]
+        with self._lock:  # several lanes may renew their tensors at once
             self.copied_bytes += sum(map(bytes_of, values))
-        found = [next(moved) if tensor.device == self.home else tensor.detach().clone() for tensor in tensors]
         for tensor, each in zip(tensors, found, strict=True):
             vars(each).update(vars(tensor))
         return found
@@ -511,7 +272,7 @@ class Replicas:
         if not (self.all and changes):  # without a change of an entry, an object has another class
             return False
         for place, key, before, now in changes:
-            if key is None or type(before) not in _SIMPLE or type(now) not in _SIMPLE:
+            if key is None or type(before) not in SIMPLE or type(now) not in SIMPLE:
                 return False
             if not all(replica.holdings.has(place, key) for replica in self.all):
                 return False
@@ -533,31 +294,21 @@ class Replicas:
         every = [*tensors, *(tensor for replica in self.all for tensor in replica.tensors)]
         self.tracked = [tensor for tensor in every if not tensor.is_inference()]
         self.versions = [*map(version_of, self.tracked)]
-        unseen = self.survey.trains and any(map(is_written_unseen, filter(self._is_buffer, tensors)))
+        unseen = self.survey.trains and any(map(is_written_unseen, filter(self.survey.is_buffer, tensors)))
         self.renews_always = unseen or any(tensor.is_inference() for tensor in tensors)
         if self.renews_always:
             self.must_refresh = True
         self._suspects_buffers = False
 
-    def has_moved(self) -> bool:
-        """True if the model is on another device, copies on other devices are stale, or the caller has other streams."""
-        if self._first is not None and self._first.device != self.home:
-            return True
-        if self._on_cpu and not self._away:
-            return False
-        has_other_streams = bool(self._streams) and self._streams != self._read_streams()
-        return has_other_streams or any(away.is_stale() for away in self._away.values())
-
-    def _drop(self, *, empties: bool = False) -> None:
-        """Drop the replicas. Those that a backward pass may call again stay whole, unless it `empties` them."""
-        has_moved = any(away.has_moved() for away in self._away.values())
+    def _drop(self) -> None:
+        """Drop the replicas. Those that a backward pass may call again stay whole, unless the parameters have moved."""
+        has_moved = self._away.has_moved()
         for replica in self.all:
-            if not replica.has_graph or empties or has_moved:
-                replica.clear()
+            if has_moved or not replica.has_graph:
+                replica.holdings.clear()
         self.all = []
-        for away in self._away.values():
-            if away.has_moved():
-                away.drop()
+        if has_moved:
+            self._away.drop()
 
     def share_buffers(self) -> None:
         """Give the first replica the model's own buffers, if it is on the model's device."""
@@ -578,6 +329,17 @@ class Replicas:
             return [value] * len(self.devices), False
         return [replica.copy_other(survey) for replica in self.all], bool(survey.generators)
 
+    def _refuse_cuda_graphs(self) -> None:
+        """Refuse models that torch.compile runs as CUDA graphs: torch keeps these for one thread and one stream."""
+        for module in self.survey.modules if self.devices[0].type == "cuda" else ():
+            if is_compiled_module(module) and uses_cuda_graphs(module):
+                msg = (
+                    f"{self.survey.path_of(module)!r} is compiled to run as CUDA graphs, which only one thread can use, "
+                    "and each lane has its own. Compile it with torch.compile(model), or with "
+                    'mode="max-autotune-no-cudagraphs"'
+                )
+                raise ReplicaError(msg)
+
     # Streams
 
     def _read_streams(self) -> dict[torch.device, Stream]:
@@ -590,14 +352,14 @@ class Replicas:
         """Keep the memory of the replicas, once it is freed, until the caller's new streams are done with it."""
         if not self._streams or self._streams == self._read_streams():
             return
-        for away in self._away.values():
-            record_use(away.copies)
+        record_use([copied for _, copied in self._away.pairs()])
         for replica in self.all:
             record_use(replica.tensors)
-        if self._away and torch.is_grad_enabled():  # parameters remember the stream of the graphs that lead to them
-            self._drop(empties=True)
-            for away in self._away.values():
-                away.drop()
+        if self._away.copies and torch.is_grad_enabled():  # parameters remember the stream of the graphs that lead to them
+            for replica in self.all:
+                replica.has_graph = False  # it is emptied
+            self._drop()
+            self._away.drop()
             self.renew()
 
     # The writes of calls
@@ -606,13 +368,12 @@ class Replicas:
         """Judge what the lanes of a cut call wrote. `versions` are those that the parameters had before it.
 
         Raises:
-            ReplicaError: As for `settle`; if forward wrote a parameter.
+            ReplicaError: As for `settle_writes`; if forward wrote a parameter.
         """
-        if [*map(version_of, self.params)] != versions:
-            self.refuse_write(versions)
+        self.refuse_write(versions)
         self._refuse_writes_away()
         if self.renews_always or any(replica.is_dirty or replica.is_written() for replica in used):
-            self.settle(used, is_cut=True)
+            self._settle(used, is_cut=True)
         if self._written:
             self.warn()
 
@@ -623,62 +384,33 @@ class Replicas:
             ReplicaError: If forward made a layer; if it wrote a parameter.
         """
         replica.is_dirty = not replica.holdings.is_same()
-        if replica.device not in self._away and [*map(version_of, self.params)] != versions:
+        if replica.device not in self._away.copies:
             self.refuse_write(versions)
         self._refuse_writes_away()
         if replica.is_dirty or replica.is_written():
-            self.settle([replica], is_cut=False)
+            self._settle([replica], is_cut=False)
 
     def prepare(self, replica: Replica) -> None:
         """Bring a replica to the model's state before a whole call, in the thread of its lane."""
         if replica.is_dirty:
             replica.restore()
-        if self.renews_always or replica.is_written():
-            self.renew_in_lane(replica)
+        if (self.renews_always or replica.is_written()) and not self._renew_tensors_of(replica):
+            with torch.no_grad():  # a tuple holds one of them
+                copy_all(replica.tensors, self._copy_tensors(replica.device))
+            replica.note_versions()
 
-    def settle(self, used: Sequence[Replica], *, is_cut: bool) -> None:
-        """Judge what forward wrote in these replicas. Lanes start their next calls from the model's state.
-
-        In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of a cut call wrote in
-        place do. The rest is put back, with one warning.
-
-        Raises:
-            ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module in training wrote a
-                buffer and an attribute, or if forward made a layer.
-        """
-        names: dict[str, None] = {}
-        attributes: dict[str, str] = {}
-        for replica in used:
-            if not replica.is_dirty:
-                continue
-            for change in replica.holdings.changes():
-                self._judge(change, replica, used, names, attributes)
-        written = self._find_written(used)
-        comes_back = is_cut and self.survey.trains
-        if comes_back:
-            self._refuse_parted(written, attributes)
-        for index in written:
-            name = self.survey.paths[id(self.survey.tensors[index])]
-            is_buffer = self._is_buffer(self.survey.tensors[index])
-            if not (comes_back and is_buffer):
-                names[name] = None
-            if is_buffer and is_cut and not self.survey.trains:
-                _refuse_different(name, [replica.tensors[index] for replica in used])
-        if comes_back:
-            self._give_back(written, used[0])
-        self.note_written(names)
-
-    def note_written(self, names: Iterable[str]) -> None:
-        """Remember names for the warning. Any thread may call it."""
-        with self._writing:
+    def _settle(self, used: Sequence[Replica], *, is_cut: bool) -> None:
+        names = settle_writes(self.survey, used, is_cut=is_cut)
+        with self._lock:
             self._written.update(dict.fromkeys(names))
 
     def warn(self) -> None:
         """Warn once of what calls wrote and the model does not get. For the caller's thread."""
-        names = [name for name in [*self._written] if _container_of(name) not in self._warned]
+        # A name without keys: a cache by shape gets another key at each call
+        names = [name for name in [*self._written] if name.partition("[")[0] not in self._warned]
         if not names:
             return
-        self._warned.update(map(_container_of, names))
+        self._warned.update(name.partition("[")[0] for name in names)
         warn_caller(
             f"the model wrote {', '.join(map(repr, names))} during a call. Each lane wrote its own, and these "
             "writes do not come back to the model: the next call starts without them. Return the value from the call "
@@ -692,23 +424,23 @@ class Replicas:
         Raises:
             ReplicaError: If there is one whose writes are not allowed.
         """
+        if [*map(version_of, self.params)] == versions:
+            return
         for tensor, before in zip(self.params, versions, strict=True):
-            if version_of(tensor) != before and not self._may_renormalize(tensor):
-                self._refuse_parameter(tensor)
+            if version_of(tensor) != before and not may_renormalize(self.survey, tensor):
+                raise parameter_error(self.survey, tensor)
 
     def _refuse_writes_away(self) -> None:
         """Raise an error if forward wrote a copy of a parameter on another device."""
-        for away in self._away.values():
-            written = away.find_written()
-            if written is not None:
-                away.invalidate()
-                self._refuse_parameter(written)
+        written = self._away.find_written()
+        if written is not None:
+            self._away.invalidate()
+            raise parameter_error(self.survey, written)
 
     def read_contents(self) -> list[Any]:
         """Return the memory and a sum of each parameter and copy, which also show writes through ``.data``."""
-        copies = (copied for away in self._away.values() for copied in away.copies)
         with torch.no_grad():
-            return [_contents_of(tensor) for tensor in (*self.params, *copies)]
+            return [contents_of(tensor) for tensor in (*self.params, *[copied for _, copied in self._away.pairs()])]
 
     def check_contents(self, before: list[Any]) -> None:
         """Raise an error if the parameters have other contents than `read_contents` returned.
@@ -716,147 +448,17 @@ class Replicas:
         Raises:
             ReplicaError: If so. The message names the first one.
         """
-        originals = (original for away in self._away.values() for original in away.originals)
-        for tensor, then, now in zip((*self.params, *originals), before, self.read_contents(), strict=True):
-            if then != now and not self._may_renormalize(tensor):
-                self._refuse_parameter(tensor)
-
-    def _refuse_parameter(self, tensor: torch.Tensor) -> None:
-        name = self.survey.path_of(tensor)
-        if self.survey.scripts and not isinstance(tensor, torch.nn.Parameter):
-            msg = (
-                f"{name!r} of a scripted module was written during a call. Lanes share scripted modules, so each lane "
-                "would write it once. Use the module before torch.jit.script, or call model.eval()"
-            )
-            raise ReplicaError(msg)
-        msg = (
-            f"the parameter {name!r} was written during a call, by forward or by another thread. Lanes share "
-            "parameters, so each lane would write it once. Compute with a new tensor, make it a buffer, or write it "
-            "between calls"
-        )
-        raise ReplicaError(msg)
-
-    def _may_renormalize(self, tensor: torch.Tensor) -> bool:
-        """True for the weight of an embedding with ``max_norm``, whose lanes run in turns."""
-        holders = self.survey.holders.get(id(tensor), ())
-        return any(holder is not None and getattr(holder[0].owner, "max_norm", None) is not None for holder in holders)
-
-    def _judge(
-        self,
-        change: Change,
-        replica: Replica,
-        used: Sequence[Replica],
-        names: dict[str, None],
-        attributes: dict[str, str],
-    ) -> None:
-        """Enter the names of one change of a replica; `attributes` are those by the path of their module."""
-        place, key, before, now = change
-        name = place.name(key)
-        known = {id(part) for part in before} if key is None else ()
-        for part in now if key is None else (now,):
-            is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter)) and id(part) not in known
-            if is_layer and replica.original_of(part) is None:
-                msg = (
-                    f"forward makes {name!r}, and each lane made its own, which learns nothing. Make it before the "
-                    "block, for instance by a call of the model"
-                )
-                raise ReplicaError(msg)
-        if place.kind in (PARAMETERS, CHILDREN):
-            msg = f"forward replaces {name!r}, and each lane replaced its own. Do so between calls"
-            raise ReplicaError(msg)
-        if place.kind == BUFFERS:
-            if not self.survey.trains:
-                _refuse_different(name, [each.holdings.read(place).get(key) for each in used])
-            names[name] = None
-        elif _counts(before, now) and not _is_computed(place, key):
-            names[name] = None
-            attributes[place.module_path] = name
-
-    def _find_written(self, used: Sequence[Replica]) -> list[int]:
-        """Return the indices of the tensors that lanes wrote in place."""
-        found: set[int] = set()
-        for replica in used:
-            if replica.is_written():
-                before = {id(tensor): version for tensor, version in zip(replica.versioned, replica.versions, strict=True)}
-                moved = (
-                    index
-                    for index, tensor in enumerate(replica.tensors)
-                    if id(tensor) in before and version_of(tensor) != before[id(tensor)]
-                )
-                found.update(moved)
-        return sorted(found)
-
-    def _is_buffer(self, tensor: torch.Tensor) -> bool:
-        holders = self.survey.holders.get(id(tensor), ())
-        return any(holder is not None and holder[0].kind == BUFFERS for holder in holders)
-
-    def _refuse_parted(self, written: Sequence[int], attributes: dict[str, str]) -> None:
-        """Refuse a module that wrote a buffer, which comes back, and an attribute, which does not."""
-        for index in written:
-            tensor = self.survey.tensors[index]
-            for holder in self.survey.holders.get(id(tensor), ()):
-                if holder is not None and holder[0].kind == BUFFERS and holder[0].path in attributes:
-                    msg = (
-                        f"forward writes the buffer {self.survey.paths[id(tensor)]!r} and "
-                        f"{attributes[holder[0].path]!r} in one module. In training mode the buffer comes back to the "
-                        "model and the attribute does not, so they would part. Make the attribute a buffer: "
-                        'self.register_buffer("name", torch.tensor(value)), written in place'
-                    )
-                    raise ReplicaError(msg)
-
-    def _give_back(self, written: Sequence[int], first: Replica) -> None:
-        """Copy the buffers that lane 0 wrote to the model."""
-        indices = [index for index in written if self._is_buffer(self.survey.tensors[index])]
-        known = set(indices)
-        unseen = [
-            index
-            for index, tensor in enumerate(self.survey.tensors)
-            if index not in known and is_written_unseen(tensor) and self._is_buffer(self.survey.tensors[index])
-        ]
-        pairs = [(self.survey.tensors[index], first.tensors[index]) for index in indices]
-        pairs += [(self.survey.tensors[index].data, first.tensors[index]) for index in unseen]  # as quietly as C++ wrote it
-        with lasting():
-            for tensor, value in pairs:
-                if value.device != tensor.device:
-                    record_use([value])
-                tensor.copy_(value)
-
-
-def _itself(owner: Any) -> Any:
-    return owner
-
-
-def _own_copy(memo: dict[int, Any], value: Any) -> Any:
-    """Return the lane's copy of a part of the target; None if all lanes use the part itself."""
-    copied = memo.get(id(value), value)
-    return None if copied is value else copied
+        tensors = [*self.params, *[original for original, _ in self._away.pairs()]]
+        for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):
+            if then != now and not may_renormalize(self.survey, tensor):
+                raise parameter_error(self.survey, tensor)
 
 
 def _home_of(target: Any) -> torch.device | None:
     """Return the device of the first parameter or buffer of a module; None without one."""
     module = target.__self__ if isinstance(target, types.MethodType) else target
-    if not isinstance(module, torch.nn.Module):
-        return None
-    first = _first_tensor(module, PARAMETERS)
-    if first is None:
-        first = _first_tensor(module, BUFFERS)
+    first = first_tensor(module) if isinstance(module, torch.nn.Module) else None
     return None if first is None else first.device
-
-
-def _first_tensor(module: torch.nn.Module, table: str) -> torch.Tensor | None:
-    """Return the first tensor in such tables of a module and its parts. Plain calls of one lane wait for this walk."""
-    waiting: list[torch.nn.Module | None] = [module]
-    seen: set[int] = set()
-    while waiting:
-        part = waiting.pop()
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        for tensor in getattr(part, table).values():
-            if tensor is not None:
-                return tensor  # type: ignore[no-any-return]
-        waiting.extend(reversed(getattr(part, CHILDREN).values()))
-    return None
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:
@@ -874,7 +476,9 @@ def _refuse_devices(survey: Survey, home: torch.device | None) -> None:
     """Refuse a model on several devices, or on the meta device."""
     if home is None:
         return
-    registered = [tensor for tensor in (*survey.params, *survey.tensors) if _is_registered(survey, tensor)]
+    tables = {PARAMETERS, BUFFERS}
+    tensors = [*survey.params, *survey.tensors]
+    registered = [each for each in tensors if not tables.isdisjoint(place.kind for place in survey.places_of(each))]
     for tensor in registered:
         if tensor.device != home:
             msg = (
@@ -888,97 +492,8 @@ def _refuse_devices(survey: Survey, home: torch.device | None) -> None:
         raise ReplicaError(msg)
 
 
-def _is_registered(survey: Survey, tensor: torch.Tensor) -> bool:
-    holders = survey.holders.get(id(tensor), ())
-    return any(holder is not None and holder[0].kind in (PARAMETERS, BUFFERS) for holder in holders)
-
-
-def _refuse_cuda_graphs(survey: Survey, devices: Iterable[torch.device]) -> None:
-    """Refuse models that torch.compile runs as CUDA graphs: torch keeps these for one thread and one stream."""
-    for module in survey.modules:
-        if is_compiled_module(module) and uses_cuda_graphs(module) and any(each.type == "cuda" for each in devices):
-            msg = (
-                f"{survey.path_of(module)!r} is compiled to run as CUDA graphs, which only one thread can use, and each "
-                'lane has its own. Compile it with torch.compile(model), or with mode="max-autotune-no-cudagraphs"'
-            )
-            raise ReplicaError(msg)
-
-
-def _clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on their device. Those that share memory are copied together."""
-    memory: dict[int, int] = {}
-    for tensor in tensors:
-        if storage := storage_of(tensor):
-            memory[storage] = memory.get(storage, 0) + 1
-    if all(count == 1 for count in memory.values()):
-        found = [tensor.detach().clone() for tensor in tensors]
-    else:
-        found = copy.deepcopy([tensor.detach() for tensor in tensors])
-    for tensor, each in zip(tensors, found, strict=True):
-        if own := vars_of(tensor):
-            vars(each).update(own)
-    return found
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return a parameter with the same memory, without a way of gradients back."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.detach(), requires_grad=False)
     return tensor.detach()
-
-
-def is_written_unseen(tensor: torch.Tensor) -> bool:
-    """True for a tensor that forward may write in training mode without a new version, as batch norm does in C++."""
-    return tensor.ndim > 0 and tensor.is_floating_point()
-
-
-def _contents_of(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return None
-    dtype = torch.float64 if tensor.is_floating_point() else torch.complex128 if tensor.is_complex() else None
-    return tensor.data_ptr(), tensor.requires_grad, repr(tensor.detach().sum(dtype=dtype).item())
-
-
-def _refuse_different(name: str, values: Sequence[Any]) -> None:
-    """Refuse a buffer that lanes wrote differently in evaluation mode."""
-    first = values[0]
-    for other in values[1:]:
-        if not _are_equal(first, other):
-            msg = (
-                f"forward writes the buffer {name!r} in evaluation mode, and the lanes wrote different values. State "
-                "per row belongs in the arguments and the output"
-            )
-            raise ReplicaError(msg)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        other = other.to(one.device)
-        return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
-    return one is other
-
-
-def _is_bare(part: Any, known: set[int]) -> bool:
-    """True for a module that only holds the copies of submodules: torchvision's graphs make such modules anew."""
-    if type(part) is not torch.nn.Module or vars(part)[PARAMETERS] or vars(part)[BUFFERS]:
-        return False
-    return all(id(each) in known or _is_bare(each, known) for each in vars(part)[CHILDREN].values())
-
-
-def _container_of(name: str) -> str:
-    """Return the name of an attribute without keys: a cache by shape gets another key at each call."""
-    return name.partition("[")[0]
-
-
-def _is_computed(place: Place, key: Any) -> bool:
-    """True for an attribute that a hook of torch computes from parameters at each call, as weight norm does."""
-    params = vars(place.owner).get(PARAMETERS, {}) if place.kind == "vars" else {}
-    is_of_rnn = isinstance(place.owner, torch.nn.RNNBase) and str(key).startswith("_flat_weight")
-    return is_of_rnn or f"{key}_orig" in params or f"{key}_v" in params
-
-
-def _counts(before: Any, now: Any) -> bool:
-    """True unless a value was replaced by an equal one, or an empty container by an empty one."""
-    if before is now or (type(before) is type(now) and type(now) in _SIMPLE and before == now):
-        return False
-    return not (isinstance(now, (dict, list, set)) and not now and (before in (None, ABSENT) or not before))

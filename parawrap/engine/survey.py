@@ -62,14 +62,13 @@ _ATOMS = (
 )
 # Objects with a life outside the model. All lanes use the same one.
 _SHARED = (
-    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket),
+    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket, weakref.ref),
     *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
     *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
     *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
     *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
 )
 _SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
-_WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 _LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
 _CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
@@ -135,8 +134,7 @@ class Survey:
         for function in self.twins:
             self._note_cells(function)
         self.is_lazy = any(map(is_lazy, self.params))
-        self.trains = any(module.training for module in self.modules)
-        self.is_quiet = self._is_quiet()
+        self.note_modes()
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
         self.in_turns = self._read_code(methods) or renormalizes
 
@@ -148,6 +146,14 @@ class Survey:
     def path_of(self, value: Any) -> str:
         """Return the path to a part of the target."""
         return self.paths.get(id(value)) or "the target"
+
+    def places_of(self, tensor: torch.Tensor) -> list[Place]:
+        """Return the containers that hold a tensor, without those that cannot change."""
+        return [holder[0] for holder in self.holders.get(id(tensor), ()) if holder is not None]
+
+    def is_buffer(self, tensor: torch.Tensor) -> bool:
+        """True for a buffer of a module."""
+        return any(place.kind == BUFFERS for place in self.places_of(tensor))
 
     # The walk
 
@@ -196,7 +202,11 @@ class Survey:
         return self._parts_of_instance(value, path)
 
     def _parts_of_module(self, module: torch.nn.Module, path: str) -> Iterable[_Part]:
-        self._refuse_distributed(module, path)
+        names = {cls.__name__ for cls in type(module).__mro__}
+        if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+            what = repr(path) if path else "the model"
+            msg = f"{what} is a {type(module).__name__}, which is parallel already. Give the module in it"
+            raise ReplicaError(msg)
         self.modules.append(module)
         if is_compiled_module(module):
             return [(compiled_original(module), f"{path}._orig_mod".lstrip("."), None, None)]
@@ -225,8 +235,15 @@ class Survey:
 
     def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
         cls = type(value)
-        if isinstance(value, _WEAK):
-            return self._enter_weak(value, path)
+        if isinstance(value, weakref.ref):
+            referent = value()
+            owner = referent.__self__ if isinstance(referent, types.MethodType) else referent
+            if isinstance(owner, torch.nn.Module):
+                msg = (
+                    f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would lead to the original. "
+                    "Hold it in a list: [value]"
+                )
+                raise ReplicaError(msg)
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
             raise ReplicaError(msg)
@@ -266,19 +283,6 @@ class Survey:
             if id(tensor) not in self.owned:
                 self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
                 self.params.append(tensor)
-
-    def _enter_weak(self, value: Any, path: str) -> Iterable[_Part]:
-        with contextlib.suppress(ReferenceError):
-            referent = value() if isinstance(value, weakref.ref) else value.__reduce_ex__.__self__
-            owner = referent.__self__ if isinstance(referent, types.MethodType) else referent
-            if isinstance(owner, torch.nn.Module):
-                msg = (
-                    f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would lead to the original. "
-                    "Hold it in a list: [value]"
-                )
-                raise ReplicaError(msg)
-        self.shared.append(value)
-        return ()
 
     def _note_cells(self, function: types.FunctionType) -> None:
         """Enter the closure cells of a twin, which a caller may bind again."""
@@ -352,15 +356,6 @@ class Survey:
             seen.update(called)
         return writes
 
-    # Refusals
-
-    def _refuse_distributed(self, module: torch.nn.Module, path: str) -> None:
-        names = {cls.__name__ for cls in type(module).__mro__}
-        if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
-            what = repr(path) if path else "the model"
-            msg = f"{what} is a {type(module).__name__}, which is parallel already. Give the module in it"
-            raise ReplicaError(msg)
-
 
 def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return what a function holds: its closure, its defaults, and its attributes."""
@@ -386,11 +381,9 @@ def vars_of(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def has_tensors(value: Any) -> bool:
-    """True for a module with parameters or buffers."""
-    if not isinstance(value, torch.nn.Module):
-        return False
-    return next(chain(value.parameters(), value.buffers()), None) is not None
+def first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
+    """Return the first parameter of a module; without one, its first buffer, or None."""
+    return next(chain(module.parameters(), module.buffers()), None)
 
 
 def _state_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -442,7 +435,7 @@ def _refuse_held(what: str, value: Any) -> None:
     """Refuse a value that is a module with tensors, or a container that holds one."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
     for held in parts:
-        if has_tensors(held):
+        if isinstance(held, torch.nn.Module) and first_tensor(held) is not None:
             msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
             raise ReplicaError(msg)
 

@@ -175,7 +175,7 @@ WRITES = {
     "mean": lambda self: self.mean.add_(1),
     "scale": lambda self: setattr(self, "scale", torch.zeros(2)),
     "captures 'layer'": lambda self: self.put(None),
-    "in_features": lambda self: object.__setattr__(self, "__dict__", vars(self) | {"in_features": 7}),
+    "__dict__": lambda self: object.__setattr__(self, "__dict__", vars(self) | {"in_features": 7}),
 }
 
 

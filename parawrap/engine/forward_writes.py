@@ -1,0 +1,176 @@
+"""What forward wrote in the replicas: given back to the model, put back with a warning, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parawrap._private_names import BUFFERS, CHILDREN, PARAMETERS
+from parawrap.backends import record_use
+from parawrap.engine.batched_copies import lasting
+from parawrap.engine.holdings import ABSENT, Change, Place
+from parawrap.engine.replica import Replica
+from parawrap.engine.survey import Survey
+from parawrap.errors import ReplicaError
+
+SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def settle_writes(survey: Survey, used: Sequence[Replica], *, is_cut: bool) -> list[str]:
+    """Judge what forward wrote in these replicas, and return the names of what the model does not get.
+
+    In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of a cut call wrote in
+    place do. Lanes start their next calls from the model's state.
+
+    Raises:
+        ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module in training wrote a
+            buffer and an attribute, or if forward made a layer.
+    """
+    names: dict[str, None] = {}
+    attributes: dict[str, str] = {}  # that were written, by the path of their module
+    for replica in used:
+        for change in replica.holdings.changes() if replica.is_dirty else ():
+            place, key, before, now = change
+            name = place.name(key)
+            _refuse_layers(change, name, replica)
+            if place.kind == BUFFERS:
+                if not survey.trains:
+                    _refuse_different(name, [each.holdings.read(place).get(key) for each in used])
+                names[name] = None
+            elif _counts(before, now) and not _is_computed(place, key):
+                names[name] = None
+                attributes[place.module_path] = name
+    written = _find_written(used)
+    for index in sorted(written):
+        tensor = survey.tensors[index]
+        name = survey.paths[id(tensor)]
+        if not (is_cut and survey.is_buffer(tensor)):
+            names[name] = None
+        elif survey.trains:
+            _refuse_parted(survey, tensor, attributes)
+        else:
+            names[name] = None
+            _refuse_different(name, [replica.tensors[index] for replica in used])
+    if is_cut and survey.trains:
+        _give_back(survey, written, used[0])
+    return [*names]
+
+
+def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
+    """Refuse layers and parameters that forward made or replaced."""
+    known = {id(part) for part in change.before} if change.key is None else ()
+    for part in change.now if change.key is None else (change.now,):
+        is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter)) and id(part) not in known
+        if is_layer and replica.original_of(part) is None:
+            msg = (
+                f"forward makes {name!r}, and each lane made its own, which learns nothing. Make it before the "
+                "block, for instance by a call of the model"
+            )
+            raise ReplicaError(msg)
+    if change.place.kind in (PARAMETERS, CHILDREN):
+        msg = f"forward replaces {name!r}, and each lane replaced its own. Do so between calls"
+        raise ReplicaError(msg)
+
+
+def _find_written(used: Sequence[Replica]) -> set[int]:
+    """Return the indices of the tensors that lanes wrote in place."""
+    found: set[int] = set()
+    for replica in used:
+        if ids := replica.find_written():
+            found.update(index for index, tensor in enumerate(replica.tensors) if id(tensor) in ids)
+    return found
+
+
+def _refuse_parted(survey: Survey, tensor: torch.Tensor, attributes: dict[str, str]) -> None:
+    """Refuse a module that wrote a buffer, which comes back, and an attribute, which does not."""
+    for place in survey.places_of(tensor):
+        if place.kind == BUFFERS and place.path in attributes:
+            msg = (
+                f"forward writes the buffer {survey.paths[id(tensor)]!r} and {attributes[place.path]!r} in one module. In "
+                "training mode the buffer comes back to the model and the attribute does not, so they would part. Make the "
+                'attribute a buffer: self.register_buffer("name", torch.tensor(value)), written in place'
+            )
+            raise ReplicaError(msg)
+
+
+def _refuse_different(name: str, values: Sequence[Any]) -> None:
+    """Refuse a buffer that lanes wrote differently in evaluation mode."""
+    if not all(_are_equal(values[0], other) for other in values[1:]):
+        msg = (
+            f"forward writes the buffer {name!r} in evaluation mode, and the lanes wrote different values. State per row "
+            "belongs in the arguments and the output"
+        )
+        raise ReplicaError(msg)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        other = other.to(one.device)
+        return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+    return one is other
+
+
+def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
+    """Copy the buffers that lane 0 wrote to the model."""
+    with lasting():
+        for index, tensor in enumerate(survey.tensors):
+            if (index in written or is_written_unseen(tensor)) and survey.is_buffer(tensor):
+                value = first.tensors[index]
+                if value.device != tensor.device:
+                    record_use([value])
+                target = tensor if index in written else tensor.data  # as quietly as C++ wrote it
+                target.copy_(value)
+
+
+def is_written_unseen(tensor: torch.Tensor) -> bool:
+    """True for a tensor that forward may write in training mode without a new version, as batch norm does in C++."""
+    return tensor.ndim > 0 and tensor.is_floating_point()
+
+
+def _is_computed(place: Place, key: Any) -> bool:
+    """True for an attribute that a hook of torch computes from parameters at each call, as weight norm does."""
+    params = vars(place.owner).get(PARAMETERS, {}) if place.kind == "vars" else {}
+    is_of_rnn = isinstance(place.owner, torch.nn.RNNBase) and str(key).startswith("_flat_weight")
+    return is_of_rnn or f"{key}_orig" in params or f"{key}_v" in params
+
+
+def _counts(before: Any, now: Any) -> bool:
+    """True unless a value was replaced by an equal one, or an empty container by an empty one."""
+    if before is now or (type(before) is type(now) and type(now) in SIMPLE and before == now):
+        return False
+    return not (isinstance(now, (dict, list, set)) and not now and (before in (None, ABSENT) or not before))
+
+
+# Parameters, which all lanes share
+
+
+def parameter_error(survey: Survey, tensor: torch.Tensor) -> ReplicaError:
+    """Return the error for a parameter that was written during a call."""
+    name = survey.path_of(tensor)
+    if survey.scripts and not isinstance(tensor, torch.nn.Parameter):
+        msg = (
+            f"{name!r} of a scripted module was written during a call. Lanes share scripted modules, so each lane "
+            "would write it once. Use the module before torch.jit.script, or call model.eval()"
+        )
+        return ReplicaError(msg)
+    msg = (
+        f"the parameter {name!r} was written during a call, by forward or by another thread. Lanes share "
+        "parameters, so each lane would write it once. Compute with a new tensor, make it a buffer, or write it "
+        "between calls"
+    )
+    return ReplicaError(msg)
+
+
+def may_renormalize(survey: Survey, tensor: torch.Tensor) -> bool:
+    """True for the weight of an embedding with ``max_norm``, whose lanes run in turns."""
+    return any(getattr(place.owner, "max_norm", None) is not None for place in survey.places_of(tensor))
+
+
+def contents_of(tensor: torch.Tensor) -> Any:
+    """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    dtype = torch.float64 if tensor.is_floating_point() else torch.complex128 if tensor.is_complex() else None
+    return tensor.data_ptr(), tensor.requires_grad, repr(tensor.detach().sum(dtype=dtype).item())
