@@ -93,7 +93,7 @@ def _missing_gpu() -> str | None:
 
 def _fixed(suite: Suite) -> dict[str, str]:
     """Return the environment of all arms of the suite."""
-    from parawrap.backends.cpu_backend import usable_cores
+    from parawrap.backends.cores import usable_cores
 
     threads = usable_cores() if suite.on_every_core else 1
     return {**ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
@@ -146,7 +146,7 @@ def hardware() -> dict[str, str]:
     """Return the architecture, the cores, and the GPU of this machine."""
     import torch
 
-    from parawrap.backends.cpu_backend import usable_cores
+    from parawrap.backends.cores import usable_cores
 
     gpu = f"{torch.cuda.get_device_name()}, driver {_driver()}" if torch.cuda.is_available() else "no GPU"
     return {"machine": platform.machine(), "cores": f"{usable_cores()} cores", "gpu": gpu}

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks._measure import Arm, Result, Row, take_turns, threads
 from benchmarks.nets import Net, encoder, mlp, plain_attention, resnet18
 from parawrap import parallel
-from parawrap.backends.cpu_backend import usable_cores
+from parawrap.backends.cores import usable_cores
 
 __all__ = ["LANES", "cores_limit", "interpreter_limit", "lanes_row", "rows"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks._measure import Result, Row, arm_of, ratio_of, threads, times_in_turn
 from benchmarks.nets import SMALL_ENCODER, Lstm, Net, conv, mlp
 from parawrap import parallel
-from parawrap.backends.cpu_backend import usable_cores
+from parawrap.backends.cores import usable_cores
 
 __all__ = ["rows"]
 

@@ -2,26 +2,6 @@
 
 An exception that *your* code raises inside a lane keeps its type and traceback. parawrap adds a note that names the lane,
 the device, and the shard.
-
-::
-
-    ParawrapError
-    ├── ShardError (ValueError)                 a call cannot be cut: rows disagree, or a list is ambiguous
-    ├── GatherError (ValueError)                outputs cannot be joined: shapes or keys differ
-    ├── VerifyError (RuntimeError)              a parallel output differs from the plain one
-    ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
-    ├── ReplicaError (RuntimeError)             a module cannot be replicated
-    ├── SessionError (RuntimeError)             a block is used after it was closed, or workers cannot make a call
-    ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream
-    ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
-    ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
-    ├── VersionError (RuntimeError)             this release of torch or Python lacks what parawrap needs
-    ├── PlatformError (ValueError)              a field of Platform has a value that is not allowed
-    └── LaunchError (RuntimeError)              a launch could not start or finish
-        ├── RankDiedError                       a rank was killed, or exited without a result
-        ├── LaunchTimeoutError                  ranks ran, or were silent, for too long
-        ├── LaunchCancelledError                a launch was cancelled and has no results
-        └── UnsendableError (TypeError)         an argument or a result cannot be sent to another process
 """
 
 from __future__ import annotations
@@ -35,18 +15,14 @@ _PLACES = re.compile(r' \((?:the page "Errors" of the documentation, \w+|\S+/err
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Call ``error.add_note``. If the class refuses new attributes, write the note into the instance's dict.
+    """Do what ``error.add_note`` does, also for an exception whose class refuses new attributes.
 
     >>> error = ValueError("too long")
     >>> add_note(error, "in lane 1")
     >>> error.__notes__
     ['in lane 1']
     """
-    try:
-        error.add_note(note)
-    except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
-        notes = error.__dict__.get("__notes__", ())
-        error.__dict__["__notes__"] = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
+    error.__dict__["__notes__"] = [*error.__dict__.get("__notes__", ()), note]
 
 
 class ParawrapError(Exception):

@@ -1,7 +1,7 @@
 """Device backends: count devices, make one current in a thread, and parse the `devices` argument.
 
-This package handles torch's device types. It has no code for modules, calls, or processes. ``_backend.py`` defines the
-interface. ``_backend_registry.py`` maps each kind of device to its backend.
+This package handles torch's device types. It has no code for modules, calls, or processes. ``_backend_registry.py`` maps
+each kind of device to its backend.
 """
 
 from torch import Stream

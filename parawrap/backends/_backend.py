@@ -1,42 +1,68 @@
-"""The interface that each kind of device implements."""
+"""What parawrap needs of a kind of device: its devices, their streams, pinned memory, and random state."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Stream
 
+from parawrap.backends.cores import share_of_cores, usable_cores
 from parawrap.errors import DeviceUnavailableError
 
+# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores instead.
+_MOST_LANES = 8
+_WITHOUT_FEATURES = ("cpu", "mps")  # torch.cpu has streams that do nothing, and torch.mps functions without a device
 
-class Backend(ABC):
-    """One kind of device. Stateless and thread-safe; one instance lives as long as the process."""
 
-    type: str
-    """torch's name for the kind, as in ``torch.device(type)``."""
+class Backend:
+    """One kind of device, with the module that torch registers for it, such as ``torch.cuda``.
 
-    takes_pageable_at_once: bool = False
-    """True if a non-blocking copy from pageable memory has finished reading it when the copy returns."""
+    Features that the module lacks are skipped. Stateless and thread-safe; one instance lives as long as the process.
 
-    @abstractmethod
+    Attributes:
+        type: torch's name for the kind, as in ``torch.device(type)``.
+        takes_pageable_at_once: True if a non-blocking copy from pageable memory has finished reading it when the copy
+            returns (CUDA Runtime API, "API synchronization behavior").
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.type = kind
+        self.takes_pageable_at_once = kind == "cuda"
+
+    @property
+    def module(self) -> Any:
+        """The device module; None for a kind whose module lacks all of these features."""
+        return None if self.type in _WITHOUT_FEATURES else torch.get_device_module(self.type)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call a function of the device module; return None if the module lacks it."""
+        function = getattr(self.module, name, None)
+        return None if function is None else function(*args)
+
     def count(self) -> int:
         """Return the number of devices of this kind that the process sees; 0 if the kind is not usable here."""
+        return 0 if self._call("is_available") is False else int(self.module.device_count())
 
-    @abstractmethod
     def device(self, index: int | None) -> torch.device:
         """Return the device with that index, or the current device if `index` is None.
 
         Raises:
             DeviceUnavailableError: If the process does not see that device.
         """
+        count = self.count()
+        if index is None and count:
+            index = int(self._call("current_device") or 0)
+        if index is None or not 0 <= index < count:
+            raise _not_there(self.type, index, count)
+        return torch.device(self.type, index)
 
     def every_device(self) -> tuple[torch.device, ...]:
         """Return one device per lane for a kind without a number, as in ``devices="cuda"``."""
-        return tuple(self.device(index) for index in range(self.count()))
+        return self.first(self.count())
 
     def first(self, lanes: int) -> tuple[torch.device, ...]:
         """Return one device per lane for a number of lanes, as in ``devices=2``."""
@@ -44,38 +70,84 @@ class Backend(ABC):
 
     def stream(self, device: torch.device) -> Stream | None:
         """Return the stream on which the calling thread queues work; None if the kind has no streams."""
-        return None
+        stream: Stream | None = self._call("current_stream", device)
+        return stream
 
     def new_stream(self, device: torch.device) -> Stream | None:
         """Return a new stream, which runs in parallel with the current one; None if the kind has no streams."""
-        return None
+        stream: Stream | None = self._call("Stream", device)
+        return stream
 
     def is_capturing(self) -> bool:
         """True if the calling thread records its work into a graph. Other threads cannot add to that graph."""
-        return False
+        return bool(self._call("is_current_stream_capturing"))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a CPU tensor in pinned memory, or the tensor itself if the kind has none."""
-        return tensor
+        if self.module is None:
+            return tensor
+        try:
+            # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy in pageable memory.
+            return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        except (RuntimeError, NotImplementedError):  # no pinned memory for this kind, or the system's limit is reached
+            return tensor
 
-    def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def activate(self, device: torch.device, stream: Stream | None) -> Iterator[None]:
         """Make `device` the thread's current device, and `stream` its current stream, inside the block."""
-        return contextlib.nullcontext()
+        nothing = contextlib.nullcontext()
+        with self._call("device", device) or nothing, nothing if stream is None else self.module.stream(stream):
+            yield
 
     def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore the random state of the CPU and of `devices` at the end of the block."""
-        return torch.random.fork_rng(())
+        if self.module is None:
+            return torch.random.fork_rng(())
+        return torch.random.fork_rng(sorted({device.index for device in devices}), device_type=self.type)
 
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
         """Return the state of the device's own random generator; None if the kind does not offer it."""
-        return None
+        state: torch.Tensor | None = self._call("get_rng_state", device)
+        return state
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        """Return the number of CPU threads per operator for this number of lanes; None means no limit."""
-        return None
+        """Return the number of CPU threads per operator for this number of lanes; None means no limit.
+
+        Lanes of accelerators share the cores too: they copy into pinned memory at the same time.
+        """
+        return share_of_cores(lanes)
 
 
-def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
+class CpuBackend(Backend):
+    """One device, "cpu". "cpu:1" is refused: torch accepts it, but then copies on every ``.to``."""
+
+    def count(self) -> int:
+        return 1
+
+    def device(self, index: int | None) -> torch.device:
+        if index not in (None, 0):
+            msg = (
+                f"device 'cpu:{index}' is not available: the CPU is one device, 'cpu'. "
+                'For several lanes on it, repeat the name, as in ["cpu", "cpu"], or pass a number, as in devices=2'
+            )
+            raise DeviceUnavailableError(msg)
+        return torch.device("cpu")
+
+    def every_device(self) -> tuple[torch.device, ...]:
+        return self.first(min(usable_cores(), _MOST_LANES))
+
+    def first(self, lanes: int) -> tuple[torch.device, ...]:
+        return (torch.device("cpu"),) * lanes
+
+
+class MpsBackend(Backend):
+    """The GPU of an Apple machine, which torch reports as ``mps:0``. Several lanes on it share one command queue."""
+
+    def count(self) -> int:
+        return int(torch.backends.mps.is_available())
+
+
+def _not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
     """Return the error for a device that this process does not see. It lists the devices that the process sees."""
     named = kind if index is None else f"{kind}:{index}"
     several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"

@@ -6,15 +6,13 @@ from types import ModuleType
 
 import torch
 
-from parawrap.backends._backend import Backend
-from parawrap.backends.accelerator_backend import AcceleratorBackend, CudaBackend, MpsBackend
-from parawrap.backends.cpu_backend import CpuBackend
+from parawrap.backends._backend import Backend, CpuBackend, MpsBackend
 from parawrap.errors import DeviceUnavailableError
 
 CORE_KINDS = ("nc", "neuron")
 """The names of NeuronCores. "neuron" is also a torch device if torch_neuronx registers one."""
 
-_backends: dict[str, Backend] = {"cpu": CpuBackend(), "cuda": CudaBackend("cuda"), "mps": MpsBackend()}
+_backends: dict[str, Backend] = {"cpu": CpuBackend("cpu"), "cuda": Backend("cuda"), "mps": MpsBackend("mps")}
 
 
 def torch_kind(name: str) -> str:
@@ -27,7 +25,7 @@ def torch_kind(name: str) -> str:
 
 
 def backend_of(kind: str) -> Backend:
-    """Return the backend of a kind such as "cpu". Kinds that only torch knows get the general accelerator backend.
+    """Return the backend of a kind such as "cpu". Other kinds that torch knows get one too.
 
     The kind may be any name that `torch_kind` accepts.
 
@@ -39,9 +37,15 @@ def backend_of(kind: str) -> Backend:
     if backend is not None:
         return backend
     name = torch_kind(kind)
-    if not is_torch_device(name):
-        raise DeviceUnavailableError(_cores(kind) if name in CORE_KINDS else _unknown(kind))
-    return _backends.setdefault(name, AcceleratorBackend(name))
+    if is_torch_device(name):
+        return _backends.setdefault(name, Backend(name))
+    msg = f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: cpu, cuda, mps"
+    if name in CORE_KINDS:
+        msg = (
+            f"{kind!r} names NeuronCores, which are not torch devices in this process. Compile the model with "
+            "parawrap.neuron.trace, then pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
+        )
+    raise DeviceUnavailableError(msg)
 
 
 def best_backend() -> Backend:
@@ -60,14 +64,3 @@ def is_torch_device(kind: str) -> bool:
     except RuntimeError:
         return False
     return hasattr(module, "device_count")
-
-
-def _cores(kind: str) -> str:
-    return (
-        f"{kind!r} names NeuronCores, which are not torch devices in this process. Compile the model with "
-        "parawrap.neuron.trace, then pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
-    )
-
-
-def _unknown(kind: str) -> str:
-    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: cpu, cuda, mps"

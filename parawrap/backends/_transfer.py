@@ -33,15 +33,15 @@ def transfer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     if tensor.device.type != "cpu":
         _record(tensor)  # the reading stream may differ from the allocating stream
-    staged = _stage(tensor, device)
-    return staged.to(device, non_blocking=_may_be_queued(staged, device))
+    staged, may_be_queued = _stage(tensor, device)
+    return staged.to(device, non_blocking=may_be_queued)
 
 
 def transfer_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy `tensor` into `target` on another device, in the same way as `transfer`."""
     _record(tensor)
-    staged = _stage(tensor, target.device)
-    target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))
+    staged, may_be_queued = _stage(tensor, target.device)
+    target.copy_(staged, non_blocking=may_be_queued)
 
 
 def device_of(leaf: Any) -> torch.device | None:
@@ -80,26 +80,17 @@ def _record(tensor: torch.Tensor) -> None:
             tensor.record_stream(stream)
 
 
-def _needs_staging(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.nbytes > _STAGED_FROM
-        and not (tensor.requires_grad and torch.is_grad_enabled())  # autograd does not record pinning
-        and not (tensor.is_pinned() and _is_dense(tensor))
-    )
+def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bool]:
+    """Return a large tensor in pinned memory, others as they are, and True if the copy to the device may be queued.
 
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-
-
-def _stage(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return backend_of(device.type).pin(tensor) if _needs_staging(tensor) else tensor
-
-
-def _may_be_queued(tensor: torch.Tensor, device: torch.device) -> bool:
-    """True if a non-blocking copy is safe: its source stays unchanged, or has been read when the call returns."""
-    if device.type == "cpu":
-        return False
-    return tensor.device.type != "cpu" or backend_of(device.type).takes_pageable_at_once or tensor.is_pinned()
+    It may if the source stays unchanged, or has been read when the call returns.
+    """
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor, device.type != "cpu"
+    backend = backend_of(device.type)
+    has_graph = tensor.requires_grad and torch.is_grad_enabled()  # autograd does not record pinning
+    if tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM and not has_graph:
+        is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if not (tensor.is_pinned() and (is_channels_last or tensor.is_contiguous())):
+            tensor = backend.pin(tensor)
+    return tensor, backend.takes_pageable_at_once or tensor.is_pinned()

@@ -51,7 +51,7 @@ def run(_given: argparse.Namespace) -> int:
 
 
 def _check_cores() -> tuple[str, str]:
-    from parawrap.backends.cpu_backend import usable_cores
+    from parawrap.backends.cores import usable_cores
 
     return f"{usable_cores()} of {os.cpu_count()} usable", ""
 

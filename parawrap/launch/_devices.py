@@ -19,7 +19,7 @@ from parawrap.backends import (
     read_core_numbers,
     torch_kind,
 )
-from parawrap.backends.cpu_backend import usable_cores
+from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
 
 

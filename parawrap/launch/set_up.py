@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.backends import neuron_is_device
-from parawrap.backends.cpu_backend import usable_cores
+from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, core_of, make_current, rank_device, visible
 from parawrap.launch._platform import Platform

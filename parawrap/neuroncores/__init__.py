@@ -2,7 +2,7 @@
 
 These NeuronCores are not torch devices: a model compiled for a core takes and returns tensors on the CPU. A vendor's
 package is imported when a runtime is first needed. The newer torch_neuronx, with torch devices, uses
-``backends/accelerator_backend.py``.
+``backends/_backend.py``.
 """
 
 from parawrap.neuroncores._choose_runtime import neuron_host, runtime, using

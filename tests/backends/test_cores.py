@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.backends.cpu_backend import _cgroup_quota, usable_cores
+from parawrap.backends.cores import _cgroup_quota, usable_cores
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The CPU: one device. Each lane on it is a thread with an equal share of the cores."""
+"""The cores of the CPU that this process may use, and the share of each lane."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import os
 from pathlib import Path
 
 import torch
-
-from parawrap.backends._backend import Backend
-from parawrap.errors import DeviceUnavailableError
-
-# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores instead.
-_MOST_LANES = 8
 
 
 def usable_cores() -> int:
@@ -42,30 +36,3 @@ def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
         return None if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):  # cgroup v1, or another system
         return None
-
-
-class CpuBackend(Backend):
-    """One device, "cpu". "cpu:1" is refused: torch accepts it, but then copies on every ``.to``."""
-
-    type = "cpu"
-
-    def count(self) -> int:
-        return 1
-
-    def device(self, index: int | None) -> torch.device:
-        if index not in (None, 0):
-            msg = (
-                f"device 'cpu:{index}' is not available: the CPU is one device, 'cpu'. "
-                'For several lanes on it, repeat the name, as in ["cpu", "cpu"], or pass a number, as in devices=2'
-            )
-            raise DeviceUnavailableError(msg)
-        return torch.device("cpu")
-
-    def every_device(self) -> tuple[torch.device, ...]:
-        return self.first(min(usable_cores(), _MOST_LANES))
-
-    def first(self, lanes: int) -> tuple[torch.device, ...]:
-        return (torch.device("cpu"),) * lanes
-
-    def intra_op_threads(self, lanes: int) -> int | None:
-        return share_of_cores(lanes)
