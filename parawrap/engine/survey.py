@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import datetime as dt
-import dis
 import enum
 import functools
 import io
-import itertools
 import logging
 import multiprocessing.process
 import multiprocessing.synchronize
@@ -44,6 +41,7 @@ from parawrap._private_names import (
     is_compiled_function,
     is_compiled_module,
 )
+from parawrap.engine.called_code import captured, may_write_weights
 from parawrap.engine.holdings import LISTS, Place
 from parawrap.errors import ReplicaError
 from parawrap.tree import names_of_slots
@@ -69,9 +67,7 @@ _SHARED = (
     *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
 )
 _SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
-_LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
-_CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
 
 # Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do: LazyLinear, spectral norms.
 _QUIET = """
@@ -136,7 +132,9 @@ class Survey:
         self.is_lazy = any(map(is_lazy, self.params))
         self.note_modes()
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
-        self.in_turns = self._read_code(methods) or renormalizes
+        owners = [*self.modules, *(place.owner for place in self.places if place.kind == "vars")]
+        classes = {base for owner in owners for base in type(owner).__mro__}
+        self.in_turns = may_write_weights(classes, self.functions, methods, self.paths) or renormalizes
 
     def note_modes(self) -> None:
         """Read the training flags of the modules again."""
@@ -209,7 +207,7 @@ class Survey:
             raise ReplicaError(msg)
         self.modules.append(module)
         if is_compiled_module(module):
-            return [(compiled_original(module), f"{path}._orig_mod".lstrip("."), None, None)]
+            return [(compiled_original(module), _below(path, "_orig_mod"), None, None)]
         own = self._enter(module, "vars", path)
         below: list[_Part] = []
         for name, part in _state_of(module).items():
@@ -219,11 +217,11 @@ class Survey:
             elif name in TABLES:
                 self.owned[id(part)], self.paths[id(part)] = part, path
                 place = self._enter(module, name, path)
-                below += [(each, f"{path}.{key}".lstrip("."), place, key) for key, each in [*part.items()]]
+                below += [(each, _below(path, key), place, key) for key, each in [*part.items()]]
             else:
                 if self._shares_hooks and name.endswith("_hooks") and isinstance(part, dict):
                     self._shared_hooks.update(map(id, [*part.values()]))
-                below.append((part, f"{path}.{name}".lstrip("."), own, name))
+                below.append((part, _below(path, name), own, name))
         return below
 
     def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Part]:
@@ -249,7 +247,8 @@ class Survey:
             raise ReplicaError(msg)
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-        if isinstance(value, _SHARED) or cls is object or _is_service(cls) or _is_singleton(value):
+        is_shared = isinstance(value, _SHARED) or cls is object or cls.__module__.startswith(_SHARED_BY_MODULE)
+        if is_shared or _is_singleton(value):
             self.shared.append(value)
             return ()
         if vars_of(value) is None and not names_of_slots(cls):
@@ -262,12 +261,12 @@ class Survey:
         own = vars_of(value)
         if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
             place = self._enter(value, "vars", path)
-            found += [(part, f"{path}.{name}".lstrip("."), place, name) for name, part in [*own.items()]]
+            found += [(part, _below(path, name), place, name) for name, part in [*own.items()]]
         slots = names_of_slots(type(value))
         if slots:
             place = self._enter(value, "slots", path)
             present = [(at, name) for at, name in enumerate(slots) if hasattr(value, name)]
-            found += [(getattr(value, name), f"{path}.{name}".lstrip("."), place, at) for at, name in present]
+            found += [(getattr(value, name), _below(path, name), place, at) for at, name in present]
         return found
 
     def _enter(self, owner: Any, kind: str, path: str) -> Place:
@@ -281,7 +280,7 @@ class Survey:
         self.scripts.append(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
-                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
+                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, _below(path, name)
                 self.params.append(tensor)
 
     def _note_cells(self, function: types.FunctionType) -> None:
@@ -324,48 +323,6 @@ class Survey:
             )
         )
 
-    def _read_code(self, methods: Iterable[str]) -> bool:
-        """Read the code that a call leads to. Return True if it names ``.data`` or ``set_``: it may write shared weights.
-
-        Methods are followed by their names, and functions by the globals that name them. Modules that code of the user's
-        finds outside of the target are refused.
-        """
-        known = {base for module in self.modules for base in type(module).__mro__}
-        known |= {base for place in self.places if place.kind == "vars" for base in type(place.owner).__mro__}
-        by_name: dict[str, list[types.FunctionType]] = {}
-        for cls in known:
-            for name, value in [*vars(cls).items()] if not _is_of_library(cls.__module__) else ():
-                _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
-                by_name.setdefault(name, []).extend(_functions(value))
-        called = [each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ())]
-        waiting = [*called, *self.functions]
-        seen, own, writes = set(waiting), set(self.functions), False
-        while waiting:
-            function = waiting.pop()
-            place = self.paths.get(id(function)) or function.__qualname__
-            outside = [(f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)]
-            called = [value for _, value in outside if isinstance(value, types.FunctionType)]
-            if function not in own:  # lanes have their own closures of those
-                outside += [(f"{place} captures {name!r}", value) for name, value in captured(function)]
-            for what, value in outside if not _is_of_library(function.__module__) else ():
-                _refuse_held(what, value)
-            for code in _codes(function.__code__):
-                writes = writes or _may_write_data(code)
-                called += [each for name in code.co_names for each in by_name.get(name, ())]
-            waiting += set(called) - seen
-            seen.update(called)
-        return writes
-
-
-def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Return what a function holds: its closure, its defaults, and its attributes."""
-    found: list[tuple[str, Any]] = []
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append((name, cell.cell_contents))
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return [*found, *(("a default", part) for part in defaults), *vars(function).items()]
-
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of the memory that a tensor and its views share; 0 if it has none of its own."""
@@ -373,6 +330,10 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, a wrapper subclass, fake, or lazy
         return 0
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
 
 
 def vars_of(value: Any) -> dict[str, Any] | None:
@@ -404,10 +365,6 @@ def _is_model(part: Any) -> bool:
     return is_code or (isinstance(part, torch.Tensor) and part.requires_grad)
 
 
-def _is_service(cls: type) -> bool:
-    return cls.__module__.startswith(_SHARED_BY_MODULE)
-
-
 def _is_singleton(value: Any) -> bool:
     """True for an attribute of its class, and for a named global without state, such as a sentinel."""
     cls = type(value)
@@ -429,73 +386,6 @@ def _is_quiet_module(module: torch.nn.Module) -> bool:
     has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")
     return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
-
-
-def _refuse_held(what: str, value: Any) -> None:
-    """Refuse a value that is a module with tensors, or a container that holds one."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
-    for held in parts:
-        if isinstance(held, torch.nn.Module) and first_tensor(held) is not None:
-            msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
-            raise ReplicaError(msg)
-
-
-def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function reads, if they hold modules or are functions of the user's."""
-    for code in _codes(function.__code__):
-        found = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in found.items() if _is_followed(value)}
-        loaded = _find_loaded_globals(code) if found else set()  # names of attributes are among co_names too
-        for name in found.keys() & loaded:
-            yield name, found[name]
-
-
-def _is_followed(value: Any) -> bool:
-    if isinstance(value, types.FunctionType):
-        return not _is_of_library(value.__module__)
-    return isinstance(value, (torch.nn.Module, dict, list, tuple, set))
-
-
-def names_of_globals(code: types.CodeType) -> set[str]:
-    """Return the names of the globals that code reads, also in its inner functions and classes."""
-    return {name for each in _codes(code) for name in _find_loaded_globals(each)}
-
-
-def _find_loaded_globals(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _may_write_data(code: types.CodeType) -> bool:
-    """True if code names ``set_``, or ``.data`` for more than to read it, as in ``x.data.max(1)``."""
-    if "set_" in code.co_names:
-        return True
-    steps = [*dis.get_instructions(code)] if "data" in code.co_names else []
-    for step, following in itertools.pairwise(steps):
-        if step.argval == "data" and step.opname == "STORE_ATTR":
-            return True
-        if step.argval == "data" and step.opname == "LOAD_ATTR":
-            reads = following.opname in ("LOAD_METHOD", "LOAD_ATTR") and not str(following.argval).endswith("_")
-            if not reads:
-                return True
-    return False
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """Return the functions behind an entry of a class: of a method, a static method, a property."""
-    found = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
-    return [each for each in found if isinstance(each, types.FunctionType)]
-
-
-def _is_of_library(module: str | None) -> bool:
-    root = (module or "").partition(".")[0]
-    return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
 
 
 def _leads(part: Any, mutable: set[int], twins: set[int], depth: int = 0) -> bool:
