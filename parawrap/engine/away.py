@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parawrap._private_names import version_of
 from parawrap.backends import transfer
-from parawrap.engine.batched_copies import bytes_of, copies_at, lasting, pack_small, send_packed
+from parawrap.engine.batched_copies import bytes_of, copies_at, pack_small, send_packed
 
 _address_of = torch.Tensor.data_ptr
 _requires_grad = attrgetter("requires_grad")
@@ -61,8 +61,7 @@ class _Broadcast(torch.autograd.Function):
     def forward(ctx: Any, device: torch.device, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a reentrant checkpoint runs the node once per segment
         ctx.home = originals[0].device
-        with lasting():
-            copies = copies_at(device, [tensor.detach() for tensor in originals])
+        copies = copies_at(device, originals)
         frozen = [copy for copy, tensor in zip(copies, originals, strict=True) if not tensor.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(copies)
@@ -136,8 +135,11 @@ class Away:
             return 0
         self._state = self._read_state()
         self._is_linked = self._must_link() and not detach
-        with torch.inference_mode(False):
-            self.copies = self._link() if self._is_linked else {device: self._copy_to(device) for device in self.devices}
+        if self._is_linked:
+            with torch.inference_mode(False):
+                self.copies = self._link()
+        else:
+            self.copies = {device: copies_at(device, self.originals) for device in self.devices}
         for original, copied in self.pairs():
             vars(copied).update(vars(original))
             if isinstance(original, torch.nn.Parameter):
@@ -164,10 +166,6 @@ class Away:
     def drop(self) -> None:
         """Drop the copies, and the graph that leads to the parameters."""
         self.copies, self._versions, self._state, self._is_linked = {}, [], (), False
-
-    def _copy_to(self, device: torch.device) -> list[torch.Tensor]:
-        with lasting():
-            return copies_at(device, [tensor.detach() for tensor in self.originals])
 
     def _link(self) -> dict[torch.device, list[torch.Tensor]]:
         """Return copies that gradients flow through: one node for all leaves, and one for each computed tensor."""

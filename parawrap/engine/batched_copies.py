@@ -18,17 +18,19 @@ _MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 
 
 def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on another device. Plain tensors travel together."""
-    copies = [
-        torch.empty_like(tensor, device=device) if _can_be_written(tensor) else tensor.to(device, copy=True)
-        for tensor in tensors
-    ]
-    plain = [(tensor, each) for tensor, each in zip(tensors, copies, strict=True) if _can_be_written(tensor)]
-    packs = pack_small([tensor for tensor, _ in plain])
-    for index in {*range(len(plain))} - {index for pack in packs for index in pack}:
-        transfer_into(plain[index][1], plain[index][0])
-    for pack in packs:
-        copy_all([plain[index][1] for index in pack], send_packed([plain[index][0] for index in pack], device))
+    """Return lasting copies of tensors on another device. Plain tensors travel together."""
+    with lasting():
+        tensors = [tensor.detach() for tensor in tensors]
+        copies = [
+            torch.empty_like(tensor, device=device) if _can_be_written(tensor) else tensor.to(device, copy=True)
+            for tensor in tensors
+        ]
+        plain = [(tensor, each) for tensor, each in zip(tensors, copies, strict=True) if _can_be_written(tensor)]
+        packs = pack_small([tensor for tensor, _ in plain])
+        for index in {*range(len(plain))} - {index for pack in packs for index in pack}:
+            transfer_into(plain[index][1], plain[index][0])
+        for pack in packs:
+            copy_all([plain[index][1] for index in pack], send_packed([plain[index][0] for index in pack], device))
     return copies
 
 

@@ -255,12 +255,12 @@ class Replicas:
         tensors = self.survey.tensors
         if device == self.home or self.home is None:
             return clone_all(tensors)
-        values = [tensor.detach() for tensor in tensors if tensor.device == self.home]
+        at_home = [tensor for tensor in tensors if tensor.device == self.home]
+        moved = iter(copies_at(device, at_home))
         with lasting():
-            moved = iter(copies_at(device, values))
             found = [next(moved) if tensor.device == self.home else tensor.detach().clone() for tensor in tensors]
         with self._lock:  # several lanes may renew their tensors at once
-            self.copied_bytes += sum(map(bytes_of, values))
+            self.copied_bytes += sum(map(bytes_of, at_home))
         for tensor, each in zip(tensors, found, strict=True):
             vars(each).update(vars(tensor))
         return found

@@ -128,7 +128,10 @@ class Survey:
         self._share_aliases()
         self.twins = self._find_twins()
         for function in self.twins:
-            self._note_cells(function)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                if id(cell) not in self.owned:  # a caller may bind it again
+                    self.owned[id(cell)] = cell
+                    self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}")
         self.is_lazy = any(map(is_lazy, self.params))
         self.note_modes()
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
@@ -283,13 +286,6 @@ class Survey:
                 self.owned[id(tensor)], self.paths[id(tensor)] = tensor, _below(path, name)
                 self.params.append(tensor)
 
-    def _note_cells(self, function: types.FunctionType) -> None:
-        """Enter the closure cells of a twin, which a caller may bind again."""
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if id(cell) not in self.owned:
-                self.owned[id(cell)] = cell
-                self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}")
-
     def _share_aliases(self) -> None:
         """Count tensors that share memory with a parameter as parameters: lanes would otherwise see old values."""
         memory = {storage for tensor in self.params if (storage := storage_of(tensor))}
@@ -300,15 +296,15 @@ class Survey:
             self.tensors = [tensor for tensor in self.tensors if id(tensor) not in known]
 
     def _find_twins(self) -> list[types.FunctionType]:
-        """Return the functions that capture parts of the model."""
-        mutable = {id(place.owner) for place in self.places} | set(map(id, self.params))
-        twins: set[int] = set()
-        while True:
-            others = [each for each in self.functions if id(each) not in twins and id(each) not in self._shared_hooks]
-            more = [each for each in others if any(_leads(part, mutable, twins) for _, part in captured(each))]
-            if not more:
-                return [function for function in self.functions if id(function) in twins]
-            twins.update(map(id, more))
+        """Return the functions that capture parts of the model, or other such functions."""
+        parts = {id(place.owner) for place in self.places} | set(map(id, self.params))
+        twins: list[types.FunctionType] = []
+        others = [each for each in self.functions if id(each) not in self._shared_hooks]
+        while more := [each for each in others if any(_leads(part, parts) for _, part in captured(each))]:
+            twins += more
+            parts.update(map(id, more))
+            others = [each for each in others if id(each) not in parts]
+        return twins
 
     # Decisions
 
@@ -388,23 +384,18 @@ def _is_quiet_module(module: torch.nn.Module) -> bool:
     return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
 
 
-def _leads(part: Any, mutable: set[int], twins: set[int], depth: int = 0) -> bool:
-    """True if a captured value is, or leads to, a part of the model: one of the ids in `mutable`, or a twin.
+def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
+    """True if a captured value is, or leads to, one of the parts of the model, which are given by their ids.
 
     Raises:
         ReplicaError: If it is a list, tuple, or dict of such parts.
     """
-    if isinstance(part, types.FunctionType):
-        return id(part) in twins
-    if isinstance(part, types.MethodType):
-        return id(part.__self__) in mutable
-    if isinstance(part, functools.partial):
-        return any(_leads(each, mutable, twins, depth) for each in (part.func, *part.args, *part.keywords.values()))
-    if id(part) in mutable or isinstance(part, torch.nn.Module):
+    part = part.__self__ if isinstance(part, types.MethodType) else part
+    if id(part) in parts or isinstance(part, (torch.nn.Module, functools.partial)):
         return True
     if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
-        parts = part.values() if isinstance(part, dict) else part
-        if any(_leads(each, mutable, twins, depth + 1) for each in parts):
+        held = part.values() if isinstance(part, dict) else part
+        if any(_leads(each, parts, depth + 1) for each in held):
             msg = (
                 f"a function captures a {type(part).__name__} that holds parts of the model. Make it an attribute of the "
                 "model, or give it by functools.partial"
