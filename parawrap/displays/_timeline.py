@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMELINE_SUFFIXES = ".html", ".json"
+_SUFFIXES = ".html", ".json"
 _TEMPLATE = Path(__file__).with_name("timeline.html")
 _PLACE_OF_DATA = "/* data */"
 _US = 1000  # nanoseconds per microsecond
@@ -103,7 +103,7 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         return f"{path!r} is not a path. Give a string or a pathlib.Path, such as 'lanes.html'"
     path = Path(path).expanduser()
-    if path.suffix not in TIMELINE_SUFFIXES:
+    if path.suffix not in _SUFFIXES:
         return f"{str(path)!r} is not NAME.html (a page for browsers) or NAME.json (a trace for ui.perfetto.dev)"
     try:
         if path.is_dir():

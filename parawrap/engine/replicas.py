@@ -139,7 +139,9 @@ class Replicas:
             ReplicaError: If the model cannot be copied.
         """
         try:
-            self.put_back()
+            for replica in self.all:
+                if replica.is_dirty:
+                    replica.restore()
             self._follow_streams()
             # A `renew` from here on counts for the next call
             is_forced, self._is_forced, self.must_refresh = self._is_forced, False, False
@@ -152,12 +154,6 @@ class Replicas:
         except BaseException:
             self.renew()
             raise
-
-    def put_back(self) -> None:
-        """Put back what calls left in the containers of the replicas."""
-        for replica in self.all:
-            if replica.is_dirty:
-                replica.restore()
 
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
