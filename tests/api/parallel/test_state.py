@@ -256,6 +256,20 @@ def test_what_copies_leave_out_is_not_copied():
         assert torch.equal(model(rows), plain)
 
 
+@torch.no_grad()
+def test_methods_among_defaults():
+    """A hook has a method of a layer as a default. In each lane, it is that of the lane's layer."""
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), set()
+
+    def note(module, args, output, run=model[0].forward):
+        seen.add(id(run.__self__))
+
+    model[1].register_forward_hook(note)
+    with parallel(model, TWO, out_dims=0):
+        model(torch.ones(8, 4))
+        assert len(seen - {id(model[0])}) == 2
+
+
 class Rebuilt(nn.Module):
     """A module whose ``__deepcopy__`` makes one of its modules anew, as feature graphs of torchvision do."""
 
