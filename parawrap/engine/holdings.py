@@ -69,7 +69,9 @@ class Place(NamedTuple):
         """Return how Python code names an entry of the container."""
         if key is None:
             return self.path
-        return f"{self.path}[{key!r}]" if self.kind == "items" else f"{self.path}.{key}".lstrip(".")
+        if self.kind == "slots":
+            key = names_of_slots(type(self.owner))[key]
+        return f"{self.path}[{key!r}]" if self.kind in ("items", "list") else f"{self.path}.{key}".lstrip(".")
 
     @property
     def module_path(self) -> str:

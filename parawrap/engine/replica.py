@@ -116,6 +116,11 @@ class Replica:
         self.holdings.restore()
         self.is_dirty = False
 
+    def clear(self) -> None:
+        """Let go of everything, so that neither a cycle nor a reference to this replica keeps tensors alive."""
+        self.holdings.clear()
+        vars(self).clear()
+
     # The copy
 
     def _copy_target(self) -> None:

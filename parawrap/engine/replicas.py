@@ -301,7 +301,7 @@ class Replicas:
         has_moved = self._away.has_moved()
         for replica in self.all:
             if has_moved or not replica.has_graph:
-                replica.holdings.clear()
+                replica.clear()
         self.all = []
         if has_moved:
             self._away.drop()

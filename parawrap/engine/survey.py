@@ -42,7 +42,7 @@ from parawrap._private_names import (
     is_compiled_module,
 )
 from parawrap.engine.called_code import captured, may_write_weights
-from parawrap.engine.holdings import LISTS, Place
+from parawrap.engine.holdings import ABSENT, LISTS, Place, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import names_of_slots
 
@@ -131,7 +131,7 @@ class Survey:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 if id(cell) not in self.owned:  # a caller may bind it again
                     self.owned[id(cell)] = cell
-                    self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}")
+                    self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}", ())
         self.is_lazy = any(map(is_lazy, self.params))
         self.note_modes()
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
@@ -181,16 +181,11 @@ class Survey:
         if isinstance(value, torch.nn.Module):
             return self._parts_of_module(value, path)
         if isinstance(value, dict):
-            place = self._enter(value, "items", path)
-            pairs = [*dict.items(value)]  # a copy, here and below: other threads may write
-            keys = [(key, f"{path} key", None, None) for key, _ in pairs if not isinstance(key, _ATOMS)]
-            items = [(part, f"{path}[{key!r}]", place, key) for key, part in pairs]
-            return [*keys, *items, *self._attributes(value, path)]
+            entries = [*dict.items(value)]  # a copy, here and below: other threads may write
+            keys = [(key, f"{path} key", None, None) for key, _ in entries if not isinstance(key, _ATOMS)]
+            return [*keys, *self._enter(value, "items", path, entries), *self._attributes(value, path)]
         if isinstance(value, LISTS):
-            place = self._enter(value, "list", path)
-            holder = None if isinstance(value, set) else place
-            listed: list[_Part] = [(part, f"{path}[{at}]", holder, at) for at, part in enumerate([*value])]
-            return [*listed, *self._attributes(value, path)]
+            return [*self._enter(value, "list", path, enumerate([*value])), *self._attributes(value, path)]
         if isinstance(value, (tuple, frozenset)):
             return [(part, f"{path}[{at}]", None, None) for at, part in enumerate(value)]
         if isinstance(value, functools.partial):
@@ -210,22 +205,21 @@ class Survey:
             raise ReplicaError(msg)
         self.modules.append(module)
         if is_compiled_module(module):
-            return [(compiled_original(module), _below(path, "_orig_mod"), None, None)]
-        own = self._enter(module, "vars", path)
-        below: list[_Part] = []
-        for name, part in _state_of(module).items():
-            if name in NOT_CALLED:
-                self.owned[id(part)] = part
-                self.shared.append(part)
-            elif name in TABLES:
-                self.owned[id(part)], self.paths[id(part)] = part, path
-                place = self._enter(module, name, path)
-                below += [(each, _below(path, key), place, key) for key, each in [*part.items()]]
-            else:
-                if self._shares_hooks and name.endswith("_hooks") and isinstance(part, dict):
-                    self._shared_hooks.update(map(id, [*part.values()]))
-                below.append((part, _below(path, name), own, name))
-        return below
+            return [(compiled_original(module), f"{path}._orig_mod".lstrip("."), None, None)]
+        state = _state_of(module)
+        own = [(name, part) for name, part in state.items() if name not in TABLES and name not in NOT_CALLED]
+        attributes = self._enter(module, "vars", path, own)
+        parts: list[_Part] = []
+        for name, table in state.items():
+            if name in TABLES:
+                self.owned[id(table)], self.paths[id(table)] = table, path
+                parts += self._enter(module, name, path, [*table.items()])
+            elif name in NOT_CALLED:
+                self.owned[id(table)] = table
+                self.shared.append(table)
+            elif self._shares_hooks and name.endswith("_hooks") and isinstance(table, dict):
+                self._shared_hooks.update(map(id, [*table.values()]))
+        return [*parts, *attributes]
 
     def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Part]:
         if is_compiled_function(function):
@@ -263,19 +257,17 @@ class Survey:
         found: list[_Part] = []
         own = vars_of(value)
         if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
-            place = self._enter(value, "vars", path)
-            found += [(part, _below(path, name), place, name) for name, part in [*own.items()]]
-        slots = names_of_slots(type(value))
-        if slots:
-            place = self._enter(value, "slots", path)
-            present = [(at, name) for at, name in enumerate(slots) if hasattr(value, name)]
-            found += [(getattr(value, name), _below(path, name), place, at) for at, name in present]
+            found += self._enter(value, "vars", path, [*own.items()])
+        if slots := [(at, read_slot(value, name)) for at, name in enumerate(names_of_slots(type(value)))]:
+            found += self._enter(value, "slots", path, [(at, part) for at, part in slots if part is not ABSENT])
         return found
 
-    def _enter(self, owner: Any, kind: str, path: str) -> Place:
+    def _enter(self, owner: Any, kind: str, path: str, entries: Iterable[tuple[Any, Any]]) -> list[_Part]:
+        """Enter a container, and return its entries."""
         place = Place(owner, kind, path)
         self.places.append(place)
-        return place
+        holder = None if isinstance(owner, set) else place  # whose entries have no keys
+        return [(part, place.name(key), holder, key) for key, part in entries]
 
     def _enter_script(self, module: torch.jit.ScriptModule, path: str) -> None:
         """Enter a scripted module, which lanes share: it has no state in Python."""
@@ -283,7 +275,7 @@ class Survey:
         self.scripts.append(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
-                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, _below(path, name)
+                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
                 self.params.append(tensor)
 
     def _share_aliases(self) -> None:
@@ -326,10 +318,6 @@ def storage_of(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, a wrapper subclass, fake, or lazy
         return 0
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}.{name}".lstrip(".")
 
 
 def vars_of(value: Any) -> dict[str, Any] | None:
