@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.replicas import version_of
+from parawrap._private_names import version_of
 from parawrap.errors import SessionError
 from parawrap.tree import flatten_call, tensors_in
 
