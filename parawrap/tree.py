@@ -20,14 +20,13 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import optree
 import torch
-from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
 
 TreeSpec: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "parawrap"
-_TENSOR = frozenset({torch.Tensor})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SEALED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_INSIDE = ...  # the step of a path from a container that is kept whole to its leaf
 _ITEMS_OF_ROWS = "_encodings"  # in a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
 
 # Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few and long-lived.
@@ -35,7 +34,6 @@ _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, b
 _nodes: set[type] = set()
 _learning = threading.Lock()
 _claims: list[Callable[[type], bool]] = []
-_calls_of_tensors: dict[int, TreeSpec] = {}
 
 
 class WholeLeaf:
@@ -68,35 +66,10 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
     return spec.unflatten(leaves)
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Flatten ``(args, kwargs)``, with a fast path for the most common call: a few positional tensors."""
-    if not kwargs and _TENSOR.issuperset(map(type, args)):
-        spec = _calls_of_tensors.get(len(args))
-        if spec is None:
-            spec = _calls_of_tensors[len(args)] = flatten((args, kwargs))[1]
-        return list(args), spec
-    return flatten((args, kwargs))
-
-
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
     """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
     leaves, spec = flatten(value, chosen)
     return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
-
-
-def named_children(value: Any) -> dict[Any, Any]:
-    """Return the parts of a container by key, index, or name of a field; of a leaf, nothing."""
-    spec = flatten(value, lambda node: node is not value)[1]
-    if spec.is_leaf() or value is None:
-        return {}
-    children, _, entries, _ = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
-    return dict(zip(entries, children, strict=True))
-
-
-def with_children(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like `value` with these parts, which have the keys and the order of `named_children`."""
-    _, metadata, _, rebuild = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
-    return rebuild(metadata, tuple(parts.values()))
 
 
 def keep_whole(cls: type) -> None:
@@ -104,7 +77,7 @@ def keep_whole(cls: type) -> None:
     with _learning:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
-        _register(cls, _as_whole, PyTreeEntry)
+        _register(cls, _as_whole)
 
 
 def keep_whole_if(claim: Callable[[type], bool]) -> None:
@@ -194,40 +167,31 @@ def entries_of(option: Any) -> list[Any]:
 # Addresses
 
 
+class Attribute(str):
+    """The name of an attribute, in the path to a leaf."""
+
+    __slots__ = ()
+
+
 def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
     """Return the address of each leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
 
     `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped in such a tuple.
     """
-    found: list[str] = []
-    wrapped = len(roots) > 1
-    for accessor in spec.accessors():
-        entries: list[Any] = [*accessor]
-        root = roots[entries.pop(0).entry if wrapped else 0]
-        found.append(root + "".join(map(_write_step, entries)))
-    return found
+    if len(roots) == 1:
+        return [address(roots[0], path) for path in spec.paths()]
+    return [address(roots[path[0]], path[1:]) for path in spec.paths()]
 
 
 def address(root: str, path: Iterable[Any]) -> str:
     """Return the address of a path of keys, indices, and attributes, such as ``args[0]["mask"]``."""
-    return root + "".join(f".{entry}" if isinstance(entry, _Attribute) else f"[{_quote(entry)}]" for entry in path)
+    return root + "".join(map(_write_step, path))
 
 
-def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
-    """Return the first address at which trees differ, and a description of each tree's node; None if they are equal."""
-    trees = list(specs)
-    first = trees[0]
-    if all(tree == first for tree in trees):
-        return None
-    shapes = list(map(_describe, trees))
-    same_node = len(set(shapes)) == 1 and not any(tree.is_leaf() for tree in trees)
-    if same_node:
-        for entry, children in zip(first.entries(), zip(*(tree.children() for tree in trees), strict=True), strict=True):
-            deeper = mismatch(children, f"{root}[{_quote(entry)}]")
-            if deeper is not None:
-                return deeper
-        shapes = list(map(str, trees))  # the attributes, the order of keys, or two classes of one name
-    return root, shapes
+def _write_step(entry: object) -> str:
+    if isinstance(entry, str):
+        return f".{entry}" if isinstance(entry, Attribute) else f'["{entry}"]'
+    return "" if entry is _INSIDE else f"[{entry!r}]"
 
 
 def sequences(
@@ -244,28 +208,6 @@ def sequences(
         yield from sequences(child, (*path, entry), begin)
 
 
-def _quote(entry: object) -> str:
-    return f'"{entry}"' if isinstance(entry, str) else repr(entry)
-
-
-def _write_step(entry: PyTreeEntry) -> str:
-    if isinstance(entry, GetAttrEntry) or isinstance(entry.entry, _Attribute):
-        return f".{entry.entry}"
-    if isinstance(entry, (MappingEntry, SequenceEntry)):
-        return f"[{_quote(entry.entry)}]"
-    return ""
-
-
-def _describe(tree: TreeSpec) -> str:
-    if tree.is_leaf():
-        return "a leaf"
-    kind = tree.type
-    name = kind.__name__ if kind is not None else "nothing"
-    if kind is not None and issubclass(kind, Mapping):
-        return f"a {name} with keys {list(tree.entries())}"
-    return f"a {name} of {tree.num_children}"
-
-
 # Classes of containers
 
 
@@ -274,64 +216,51 @@ def _learn(strangers: Iterable[type]) -> bool:
     learnt = False
     with _learning:
         for cls in strangers:
-            if cls in _known_leaves or cls in _nodes:
-                learnt = learnt or cls in _nodes  # another thread was quicker
-                continue
-            entry = PyTreeEntry if any(claim(cls) for claim in _claims) else _entry_of(cls)
-            if entry is None:
-                _known_leaves.add(cls)
-            else:
-                _register(cls, _as_whole if entry is PyTreeEntry else _take_apart, entry)
-                learnt = True
+            if cls not in _known_leaves and cls not in _nodes:  # no other thread was quicker
+                if any(claim(cls) for claim in _claims):
+                    _register(cls, _as_whole)
+                elif _is_container(cls):
+                    _register(cls, _take_apart)
+                else:
+                    _known_leaves.add(cls)
+            learnt = learnt or cls in _nodes
     return learnt
 
 
-def _entry_of(cls: type) -> type[PyTreeEntry] | None:
-    """Return how the address of a part of such a container is written; None for a leaf."""
+def _is_container(cls: type) -> bool:
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
-        return None
-    if issubclass(cls, Mapping):
-        return MappingEntry
-    if dataclasses.is_dataclass(cls):
-        return GetAttrEntry
-    if issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "n_fields")):  # not torch.return_types
-        return SequenceEntry
-    return None
+        return False
+    if issubclass(cls, tuple):
+        return not hasattr(cls, "n_fields")  # the types of torch.return_types
+    return issubclass(cls, (Mapping, list)) or dataclasses.is_dataclass(cls)
 
 
-def _register(cls: type, down: Callable[[Any], Any], entry: type[PyTreeEntry]) -> None:
+def _register(cls: type, down: Callable[[Any], Any]) -> None:
     with warnings.catch_warnings():
         # optree warns that a registered namedtuple loses its default handling, which is intended here.
         warnings.simplefilter("ignore", UserWarning)
-        optree.register_pytree_node(cls, down, _rebuild, path_entry_type=entry, namespace=_NAMESPACE)
+        optree.register_pytree_node(cls, down, _rebuild, namespace=_NAMESPACE)
     _nodes.add(cls)
-
-
-class _Attribute(str):
-    """The name of an attribute, as an entry next to the items of a container."""
-
-    __slots__ = ()
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class _Blank:
     """A container without its parts: its class, the keys of its items, and its attributes.
 
-    The parts of a container are its items, and the attributes that `names` lists. Attributes of plain values stay in
-    `plain`, with their types. Two blanks are equal if all of this is equal, so that outputs with different attributes are
-    not joined.
+    The parts of a container are its items, and the attributes in `names`. Attributes of plain values stay in `plain`, with
+    their types. Outputs with different blanks are not joined.
     """
 
     cls: Any
     keys: tuple[Any, ...]
-    names: tuple[_Attribute, ...]
+    names: tuple[Attribute, ...]
     plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
     factory: Any = dataclasses.field(compare=False, repr=False)  # the text of a function differs between processes
 
 
 def _as_whole(value: Any) -> tuple[Any, ...]:
     """Return the container as its only part."""
-    return (WholeLeaf(value),), None
+    return (WholeLeaf(value),), None, (_INSIDE,)
 
 
 def _take_apart(value: Any) -> tuple[Any, ...]:
@@ -343,7 +272,7 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, dict | UserDict):
             attributes = {}  # its class alone can fill it, and its attributes may hold the items
     elif dataclasses.is_dataclass(value):
-        keys = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+        keys = tuple(Attribute(field.name) for field in dataclasses.fields(value) if hasattr(value, field.name))
         items = [getattr(value, key) for key in keys]
     else:
         keys = tuple(range(len(value)))
@@ -352,10 +281,8 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
     others = {name: each for name, each in attributes.items() if name not in skip}
     if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
         others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
-    if not others:
-        return items, _Blank(type(value), keys, (), (), getattr(value, "default_factory", None)), keys
     plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in _PLAIN)
-    names = tuple(_Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
+    names = tuple(Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
     blank = _Blank(type(value), keys, names, plain, getattr(value, "default_factory", None))
     return (*items, *(others[name] for name in names)), blank, (*keys, *names)
 
@@ -368,23 +295,22 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     found = list(parts)
     if blank is None:
         return _unwrap(found[0])
-    kind: type = blank.cls
+    kind = blank.cls
     items = dict(zip(blank.keys, found, strict=False))
-    is_mapping, is_dataclass = issubclass(kind, Mapping), dataclasses.is_dataclass(kind)
-    if is_mapping and not issubclass(kind, dict | UserDict):
-        return blank.cls(items)  # only the class can fill its instances
-    is_tuple = issubclass(kind, tuple) and not is_dataclass
-    built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
+    if issubclass(kind, Mapping) and not issubclass(kind, dict | UserDict):
+        return kind(items)  # only the class can fill its instances
+    is_tuple = issubclass(kind, tuple)
+    built = tuple.__new__(kind, items.values()) if is_tuple else kind.__new__(kind)
     attributes = {name: each for name, _, each in blank.plain}
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
     if issubclass(kind, UserDict):
         attributes["data"] = {}
     _set_attributes(built, attributes)
-    if is_mapping:
+    if issubclass(kind, Mapping):
         for key, item in items.items():  # __setitem__ keeps the attributes of a ModelOutput equal to its items
             built[key] = item
-    elif is_dataclass:
+    elif dataclasses.is_dataclass(kind):
         _set_attributes(built, items)
     elif not is_tuple:
         built.extend(items.values())

@@ -1,24 +1,16 @@
-"""Put the parts of one output together: tensors, numpy arrays, and numbers."""
+"""Put the parts of one output together: tensors and numbers."""
 
 from __future__ import annotations
 
 import numbers
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from parawrap.engine.join_rules import CURE, SAME, Reduce, refuse
+from parawrap.engine.join_rules import SAME, Reduce, refuse
 
-# Tensors and arrays
-
-
-def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:
-    """Return numpy arrays next to each other along `dim`."""
-    if len({other_sizes(part.shape, dim) for part in parts}) > 1:
-        refuse(why_no_cat(parts, dim))
-    return sys.modules["numpy"].concatenate(parts, axis=dim)
+# Tensors
 
 
 def shapes_of(parts: Sequence[Any]) -> str:
@@ -34,13 +26,9 @@ def other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def why_no_cat(parts: Sequence[Any], dim: int) -> str:
-    """Return why parts cannot be put next to each other, for an error."""
-    if len({len(part.shape) for part in parts}) > 1 or not -len(parts[0].shape) <= dim < len(parts[0].shape):
-        return f"the shapes {shapes_of(parts)} have no dim {dim} in common. {CURE}"
-    if len({other_sizes(part.shape, dim) for part in parts}) == 1:
-        return f"torch.cat refused outputs of shape {shapes_of(parts)}. {CURE}"
-    return f'the shapes {shapes_of(parts)} differ beyond dim {dim}. join="pad" pads them to the longest. {CURE}'
+def are_alike(parts: Sequence[Any], dim: int) -> bool:
+    """True if tensors or arrays have the same sizes on all dims but one."""
+    return len({other_sizes(part.shape, dim) for part in parts}) == 1
 
 
 def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tensor]:
@@ -57,15 +45,10 @@ def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tenso
 
 def are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> bool:
     """True if parts from elsewhere can be written into one tensor: their rows alone differ, and no graph records it."""
-    first = parts[0]
-    if len(parts) == 1 or all(part.device == device for part in parts):
+    if all(part.device == device for part in parts):
         return False
-    return all(
-        type(part) is torch.Tensor
-        and not (part.requires_grad and torch.is_grad_enabled())
-        and part.is_contiguous()
-        and part.dtype == first.dtype
-        and other_sizes(part.shape, dim) == other_sizes(first.shape, dim)
+    return are_alike(parts, dim) and all(
+        type(part) is torch.Tensor and part.is_contiguous() and not (part.requires_grad and torch.is_grad_enabled())
         for part in parts
     )
 
@@ -95,25 +78,32 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
     """One value from the numbers of the lanes. The mean weighs each shard by its rows, as a mean over rows does."""
     first = parts[0]
     kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
+
+    def refuse_number(why: str) -> NoReturn:
+        refuse(f"each lane returned one {kind} ({list_values(parts)}), {why}; or {SAME}")
+
     if reduce is None:
-        refuse(
-            f"each lane returned one {kind} ({list_values(parts)}), and no reduction is right for every number. Use "
-            'reduce="mean" for a mean over rows, "sum" for sums and counts, "stack" for one value per lane, or a function '
-            f"of the vector; {SAME}"
+        refuse_number(
+            'and no reduction is right for every number. Use reduce="mean" for a mean over rows, "sum" for sums and '
+            'counts, "stack" for one value per lane, or a function of the vector; a dict, such as reduce={"key": "mean"}, '
+            "for one of several outputs"
         )
     if reduce == "sum":
         if kind in ("bool", "torch.bool"):
-            refuse(
-                f"each lane returned one {kind}, which has no sum. Use a function as reduce, such as torch.any, or {SAME}"
-            )
+            refuse_number("which has no sum. Use a function as reduce, such as torch.any")
         return sum(parts[1:], start=first)
     if reduce == "mean":
         if not _has_mean(first):
-            refuse(
-                f'each lane returned one {kind} ({list_values(parts)}), which has no mean over lanes. Use reduce="sum" for '
-                f'a count, reduce="stack" for one value per lane, or a function of the vector; {SAME}'
+            refuse_number(
+                'which has no mean over lanes. Use reduce="sum" for a count, reduce="stack" for one value per lane, or a '
+                "function of the vector"
             )
-        return _average(parts, sizes)
+        rows = sum(sizes)
+        mean = first * (sizes[0] / rows)
+        for part, size in zip(parts[1:], sizes[1:], strict=True):
+            is_tensor = isinstance(mean, torch.Tensor)
+            mean = torch.add(mean, part, alpha=size / rows) if is_tensor else mean + part * (size / rows)
+        return mean
     vector = torch.stack(list(parts)) if isinstance(first, torch.Tensor) else torch.tensor(parts)
     return vector if reduce == "stack" else reduce(vector)
 
@@ -122,14 +112,6 @@ def _has_mean(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex()
     return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)
-
-
-def _average(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    rows = sum(sizes)
-    mean = parts[0] * (sizes[0] / rows)
-    for part, size in zip(parts[1:], sizes[1:], strict=True):
-        mean = torch.add(mean, part, alpha=size / rows) if isinstance(part, torch.Tensor) else mean + part * (size / rows)
-    return mean
 
 
 def list_values(values: Sequence[Any]) -> str:

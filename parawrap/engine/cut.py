@@ -7,10 +7,8 @@ calls. It is made once per combination and cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,22 +26,20 @@ from parawrap.engine.declarations import Declarations, InDim, Parameters
 from parawrap.engine.extents import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.errors import GatherError, ShardError
-from parawrap.tree import TreeSpec, WholeLeaf, address, addresses, flatten_call, unflatten
+from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
 
+T = TypeVar("T")
 Sizes = Callable[[int, int], tuple[int, ...]]
 """From rows and lanes to the sizes of the shards."""
 
 _TENSOR = frozenset({torch.Tensor})
 _COPIES = ("SplitWithSizes", "CloneBackward")  # names of the nodes of autograd that made the parts
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
-_MOST_NAMED = 4  # arguments, in the note of an error
 _MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half the work, and batch norm refuses one row
 
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
 _attributes_of = attrgetter("__dict__")
-_is_contiguous = methodcaller("is_contiguous")
-_is_inference = methodcaller("is_inference")
 _split_copies: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
@@ -109,61 +105,33 @@ class Shard(NamedTuple):
     origins: dict[int, Any] = {}  # noqa: RUF012
 
 
-@dataclass(frozen=True, eq=False)
 class ShardPlan:
     """How the calls of one structure are cut: each leaf's dim (None: whole to every lane) and the sizes of the shards.
 
-    `tensors` are the indices of leaves that are tensors. `generators` is True if a leaf is a random generator. `hint` is a
-    warning if an option would cut the call better. Immutable; shared by every call of the structure and by every thread.
+    `hint` is a warning if an option would cut the call better. Immutable; shared by every call of the structure and by
+    every thread.
     """
 
-    spec: TreeSpec
-    dims: tuple[int | None, ...]
-    sizes: tuple[int, ...]
-    hint: str | None = None
-    tensors: tuple[int, ...] = ()
-    generators: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         spec: TreeSpec,
         leaves: Sequence[Any],
         dims: tuple[int | None, ...],
         sizes: tuple[int, ...],
         hint: str | None = None,
-    ) -> ShardPlan:
-        """Return the plan of calls with leaves of these classes."""
-        tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        return cls(spec, dims, sizes, hint, tensors, any(isinstance(leaf, torch.Generator) for leaf in leaves))
-
-    @cached_property
-    def rows(self) -> int:
-        return sum(self.sizes)
-
-    @cached_property
-    def whole_tensors(self) -> tuple[int, ...]:
-        """The indices of tensors that every lane gets whole. A call may have inference tensors there, without versions."""
-        return tuple(index for index in self.tensors if self.dims[index] is None)
-
-    @cached_property
-    def cut_tensors(self) -> tuple[int, ...]:
-        """The indices of tensors that are cut."""
-        return tuple(index for index in self.tensors if self.dims[index] is not None and len(self.sizes) > 1)
-
-    @cached_property
-    def cuts_each_leaf(self) -> bool:
-        """True if every leaf is a tensor, and is cut."""
-        return 0 < len(self.cut_tensors) == len(self.dims)
+    ) -> None:
+        self.spec = spec
+        self.dims = dims
+        self.sizes = sizes
+        self.hint = hint
+        self.rows = sum(sizes)
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.whole_tensors = [index for index in tensors if dims[index] is None]
+        self.cut_tensors = [index for index in tensors if dims[index] is not None and len(sizes) > 1]
 
     def describe(self, shard: int) -> str:
-        """Return the rows of a shard, and the arguments that every lane gets whole, for the note of an error."""
-        cut = {path[:2] for path, dim in zip(self.spec.paths(), self.dims, strict=True) if dim is not None}
-        paths = dict.fromkeys(path[:2] for path in self.spec.paths() if path[:2] not in cut)
-        whole = [address(CALL_ROOTS[root], [name]) for root, name in paths]
-        more = ", ..." if len(whole) > _MOST_NAMED else ""
-        also = f". Every lane got {', '.join(whole[:_MOST_NAMED])}{more} whole" if whole else ""
-        return f"{self.sizes[shard]} of {self.rows} rows{also}"
+        """Return the rows of a shard, for the note of an error."""
+        return f"{self.sizes[shard]} of {self.rows} rows"
 
     def columns(self, flat: FlatCall, copy: bool) -> list[Sequence[Any]]:
         """Return the parts of each leaf, one per size, and the same object if a leaf stays whole.
@@ -171,21 +139,13 @@ class ShardPlan:
         With `copy`, parts of tensors are copies, so that a lane may write into its part while autograd records: torch
         refuses such writes to one of several views. `write_back` brings them to the argument. Without, parts are views.
         """
-        leaves = flat.leaves
-        are_distinct = len(leaves) == 1 or len(set(map(id, leaves))) == len(leaves)
-        if are_distinct and self.cuts_each_leaf:
-            try:
-                if not copy:
-                    return [leaf.split_with_sizes(self.sizes, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
-                if all(map(_is_contiguous, leaves)) and not any(map(_is_inference, leaves)):
-                    return [_split_copies(leaf, self.sizes, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
-            except (RuntimeError, NotImplementedError):
-                pass  # below, the error names the leaf
+        if len(set(map(id, flat.leaves))) == len(flat.leaves):
+            return [self._split(index, leaf, copy) for index, leaf in enumerate(flat.leaves)]
         parts: dict[tuple[int, int | None], Sequence[Any]] = {}  # one object at two places stays one object in each lane
-        for index, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
+        for index, (leaf, dim) in enumerate(zip(flat.leaves, self.dims, strict=True)):
             if (id(leaf), dim) not in parts:
                 parts[id(leaf), dim] = self._split(index, leaf, copy)
-        return [parts[id(leaf), dim] for leaf, dim in zip(leaves, self.dims, strict=True)]
+        return [parts[id(leaf), dim] for leaf, dim in zip(flat.leaves, self.dims, strict=True)]
 
     def write_back(self, flat: FlatCall, columns: Sequence[Sequence[Any]]) -> None:
         """Write what lanes wrote into their copies of rows into the arguments, as the plain call would have done.
@@ -193,26 +153,23 @@ class ShardPlan:
         `columns` are the parts that ``columns(flat, copy=True)`` returned. Their versions were 0 then. Autograd records the
         write if it recorded one of the lanes' writes.
         """
-        done: set[int] = set()
-        for index in self.cut_tensors:
-            parts = columns[index]
-            if flat.leaves[index].is_inference():  # its parts are views
-                continue
-            if any(map(version_of, parts)) and id(parts) not in done:
-                done.add(id(parts))  # one object at two places has one list of parts
+        for index in {id(columns[index]): index for index in self.cut_tensors}.values():  # one object has one list of parts
+            argument, parts = flat.leaves[index], columns[index]
+            if not argument.is_inference() and any(map(version_of, parts)):
                 nodes = [part.grad_fn for part in parts if part.grad_fn is not None]
                 is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
                 with torch.set_grad_enabled(is_recorded):
-                    flat.leaves[index].copy_(torch.cat(list(parts), self.dims[index] or 0))
+                    argument.copy_(torch.cat(list(parts), self.dims[index] or 0))
 
     def whole(self, flat: FlatCall) -> list[Any]:
         """Return the leaves that every lane gets whole."""
-        if None not in self.dims:
-            return []
         return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
 
     def written(self, flat: FlatCall) -> list[int]:
-        """Return the version of each tensor that every lane gets whole; a write in place changes it."""
+        """Return the version of each tensor that every lane gets whole; a write in place changes it.
+
+        Inference tensors have no version.
+        """
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
@@ -262,11 +219,12 @@ class ShardPlan:
         if dim is None or len(self.sizes) == 1:
             return (leaf,) * len(self.sizes)
         if isinstance(leaf, torch.Tensor):
+            copy = copy and not leaf.is_inference()
             try:
+                if copy and leaf.is_contiguous():
+                    return _split_copies(leaf, self.sizes, dim)
                 views: Sequence[torch.Tensor] = leaf.split_with_sizes(self.sizes, dim)
-                return (
-                    [view.clone() for view in views] if copy and not leaf.is_inference() else views
-                )  # in their memory format
+                return [view.clone() for view in views] if copy else views  # in their memory format
             except (RuntimeError, NotImplementedError) as error:
                 if leaf.layout is torch.strided and not leaf.is_nested:
                     raise
@@ -288,13 +246,6 @@ def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return transfer(leaf, device)
     return place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else leaf
-
-
-class _Layout(NamedTuple):
-    """The calls of one structure: the dim of each leaf, and the plans by extents, classes of leaves, and lanes."""
-
-    dims: tuple[int | None, ...]
-    plans: dict[tuple[tuple[int, ...], tuple[type, ...], int], ShardPlan]
 
 
 class Cutter:
@@ -322,8 +273,8 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit
-        self._layouts: dict[TreeSpec, _Layout] = {}
-        self._of_shapes: dict[tuple[int, tuple[torch.Size, ...]], ShardPlan] = {}  # of calls of plain tensors on the CPU
+        self._dims: dict[TreeSpec, tuple[int | None, ...]] = {}  # of each leaf
+        self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
         """Return the plan of a call of positional plain tensors on the CPU; None for any other call."""
@@ -335,20 +286,14 @@ class Cutter:
             shapes = lanes, tuple(map(_shape_of, args))
         except RuntimeError:  # a nested tensor
             return None
-        plan = self._of_shapes.get(shapes)
-        if plan is None:
-            plan = self.plan(self.flatten(args, {}), lanes)
-            if len(self._of_shapes) >= _MOST_PLANS:
-                self._of_shapes.clear()
-            self._of_shapes[shapes] = plan
-        return plan
+        return self._plans.get(shapes) or _keep(self._plans, shapes, self.plan(self.flatten(args, {}), lanes))
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
         if self.in_dims:
             args, kwargs = self._declarations.mark_items(args, kwargs)
-        leaves, spec = flatten_call(args, kwargs)
-        return FlatCall(leaves, spec, tuple(map(extent_of, leaves, self._layout(spec).dims)))
+        leaves, spec = flatten((args, kwargs))
+        return FlatCall(leaves, spec, tuple(map(extent_of, leaves, self._dims_of(spec))))
 
     def plan(self, flat: FlatCall, lanes: int) -> ShardPlan:
         """Return the plan for a call.
@@ -357,25 +302,22 @@ class Cutter:
             ShardError: If row counts disagree, an argument may or may not have one item per row, a dim is out of range, or
                 the batch is not a multiple of `unit`.
         """
-        layout = self._layouts.get(flat.spec) or self._layout(flat.spec)
-        key = flat.extents, tuple(map(type, flat.leaves)), lanes
-        plan = layout.plans.get(key)
+        key = flat.spec, flat.extents, tuple(map(type, flat.leaves)), lanes
+        plan = self._plans.get(key)
         if plan is None:
-            if len(layout.plans) >= _MOST_PLANS:
-                layout.plans.clear()
-            plan = self._make(flat, layout.dims, lanes)
+            plan = self._make(flat, self._dims_of(flat.spec), lanes)
             if OBJECT not in flat.extents:  # an object of another class may be refused
-                layout.plans[key] = plan
+                _keep(self._plans, key, plan)
         if not self.lists_are_shared and any(flat.leaves[index].__dict__ for index in plan.cut_tensors):
             refuse_attributes(self._declarations, flat, plan.cut_tensors)
         return plan
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
         """Return the plan that gives this call uncut to one lane, and the call taken apart. Rows may disagree."""
-        leaves, spec = flatten_call(args, kwargs)
-        extents = map(extent_of, leaves, self._layout(spec).dims)
+        leaves, spec = flatten((args, kwargs))
+        extents = map(extent_of, leaves, self._dims_of(spec))
         rows = next((extent for extent in extents if extent >= 0), 0)
-        return ShardPlan.of(spec, leaves, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
+        return ShardPlan(spec, leaves, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
 
     def rows(self, args: tuple[Any, ...]) -> int:
         """Return the row count of a call of tensors: that of the first with rows."""
@@ -394,7 +336,7 @@ class Cutter:
         is_cut = rows is not None and rows > 1 and lanes > 1
         refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_cut and not self.lists_are_shared)
         if rows is None:
-            return ShardPlan.of(spec, leaves, (None,) * len(leaves), (0,))
+            return ShardPlan(spec, leaves, (None,) * len(leaves), (0,))
         if rows % self.unit:
             refuse_broken_units(flat, rows, self.unit)
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
@@ -402,14 +344,18 @@ class Cutter:
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
         largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
         hint = hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None
-        return ShardPlan.of(spec, leaves, cut, sizes, hint)
+        return ShardPlan(spec, leaves, cut, sizes, hint)
 
-    def _layout(self, spec: TreeSpec) -> _Layout:
-        """Return the dims and the plans of the calls of one structure."""
-        layout = self._layouts.get(spec)
-        if layout is None:
-            if len(self._layouts) >= _MOST_PLANS:
-                self._layouts.clear()
-            dims = tuple(map(self._declarations.dim_at, spec.paths())) if self.in_dims else (self.dim,) * spec.num_leaves
-            layout = self._layouts[spec] = _Layout(dims, {})
-        return layout
+    def _dims_of(self, spec: TreeSpec) -> tuple[int | None, ...]:
+        """Return the dim of each leaf of the calls of one structure."""
+        if not self.in_dims:
+            return (self.dim,) * spec.num_leaves
+        return self._dims.get(spec) or _keep(self._dims, spec, tuple(map(self._declarations.dim_at, spec.paths())))
+
+
+def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+    """Add an entry to a cache of limited size."""
+    if len(cache) >= _MOST_PLANS:
+        cache.clear()
+    cache[key] = value
+    return value

@@ -10,17 +10,7 @@ import torch
 
 from parawrap.engine.extents import NUMBERS, has_items
 from parawrap.errors import ShardError
-from parawrap.tree import (
-    UNDECLARED,
-    Fields,
-    WholeLeaf,
-    address,
-    as_tree,
-    flatten,
-    named_children,
-    replace_nodes,
-    with_children,
-)
+from parawrap.tree import UNDECLARED, Fields, WholeLeaf, address, as_tree, flatten, replace_nodes, unflatten
 
 InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields
 """Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
@@ -33,11 +23,8 @@ class Parameters:
     def __init__(self, target: Callable[..., Any]) -> None:
         self._positional: list[str] = []
         self._rest: str | None = None
-        self._keywords: set[str] | None = set()  # None: any keyword will do
+        self._keywords: set[str] | None = None  # None: any keyword will do
         self._all_keywords: str | None = None  # the name of **kwargs
-        self._read(target)
-
-    def _read(self, target: Callable[..., Any]) -> None:
         schema = getattr(target, "schema", None)  # a TorchScript method
         if schema is not None:
             self._positional = [argument.name for argument in schema.arguments if argument.name != "self"]
@@ -46,7 +33,6 @@ class Parameters:
         try:
             parameters = inspect.signature(target).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature
-            self._keywords = None
             return
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
@@ -90,13 +76,13 @@ class Declarations:
 
     def find(self, path: Sequence[Any]) -> Any:
         """Return the entry of `in_dims` for a path into (args, kwargs); UNDECLARED if there is none."""
-        entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED) if self.in_dims else UNDECLARED
+        entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED)
         for key in path[2:]:
-            if not isinstance(entry, (Mapping, tuple)):
+            if not isinstance(entry, (dict, tuple)):
                 break
-            has_key = key in entry if isinstance(entry, Mapping) else isinstance(key, int) and key < len(entry)
+            has_key = key in entry if isinstance(entry, dict) else isinstance(key, int) and key < len(entry)
             entry = entry[key] if has_key else UNDECLARED
-        return UNDECLARED if isinstance(entry, (Mapping, tuple)) else entry
+        return UNDECLARED if isinstance(entry, (dict, tuple)) else entry
 
     def name_at(self, path: Sequence[Any]) -> str | None:
         """Return the parameter that a path into (args, kwargs) belongs to; None if the signature is not known."""
@@ -112,30 +98,21 @@ class Declarations:
         cure: dict[str, Any] = dict(self.in_dims)
         for path, entry in entries.items():
             has_names = all(isinstance(key, str) for key in path[2:])
-            keys = [self.name_at(path) or "its name", *map(str, path[2:] if has_names else ())]
+            *above, last = [self.name_at(path) or "its name", *map(str, path[2:] if has_names else ())]
             place = cure
-            for key in keys[:-1]:
+            for key in above:
                 below = place.get(key)
-                place[key] = dict(below) if isinstance(below, Mapping) else {}
+                place[key] = dict(below) if isinstance(below, dict) else {}
                 place = place[key]
-            place[keys[-1]] = entry
-        return f"{self.option}={_write(cure)}"
-
-
-def _write(option: Any) -> str:
-    """Return an option as Python code."""
-    if isinstance(option, Mapping):
-        return f"{{{', '.join(f'{_write(key)}: {_write(each)}' for key, each in option.items())}}}"
-    if isinstance(option, tuple):
-        return f"({', '.join(map(_write, option))}{',' if len(option) == 1 else ''})"
-    return f'"{option}"' if isinstance(option, str) else repr(option)
+            place[last] = entry
+        return f"{self.option}={cure}".replace("'", '"')
 
 
 def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
     """Return a value with the sequences that its entry in `in_dims` cuts by item turned into leaves."""
     if in_dim is None:
         return value
-    if isinstance(in_dim, (Mapping, tuple)):
+    if isinstance(in_dim, (dict, tuple)):
         return _by_item_below(in_dim, value, place)
     if in_dim == "items":
         return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
@@ -146,17 +123,19 @@ def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
 
 def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
     """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
-    parts = named_children(value)
-    named = in_dims if isinstance(in_dims, Mapping) else dict(enumerate(in_dims))
-    if isinstance(in_dims, tuple) and len(in_dims) != len(parts):
-        msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(parts)} there"
+    parts, spec = flatten(value, lambda node: node is not value)
+    keys = spec.entries()
+    if isinstance(in_dims, tuple) and len(in_dims) != len(keys):
+        msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(keys)} there"
         raise ShardError(msg)
-    unknown = [key for key in named if key not in parts]
-    if unknown:
-        has = f"a {type(value).__name__} with {list(parts)}" if parts else f"a {type(value).__name__}"
-        msg = f"{address('in_dims', [*place, unknown[0]])} is declared, and {place[0]!r} is {has} there"
-        raise ShardError(msg)
-    return with_children(value, {key: _by_item(named.get(key), part, [*place, key]) for key, part in parts.items()})
+    named = in_dims if isinstance(in_dims, dict) else dict(enumerate(in_dims))
+    for key in named:
+        if key not in keys:
+            has = f"a {type(value).__name__} with {keys}" if keys else f"a {type(value).__name__}"
+            msg = f"{address('in_dims', [*place, key])} is declared, and {place[0]!r} is {has} there"
+            raise ShardError(msg)
+    below = (_by_item(named.get(key), part, [*place, key]) for key, part in zip(keys, parts, strict=True))
+    return unflatten(spec, below)
 
 
 def _holds_tensor(value: Any) -> bool:

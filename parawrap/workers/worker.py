@@ -23,7 +23,7 @@ from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
 from parawrap.processes.pickling import Packed, pack, unpack
-from parawrap.tree import WholeLeaf, flatten, flatten_call, unflatten
+from parawrap.tree import WholeLeaf, flatten, unflatten
 from parawrap.workers.model import Build
 from parawrap.workers.packing import Packer, restore
 from parawrap.workers.writes import Contents, Written
@@ -188,7 +188,7 @@ class Server:
         """Return the output of a call, and its writes into tensors of its arguments; None if there are none."""
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
-        given = args if is_plain else flatten_call(args, kwargs)[0]
+        given = args if is_plain else flatten((args, kwargs))[0]
         if not is_plain and any(isinstance(leaf, torch.Generator) for leaf in given):  # its new state would stay here
             msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)

@@ -11,7 +11,7 @@ import torch
 
 from parawrap._private_names import version_of
 from parawrap.errors import SessionError
-from parawrap.tree import flatten_call, tensors_in
+from parawrap.tree import flatten, tensors_in
 
 Written = Sequence[torch.Tensor | None]
 """For each leaf of the arguments its new value, or None if the call has not written it."""
@@ -75,7 +75,7 @@ class _TensorsByIdentity(pickle.Pickler):
 
 def write_back(written: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Write into the caller's tensors what a call wrote into those of the worker. Raises SessionError if they differ."""
-    leaves = flatten_call(args, kwargs)[0]
+    leaves = flatten((args, kwargs))[0]
     pairs = [(leaf, value) for leaf, value in zip(leaves, written, strict=False) if value is not None]
     if len(leaves) != len(written) or any(getattr(leaf, "shape", None) != value.shape for leaf, value in pairs):
         raise SessionError(_INTO_OTHER_PARTS)

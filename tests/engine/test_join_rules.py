@@ -71,6 +71,8 @@ def test_items_and_ragged():
     first = {"t": torch.zeros(6, 2), "l": ["a"], "a": numpy.zeros(3)}
     found = joined(first, {"t": torch.ones(1, 2), "l": [], "a": numpy.ones(0)}, sizes=(2, 2), out_dims="ragged")
     assert (found["t"].shape, found["l"], found["a"].shape) == ((7, 2), ["a"], (3,))
+    found = joined((torch.zeros(6, 2), torch.zeros(2)), (torch.ones(1, 2), torch.ones(2)), out_dims="ragged")
+    assert [each.shape for each in found] == [(7, 2), (4,)]
     assert joined(torch.zeros(2, 6), torch.ones(2, 1), sizes=(2, 2), dim=1, out_dims="ragged").shape == (2, 7)
     for make in (torch.zeros, numpy.zeros):
         assert "differ beyond dim 0" in refusal(make((3, 2)), make((1, 4)), out_dims="ragged")

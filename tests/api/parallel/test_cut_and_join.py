@@ -273,8 +273,8 @@ def test_masks_per_head():
     with torch.no_grad():
         plain = target(x, mask)
         message = refused(ShardError, target, x, mask)
-        assert "args[1] has 4 rows for each row" in message
-        assert "(7, 4, ...), and flatten it" in message
+        assert "args[1] has 28 on dim 0" in message
+        assert "(batch, heads, ...), and flatten it" in message
         with parallel(target, TWO) as p:
             assert_close(p(x, mask.unflatten(0, (7, 4))), plain)
             assert len(p.stats().shards) == 2
