@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from parawrap.engine.extents import NUMBERS, has_items
+from parawrap.engine.extents import has_items
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, Fields, WholeLeaf, address, as_tree, flatten, replace_nodes, unflatten
 
@@ -116,9 +116,7 @@ def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
         return _by_item_below(in_dim, value, place)
     if in_dim == "items":
         return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
-    if isinstance(value, (list, tuple)) and not _holds_tensor(value):
-        return WholeLeaf(value)  # named by the user: also a tuple of numbers
-    return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
+    return replace_nodes(value, _has_no_tensors, WholeLeaf)
 
 
 def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
@@ -138,12 +136,7 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
     return unflatten(spec, below)
 
 
-def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
-
-
-def _may_be_one_item_per_row(node: Any) -> bool:
-    """True for a list without tensors, and for a tuple without tensors that holds more than numbers."""
-    if type(node) is list:
-        return bool(node) and not _holds_tensor(node)
-    return type(node) is tuple and not _holds_tensor(node) and not all(isinstance(item, NUMBERS) for item in node)
+def _has_no_tensors(node: Any) -> bool:
+    """True for a list or a tuple without tensors, which has no dims."""
+    is_sequence = type(node) in (list, tuple) and len(node) > 0
+    return is_sequence and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])

@@ -30,12 +30,24 @@ OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
 ARRAY = -100  # and below, by its length: an array of another library
 
-NUMBERS = (int, float, bool, complex, torch.dtype, torch.device, torch.Generator)
 _SEQUENCES = (list, range, array.array, deque, UserList)
 _VALUES = (
-    *(str, bytes, numbers.Number, enum.Enum, slice, type, types.EllipsisType, pathlib.PurePath, re.Pattern, uuid.UUID),
+    *(
+        int,
+        float,
+        str,
+        bytes,
+        numbers.Number,
+        enum.Enum,
+        slice,
+        type,
+        types.EllipsisType,
+        pathlib.PurePath,
+        re.Pattern,
+        uuid.UUID,
+    ),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, dt.date, dt.time, dt.timedelta, dt.tzinfo),
-    *(torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Generator),
 )
 
 
@@ -65,7 +77,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         rules = splitter_of(leaf.value)
         rows = rules.rows(leaf.value)
         return EMPTY if rows == 0 and rules.update is not None else rows
-    if dim is None or leaf is None or isinstance(leaf, (*NUMBERS, *_VALUES)) or _is_numpy_value(leaf):
+    if dim is None or leaf is None or isinstance(leaf, _VALUES) or _is_numpy_value(leaf):
         return BROADCAST
     length = _length_of_array(leaf)
     return OBJECT if length is None else ARRAY - length

@@ -275,7 +275,7 @@ class _Join:
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
         is_tensor = isinstance(column[0], torch.Tensor)
-        if self.rules.as_torch and not is_tensor:
+        if self.rules.as_torch and not all(isinstance(part, torch.Tensor) for part in column):
             if self.lanes == 1:
                 return column[0]
             refuse(
@@ -370,7 +370,8 @@ class _Join:
             return original
         moved = [leaf.value if self.device is None else place_leaf(leaf, self.device) for leaf in column]
         if declared.out_dim is None:
-            return self._take_equal(moved)
+            self._check_equal(column)
+            return moved[0]
         if self.lanes == 1:
             return moved[0]
         rules = splitter_of(values[0])
@@ -400,14 +401,17 @@ class _Join:
         return self._take_equal(column)
 
     def _take_equal(self, column: Sequence[Any]) -> Any:
-        """Return the value that all lanes returned, compared by value. Of registered classes, the tensors are compared."""
+        """Return the value that all lanes returned, compared by value."""
         original = self._original(column)
-        if original is not None:
-            return _move(original, self.device)
-        first, *others = ([*tensors_in(value)] or [value] for value in column)
-        if any(len(other) != len(first) or not all(map(_are_equal, other, first)) for other in others):
-            refuse(f"{self._say(column)}, which differ. {CURE}")
-        return _move(column[0], self.device)
+        if original is None:
+            self._check_equal(column)
+            original = column[0]
+        return _move(original, self.device)
+
+    def _check_equal(self, column: Sequence[Any]) -> None:
+        if not all(_are_equal(column[0], value) for value in column[1:]):
+            values = [getattr(value, "value", value) for value in column]
+            refuse(f"{self._say(values)}, which differ. {CURE}")
 
     def _check_proof(self) -> None:
         """Refuse an undeclared output of shards of equal sizes, as of NeuronCores."""
@@ -481,8 +485,13 @@ def _is_array(value: Any) -> bool:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Equality by value. Two NaNs are equal; values that cannot be compared are not."""
+    """Equality by value; for registered classes, of their tensors. Two NaNs are equal; what cannot be compared is not."""
     try:
+        if isinstance(one, WholeLeaf):
+            tensors, others = [*tensors_in(one.value)], [*tensors_in(other.value)]
+            if not tensors:
+                return bool(one.value == other.value)
+            return len(tensors) == len(others) and all(map(_are_equal, tensors, others))
         if isinstance(one, torch.Tensor):
             have_one_form = one.shape == other.shape and one.dtype == other.dtype
             return have_one_form and torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)

@@ -112,29 +112,26 @@ class JoinRules:
             object.__setattr__(self, name, as_tree(getattr(self, name)))
         if self.as_torch:
             object.__setattr__(self, "out_dims", "ragged")
-        for each in entries_of(self.reduce):
-            if each is not None and each not in _REDUCTIONS and not callable(each):
-                msg = (
-                    f"reduce={each!r} is not supported. Use 'mean', 'sum', 'stack', a function of a vector, or a tuple, "
-                    "dict, or dataclass of these like the output"
-                )
-                raise GatherError(msg)
         if self.join not in ("cat", "list", "pad"):
             msg = f"join={self.join!r} is not supported. Use 'cat', 'pad', or 'list'"
             raise GatherError(msg)
+        for each in entries_of(self.reduce):
+            if each is not None and each not in _REDUCTIONS and not callable(each):
+                _refuse_entry("reduce", each, "'mean', 'sum', 'stack', a function of a vector")
         for each in entries_of(self.out_dims):
             is_dim = each is UNDECLARED or each is None or (isinstance(each, int) and not isinstance(each, bool))
             if not is_dim and each not in _WORDS:
                 other = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
-                msg = (
-                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple, dict, or dataclass of these '
-                    f"like the output{other}"
-                )
-                raise GatherError(msg)
+                _refuse_entry("out_dims", each, 'a dim, None, "items", "ragged"', other)
         for each in entries_of(self.pad_value):
             if each is not None and not isinstance(each, numbers.Number):
-                msg = f"pad_value={each!r} is not supported. Use a number, or a tuple, dict, or dataclass of numbers"
-                raise GatherError(msg)
+                _refuse_entry("pad_value", each, "a number")
+
+
+def _refuse_entry(name: str, entry: Any, allowed: str, more: str = "") -> NoReturn:
+    like = "a tuple, dict, or dataclass of these like the output"
+    msg = f"{name}={entry!r} is not supported. Use {allowed}, or {like}{more}"
+    raise GatherError(msg)
 
 
 class Refusal(Exception):  # noqa: N818

@@ -43,7 +43,7 @@ IN_DIMS = {
     "negative": (-1, {"a": [X.T, X.T]}, {"a": [X[:2].T] * 2}, {"a": [X[2:].T] * 2}),
     "texts": (0, TEXTS, TEXTS[:2], TEXTS[2:]),
     "numbers": (0, (1, 2, 3), (1, 2), (3,)),
-    "texts in a dict": (0, {"t": TEXTS, "n": (4, 5)}, {"t": TEXTS[:2], "n": (4, 5)}, {"t": TEXTS[2:], "n": (4, 5)}),
+    "texts in a dict": (0, {"t": TEXTS, "n": 4}, {"t": TEXTS[:2], "n": 4}, {"t": TEXTS[2:], "n": 4}),
     "items": ("items", ("a", "b", "c"), ("a", "b"), ("c",)),
     "items of tensors": ("items", LISTED, LISTED[:2], LISTED[2:]),
     "items of equal tensors": ("items", [X, X, X], [X, X], [X]),
