@@ -269,7 +269,6 @@ class Cutter:
         self._declarations = Declarations(dim, in_dims or {}, parameters, option)
         self.dim = dim
         self.in_dims = self._declarations.in_dims
-        self.parameters = parameters
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit

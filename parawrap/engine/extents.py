@@ -32,21 +32,17 @@ ARRAY = -100  # and below, by its length: an array of another library
 
 _SEQUENCES = (list, range, array.array, deque, UserList)
 _VALUES = (
+    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type, types.EllipsisType, pathlib.PurePath, uuid.UUID),
     *(
-        int,
-        float,
-        str,
-        bytes,
-        numbers.Number,
-        enum.Enum,
-        slice,
-        type,
-        types.EllipsisType,
-        pathlib.PurePath,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        dt.date,
+        dt.time,
+        dt.timedelta,
+        dt.tzinfo,
         re.Pattern,
-        uuid.UUID,
     ),
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, dt.date, dt.time, dt.timedelta, dt.tzinfo),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Generator),
 )
 

@@ -19,8 +19,8 @@ from tests.helpers.shards import cut, cutter, planned
 def test_one_row_is_broadcast(rows):
     """A tensor with one row next to more rows, or none, goes whole to every lane, as in torch's broadcasting."""
     one, scale, columns = torch.ones(1, 3), torch.tensor(2.0), torch.zeros(3, rows)
-    shards = cut(cutter(), torch.zeros(rows, 3), one)
-    assert all(shard.args[1] is one for shard in shards)
+    shards = cut(cutter(in_dims={"rest": None}), torch.zeros(rows, 3), one, None, whole := torch.zeros(7))
+    assert all(shard.args[1] is one and shard.args[3] is whole for shard in shards)
     assert sum(shard.rows for shard in shards) == rows
     assert len(shards) == (1 if rows < 2 else 2)
     for shard in cut(Cutter(dim=1), columns, scale, one[0]):  # tensors without the dim
@@ -62,13 +62,6 @@ def test_in_dims_declare_each_argument(entry, argument, first, second):
         shards = cut(cutter(in_dims={place: entry}), torch.zeros(3), *args, **kwargs)
         found = [shard.args[1] if place == "y" else shard.kwargs["texts"] for shard in shards]
         assert_same(found, [first, second])
-
-
-def test_the_rest_and_shared_lists():
-    whole = torch.zeros(7)
-    assert cut(cutter(in_dims={"rest": None}), torch.zeros(4), None, None, whole)[1].args[3] is whole
-    for shard in cut(cutter(lists_are_shared=True), torch.zeros(3), texts=TEXTS):
-        assert shard.kwargs["texts"] == TEXTS
 
 
 def test_containers_of_each_lane():

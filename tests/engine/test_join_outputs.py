@@ -29,11 +29,9 @@ def test_equal_shards_prove_nothing():
 
 def test_equal_values_are_not_one_value():
     """Two lanes that both count 2 of each class have counted 4."""
-    for make in (torch.tensor, numpy.array):
-        message = refusal(make([2, 2]), make([2, 2]))
-        assert "the lanes had 3, 1 rows and returned shapes" in message
-        assert "Equal values do not make it one value: two lanes that count 3 are 6" in message
-        assert all(part in message for part in OPTIONS)
+    message = refusal(numpy.array([2, 2]), numpy.array([2, 2]))
+    assert "the lanes had 3, 1 rows and returned shapes (2,), (2,), without the rows on dim 0. Equal values" in message
+    assert all(part in message for part in OPTIONS)
     for empty in (torch.zeros(0, 4), numpy.zeros((0, 2)), []):
         assert_same(joined(copy.copy(empty), empty), empty)
 

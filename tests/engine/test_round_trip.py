@@ -16,6 +16,7 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
+from tests.helpers.same import assert_same
 from tests.helpers.shards import CPU
 
 rules = st.sampled_from([balanced_sizes, uneven_sizes])
@@ -83,19 +84,6 @@ def as_tree(value):
     if isinstance(value, Mapping):
         return {key: as_tree(below) for key, below in value.items()}
     return as_tree(vars(value)) if isinstance(value, Record) else tuple(map(as_tree, value))
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return type(one) is type(other) and (one == other or (one != one and other != other))
-
-
-def assert_same(joined, value):
-    before, spec = flatten(value)
-    after, spec_after = flatten(joined)
-    assert spec == spec_after
-    assert all(map(same, after, before))
 
 
 def is_number(leaf):

@@ -33,7 +33,7 @@ def assert_same(one, other):
         names = [field.name for field in dataclasses.fields(one)]
         assert_same(*({name: getattr(each, name) for name in names if hasattr(each, name)} for each in (one, other)))
     elif isinstance(one, torch.Tensor):
-        assert_close(one, other)
+        assert_close(one, other, equal_nan=True)
     elif isinstance(one, np.ndarray):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         if one.dtype.kind in "fc":
@@ -41,6 +41,6 @@ def assert_same(one, other):
         else:
             assert one.tolist() == other.tolist()
     elif isinstance(one, (float, np.floating)):
-        assert one == pytest.approx(other, rel=1e-5)
+        assert one == pytest.approx(other, rel=1e-5, nan_ok=True)
     else:
         assert one == other
