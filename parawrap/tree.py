@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import threading
 import types
 import warnings
@@ -194,20 +193,6 @@ def _write_step(entry: object) -> str:
     return "" if entry is _INSIDE else f"[{entry!r}]"
 
 
-def sequences(
-    spec: TreeSpec, path: tuple[Any, ...] = (), start: int = 0
-) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-    """Yield every list, plain tuple, and deque in a structure: its path, its node, and the index of its first leaf.
-
-    The structure itself is at this path, and its first leaf has the index `start`.
-    """
-    if spec.type in (list, tuple, deque):
-        yield path, spec, start
-    begins = itertools.accumulate((child.num_leaves for child in spec.children()), initial=start)
-    for entry, child, begin in zip(spec.entries(), spec.children(), begins, strict=False):
-        yield from sequences(child, (*path, entry), begin)
-
-
 # Classes of containers
 
 
@@ -228,11 +213,8 @@ def _learn(strangers: Iterable[type]) -> bool:
 
 
 def _is_container(cls: type) -> bool:
-    if issubclass(cls, (torch.nn.Module, enum.Enum)):
-        return False
-    if issubclass(cls, tuple):
-        return not hasattr(cls, "n_fields")  # the types of torch.return_types
-    return issubclass(cls, (Mapping, list)) or dataclasses.is_dataclass(cls)
+    is_value = issubclass(cls, (torch.nn.Module, enum.Enum))
+    return not is_value and (issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls))
 
 
 def _register(cls: type, down: Callable[[Any], Any]) -> None:

@@ -13,7 +13,7 @@ from parawrap.engine.declarations import Declarations
 from parawrap.engine.extents import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
 from parawrap.engine.rules.registry import registration_of
 from parawrap.errors import ShardError
-from parawrap.tree import UNDECLARED, address, addresses, list_attributes, sequences, tensors_in
+from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in
 
 _MOST_LISTED = 20  # values, in an error; its cure names every argument
 _UNEVEN_BEYOND = 1.125  # an eighth: lanes usually differ by as much
@@ -100,7 +100,7 @@ def refuse_unclear(declarations: Declarations, flat: FlatCall, rows: int | None,
     With `is_strict`, refuse every object: a deque or a generator of random numbers would advance or start again in each
     lane. Lanes of a call that `is_cut` would take turns with an iterator.
     """
-    found = [*_find_sequences(declarations, flat, rows or 0)] if is_strict else []
+    found = [*_find_sequences(declarations, flat, rows or 0, flat.spec)] if is_strict else []
     if any(extent <= OBJECT for extent in flat.extents):
         lists = [each.path for each in found]
         objects = _find_objects(flat, rows, is_cut=is_cut, is_strict=is_strict)
@@ -132,23 +132,27 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
             yield _Unclear(path, says, may_be_items=has_items(leaf))
 
 
-def _find_sequences(declarations: Declarations, flat: FlatCall, rows: int) -> Iterator[_Unclear]:
+def _find_sequences(
+    declarations: Declarations, flat: FlatCall, rows: int, node: TreeSpec, path: tuple[Any, ...] = (), start: int = 0
+) -> Iterator[_Unclear]:
     """Yield lists and tuples without rows that are as long as the batch, and deques, which each lane would get a copy of.
 
-    A list may have one item per row or be one value for all rows.
+    A list may have one item per row or be one value for all rows. `node` is at this path, and its first leaf has the index
+    `start`.
     """
-    for path, node, start in sequences(flat.spec):
-        kinds = flat.extents[start : start + node.num_leaves]
-        is_long = node.num_children == rows or node.type is deque
-        has_rows = any(kind >= 0 and kind != 1 for kind in kinds)  # a tensor of one row would go whole to every lane
-        if len(path) >= 2 and is_long and not has_rows and declarations.find(path) is UNDECLARED:
-            has = "with tensors of one row" if any(kind == 1 for kind in kinds) else "without a tensor"
-            kind = getattr(node.type, "__name__", "")
-            says = (
-                f"{_join_places([path])} is a {kind} of {node.num_children} items {has}, and "
-                f"the batch has {rows} rows: it may have one item per row or be one value for all rows"
-            )
-            yield _Unclear(path, says, may_be_items=True)
+    kinds = flat.extents[start : start + node.num_leaves]
+    is_long = node.type is deque or (node.type in (list, tuple) and node.num_children == rows)
+    has_rows = any(kind >= 0 and kind != 1 for kind in kinds)  # a tensor of one row would go whole to every lane
+    if node.type is not None and len(path) >= 2 and is_long and not has_rows and declarations.find(path) is UNDECLARED:
+        has = "with tensors of one row" if 1 in kinds else "without a tensor"
+        says = (
+            f"{_join_places([path])} is a {node.type.__name__} of {node.num_children} items {has}, and the batch has "
+            f"{rows} rows: it may have one item per row or be one value for all rows"
+        )
+        yield _Unclear(path, says, may_be_items=True)
+    for entry, child in zip(node.entries(), node.children(), strict=True):
+        yield from _find_sequences(declarations, flat, rows, child, (*path, entry), start)
+        start += child.num_leaves
 
 
 def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import datetime as dt
 import enum
 import numbers
@@ -11,7 +10,7 @@ import re
 import sys
 import types
 import uuid
-from collections import UserList, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,19 +29,10 @@ OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
 ARRAY = -100  # and below, by its length: an array of another library
 
-_SEQUENCES = (list, range, array.array, deque, UserList)
+_SEQUENCES = (list, range, deque)
 _VALUES = (
-    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type, types.EllipsisType, pathlib.PurePath, uuid.UUID),
-    *(
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.ModuleType,
-        dt.date,
-        dt.time,
-        dt.timedelta,
-        dt.tzinfo,
-        re.Pattern,
-    ),
+    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type, types.EllipsisType, pathlib.PurePath, re.Pattern),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, dt.date, dt.time, dt.timedelta, uuid.UUID),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Generator),
 )
 

@@ -160,13 +160,10 @@ class _Join:
     def _join_leaves(self, column: Sequence[Any], declared: Declared, around: Flat | None = None) -> Any:
         first = column[0]
         declared.check(type(first))
-        kinds = set(map(type, column))
-        if (
-            len(kinds) > 1
-            and not all(isinstance(value, torch.Tensor) for value in column)
-            and not all(map(is_number, column))
-        ):
-            refuse(f"the lanes returned values of type {' and '.join(sorted(kind.__name__ for kind in kinds))}. {CURE}")
+        are_tensors = all(isinstance(value, torch.Tensor) for value in column)
+        if not are_tensors and len(set(map(type, column))) > 1 and not all(map(is_number, column)):
+            kinds = " and ".join(sorted({type(value).__name__ for value in column}))
+            refuse(f"the lanes returned values of type {kinds}. {CURE}")
         if first is None:
             return None
         if type(first) in SEQUENCES:
@@ -181,7 +178,7 @@ class _Join:
                     "out_dims=0 leaves numbers to reduce"
                 )
             return self._take_equal(column)
-        if isinstance(first, torch.Tensor) or _is_array(first):
+        if are_tensors or _is_array(first):
             return self._join_arrays(column, declared)
         return self._join_numbers(column, declared) if is_number(first) else self._take_one(column)
 
@@ -302,11 +299,9 @@ class _Join:
         if declared.out_dim is not None and not is_tree(declared.out_dim) and any(map(_holds_texts, column)):
             return self._take_one(column)
         joined = []
-        for index, (parts, each) in enumerate(
-            zip(zip(*column, strict=True), declared.parts(range(lengths[0])), strict=True)
-        ):
+        for index, each in enumerate(declared.parts(range(lengths[0]))):
             self.path.append(index)
-            joined.append(self.join_values(parts, each))
+            joined.append(self.join_values([value[index] for value in column], each))
             self.path.pop()
         return kind(joined)
 
@@ -337,11 +332,10 @@ class _Join:
         `around` is the flattened output of the first lane that holds the list.
         """
         leaves = [flatten(value)[0] for value in column]
-        holds_tensors = any(map(_holds_tensors, column))
+        found = [[leaf for leaf in each if isinstance(leaf, torch.Tensor)] for each in leaves]
+        holds_tensors, dim = any(map(_holds_tensors, column)), self.rules.dim
         if all(leaf is None for each in leaves for leaf in each) or (type(column[0]) is tuple and holds_tensors):
             return  # nothing, or a structure
-        found = [[leaf for leaf in each if isinstance(leaf, torch.Tensor)] for each in leaves]
-        dim = self.rules.dim
         counts = [{leaf.shape[dim] for leaf in each if -leaf.ndim <= dim < leaf.ndim} for each in found]
         has_rows = holds_tensors and all(len(each) <= 1 for each in counts)
         if self.rows is not None:
