@@ -157,10 +157,7 @@ def as_tree(option: Any) -> Any:
 
 def entries_of(option: Any) -> list[Any]:
     """Return the entries of an option that may be a tree."""
-    if not isinstance(option, (list, tuple, Mapping)):
-        return [option]
-    below = option.values() if isinstance(option, Mapping) else option
-    return [leaf for each in below for leaf in entries_of(each)]
+    return optree.tree_leaves(as_tree(option), none_is_leaf=True)
 
 
 # Addresses
@@ -277,12 +274,12 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     found = list(parts)
     if blank is None:
         return _unwrap(found[0])
-    kind = blank.cls
+    kind: type = blank.cls
     items = dict(zip(blank.keys, found, strict=False))
     if issubclass(kind, Mapping) and not issubclass(kind, dict | UserDict):
-        return kind(items)  # only the class can fill its instances
+        return blank.cls(items)  # only the class can fill its instances
     is_tuple = issubclass(kind, tuple)
-    built = tuple.__new__(kind, items.values()) if is_tuple else kind.__new__(kind)
+    built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
     attributes = {name: each for name, _, each in blank.plain}
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory

@@ -12,7 +12,7 @@ from parawrap.backends import Devices
 from parawrap.engine.declarations import InDim, Parameters
 from parawrap.engine.patch import original_method
 from parawrap.errors import ShardError
-from parawrap.tree import as_tree, entries_of
+from parawrap.tree import entries_of
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -108,7 +108,7 @@ def check_in_dims(
                 "Name the keyword arguments of **kwargs one by one"
             )
             raise ShardError(msg)
-        for entry in entries_of(as_tree(dim)):
+        for entry in entries_of(dim):
             if entry not in (None, "items") and (isinstance(entry, bool) or not isinstance(entry, int)):
                 msg = (
                     f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a dict, tuple, or dataclass '
