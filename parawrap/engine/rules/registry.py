@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch.nn.utils import rnn
@@ -100,27 +100,16 @@ def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
     return [value[start:end] for start, end in spans(sizes)]
 
 
-def _join_sequence(parts: Sequence[Any]) -> Any:
-    return functools.reduce(operator.add, parts)
-
-
 def _sequence_to(value: Any, device: torch.device) -> Any:
     return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
 
 
-def _refuse_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> NoReturn:
-    refuse_split(value, "it lies in the order of time steps. Pass padded rows and their lengths, and pack them in forward")
-
-
-def _refuse_packed_parts(parts: Sequence[rnn.PackedSequence]) -> NoReturn:
-    refuse_to_join(parts[0], "they lie in the order of time steps. Return rnn.pad_packed_sequence(value, batch_first=True)")
-
-
-def _count_packed_rows(value: rnn.PackedSequence) -> int:
-    return int(value.batch_sizes[0])
-
-
-_SEQUENCE = Splitter(_split_sequence, _join_sequence, len, _sequence_to)
+_SEQUENCE = Splitter(_split_sequence, partial(reduce, operator.add), len, _sequence_to)
+_STEPS = "its rows lie in the order of time steps"
 keep_whole(rnn.PackedSequence)
-_splitters[rnn.PackedSequence] = Splitter(_refuse_packed, _refuse_packed_parts, _count_packed_rows)
+_splitters[rnn.PackedSequence] = Splitter(
+    lambda value, _sizes: refuse_split(value, f"{_STEPS}. Pass padded rows and their lengths, and pack them in forward"),
+    lambda parts: refuse_to_join(parts[0], f"{_STEPS}. Return rnn.pad_packed_sequence(value, batch_first=True)"),
+    lambda value: int(value.batch_sizes[0]),
+)
 keep_whole_if(_has_builtin_rules)
