@@ -138,5 +138,4 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
 
 def _has_no_tensors(node: Any) -> bool:
     """True for a list or a tuple without tensors, which has no dims."""
-    is_sequence = type(node) in (list, tuple) and len(node) > 0
-    return is_sequence and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])
+    return type(node) in (list, tuple) and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])

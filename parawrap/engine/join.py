@@ -316,7 +316,7 @@ class _Join:
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
         if out_dim == "ragged":
-            return type(column[0]) is not tuple or not any(map(_holds_tensors, column))
+            return type(column[0]) is not tuple or not any(hasattr(leaf, "shape") for leaf in flatten(column)[0])
         if out_dim is UNDECLARED:
             if any(lengths):
                 self._check_proof()
@@ -455,10 +455,12 @@ def _is_sequence(node: Any) -> bool:
 
 
 def _holds_texts(value: Any) -> bool:
-    """True for a sequence of texts or other values, of which lanes may have any number: without arrays and numbers."""
-    leaves = flatten(value)[0]
-    is_other = (isinstance(leaf, WholeLeaf) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves)
-    return not any(is_other) and any(leaf is not None for leaf in leaves)
+    """True for texts or other values, of which lanes may have any number: without arrays, numbers, and sequences."""
+    leaves = [leaf for item in value for leaf in flatten(item, _is_sequence)[0]]
+    is_plain = not any(
+        isinstance(leaf, (*SEQUENCES, WholeLeaf)) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves
+    )
+    return is_plain and any(leaf is not None for leaf in leaves)
 
 
 def _move(value: Any, device: torch.device | None) -> Any:

@@ -72,6 +72,12 @@ def test_keys_must_agree():
     assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
 
 
+def test_lists_of_items_in_a_tuple():
+    """Each list has one item per row, next to a constant or to other lists."""
+    assert joined((["a", "b"], ["c", "d"]), (["e"], ["f"]), sizes=(2, 1)) == (["a", "b", "e"], ["c", "d", "f"])
+    assert joined((["a", "b"], "constant"), (["e"], "constant"), sizes=(2, 1)) == (["a", "b", "e"], "constant")
+
+
 def boxes(*counts):
     return [{"boxes": torch.zeros(count, 4)} for count in counts]
 
