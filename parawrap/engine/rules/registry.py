@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
     return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
 
 
-_SEQUENCE = Splitter(_split_sequence, partial(reduce, operator.add), len, _sequence_to)
+_SEQUENCE = Splitter(_split_sequence, lambda parts: reduce(operator.add, parts), len, _sequence_to)
 _STEPS = "its rows lie in the order of time steps"
 keep_whole(rnn.PackedSequence)
 _splitters[rnn.PackedSequence] = Splitter(
