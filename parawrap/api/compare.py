@@ -17,7 +17,7 @@ from parawrap._public import public
 from parawrap.api.parallel import Parallel, parallel
 from parawrap.backends import Devices, backend_of, ignore_speed_warnings
 from parawrap.displays import Table
-from parawrap.engine.call import intra_op_threads
+from parawrap.engine.lanes import intra_op_threads
 from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten, tensors_in

@@ -21,10 +21,11 @@ from parawrap.api.scatter_gather import (
     vector,
 )
 from parawrap.backends import DeviceLike, best_backend, names_cores, resolve_devices
-from parawrap.engine.call import Entry, here
+from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import Parameters
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import here
 from parawrap.engine.session import Session
 from parawrap.errors import DeviceUnavailableError
 from parawrap.tree import flatten
@@ -153,7 +154,7 @@ class DataParallel(WrappedAttributes, torch.nn.DataParallel[T]):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self.device_ids or here.lane is not None or not self._session().lanes.is_ready():
+            if not self.device_ids or here.lane is not None or not self._session().is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             if len(self.device_ids) > 1 and _have_rows(inputs, kwargs) and all(map(self._inherits, _VERBS)):

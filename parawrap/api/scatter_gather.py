@@ -10,10 +10,11 @@ import torch
 
 from parawrap._public import public
 from parawrap.backends import DeviceLike, device_of, resolve_device, warn_caller
-from parawrap.engine.call import Lanes
+from parawrap.engine.call import apply_tasks
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import Lanes
 from parawrap.engine.replicas import Replicas
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.tree import flatten
@@ -152,7 +153,7 @@ def parallel_apply(
     places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
     lanes = Lanes(places)
     try:
-        return lanes.apply(calls, flatten([(call.args, call.keywords) for call in calls])[0])
+        return apply_tasks(lanes, calls, flatten([(call.args, call.keywords) for call in calls])[0])
     finally:
         lanes.close()
 

@@ -17,9 +17,10 @@ from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
 from parawrap.api.tuples import cat, cat_rows, tensors_beside_lists
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
-from parawrap.engine.call import Calls, Entry, here
+from parawrap.engine.call import Calls, Entry
 from parawrap.engine.cut import Cutter
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import here
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import address, tensors_in
 
@@ -139,7 +140,7 @@ class TupleParallel(DataParallel[T]):
         return _together(recursive_to(list(outputs), output_device) if self.transfer_output and self._lanes else outputs)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        if not self._lanes or here.lane is not None or not self._session().lanes.is_ready():
+        if not self._lanes or here.lane is not None or not self._session().is_ready():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
         return self._run_shards(args, kwargs) if args else []
@@ -210,7 +211,7 @@ class _InLanes:
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
         calls = self._calls_for(function, len(parts)) if parts else None
-        if calls is None or not calls.lanes.is_ready():
+        if calls is None or not calls.is_ready():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)

@@ -52,6 +52,18 @@ def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
     }
 
 
+def moments_of(lanes: Sequence[torch.device], sources: Iterable[torch.device | None]) -> Sequence[Moment]:
+    """Return the caller's moment, as it concerns a lane on each of these devices; nothing if all is on the CPU.
+
+    `sources` are other devices with data for the calls, or None.
+    """
+    found = {device for device in sources if device is not None}
+    if all(device.type == "cpu" for device in (*found, *lanes)):
+        return ()
+    moment = moment_of([*found.union(lanes)], shared=torch.is_grad_enabled())
+    return [{device: mark for device, mark in moment.items() if device in (*found, lane)} for lane in lanes]
+
+
 def wait_for_moment(moment: Moment) -> None:
     """Have the calling thread's streams come after a moment, of whichever thread."""
     for device, mark in moment.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from os import getpid
 from pathlib import Path
 from time import perf_counter_ns
@@ -17,9 +18,10 @@ import torch
 
 from parawrap._private_names import global_hooks, profiler_runs, version_of
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
-from parawrap.engine.call import Calls, Entry, Lane, Modes, here, must_run_plainly
-from parawrap.engine.device_streams import Moment, Reached
+from parawrap.engine.call import Calls, Entry
+from parawrap.engine.device_streams import Moment, Reached, moments_of
 from parawrap.engine.join import join, with_originals
+from parawrap.engine.lanes import Lane, Modes, here
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Trace, timed
@@ -28,6 +30,7 @@ from parawrap.tree import flatten
 
 _CPU = torch.device("cpu")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_cpu = attrgetter("is_cpu")
 _CHANGED = (
     "the model changed while a stream of batches or a submitted call was open, which read it when it began. Read the "
     "outputs first, and change the model then"
@@ -37,19 +40,17 @@ _CHANGED = (
 class Ready(NamedTuple):
     """The facts that whole calls need, read once for a stream: the modes of the caller, and the state of the model.
 
-    `versions` are those of the parameters. If the model `is_quiet`, calls of tensors write nothing. `in_order` is True if
-    one lane must run all calls, and `profiles` if a profiler records the caller. `prepares` has the function that computes
-    the arguments, for each lane. A stream has the `generation` of the replicas, and ends with an error at another one.
+    `versions` are those of the parameters, and `generation` that of the replicas. If the model `is_quiet`, calls of tensors
+    write nothing. `in_order` is True if one lane must run all calls. `prepares` has the function that computes the
+    arguments, for each lane.
     """
 
     modes: Modes
     versions: list[int]
+    generation: int
     is_quiet: bool
-    on_cpu: bool
     in_order: bool
-    profiles: bool
     prepares: Sequence[Prepare] | None
-    generation: int | None = None
 
 
 def follow(reached: Reached, value: Any) -> None:
@@ -90,7 +91,7 @@ class WholeCall:
 
     __slots__ = (
         *("_callbacks", "_done", "_error", "_output", "_state"),
-        *("args", "entry", "future", "kwargs", "moment", "reached", "ready", "session", "update"),
+        *("args", "entry", "future", "kwargs", "moment", "reached", "ready", "rows", "session", "update"),
     )
 
     def __init__(
@@ -106,6 +107,7 @@ class WholeCall:
         self.entry = entry
         self.args, self.kwargs = args, kwargs
         self.ready = ready
+        self.rows = 0
         self.future = future  # of a submitted call
         self.moment: Moment | None = None  # None: everything is on the CPU
         self.update: Callable[[], None] | None = None  # gives the caller's cache what forward wrote into the lane's
@@ -232,7 +234,7 @@ class Session(Calls):
         if not self.lanes.is_open:
             msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
             raise SessionError(msg)
-        if here.lane is not None or not self.lanes.is_alive or must_run_plainly(self.lanes.backend):
+        if not self.is_ready():
             return None
         replicas = self.replicas
         with self._lock:
@@ -242,14 +244,13 @@ class Session(Calls):
                 return None
             replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
             prepares, draws = (None, False) if prepare is None else replicas.copy_for_lanes(prepare)
-            is_quiet = replicas.is_quiet and prepare is None and not any(global_hooks) and self.rules.keep_single
+            writes = not replicas.is_quiet or prepare is not None or any(global_hooks)
             return Ready(
                 Modes.capture(self.lanes.backend.type),
                 [*map(version_of, replicas.params)],
-                is_quiet and not self.recorder.traces,
-                self.stays_on_cpu,
+                replicas.generation,
+                not (writes or self.recorder.traces) and self.rules.keep_single,
                 draws or bool(replicas.generators) or torch.are_deterministic_algorithms_enabled() or replicas.in_turns,
-                profiler_runs(),
                 prepares,
             )
 
@@ -271,32 +272,31 @@ class Session(Calls):
 
     def send(self, call: WholeCall) -> None:
         """Queue a call; under a profiler, which records the calling thread alone, run it here."""
-        ready = call.ready
-        is_tensor = len(call.args) == 1 and not call.kwargs and type(call.args[0]) is torch.Tensor and call.args[0].is_cpu
-        if not (ready.on_cpu and (is_tensor or ready.prepares is not None)):
-            call.moment = self._read_moment(call)
-        if ready.profiles:
+        if not (self.stays_on_cpu and (call.ready.prepares is not None or _are_on_cpu(call.args, call.kwargs))):
+            sources = map(device_of, flatten((call.args, call.kwargs))[0])
+            places = (self.replicas.home, self.output_device, *self.devices, *sources)
+            call.moment = next(iter(moments_of(self.devices[:1], places)), None)
+        if profiler_runs():
             call(self.lanes.all[0])
         else:
-            self.lanes.send(call, in_order=ready.in_order)
+            self.lanes.send(call, in_order=call.ready.in_order)
 
     def run_whole(self, call: WholeCall, lane: Lane) -> Any:
         """Run a whole call in a lane, under the modes of the caller, and return the caller's output."""
         ready, replicas = call.ready, self.replicas
-        if ready.generation not in (None, replicas.generation) or not replicas.all:
+        if not replicas.all or (call.future is None and ready.generation != replicas.generation):
             raise ReplicaError(_CHANGED)
         if ready.is_quiet and call.moment is None and not call.kwargs and _TENSORS.issuperset(map(type, call.args)):
-            output = call.entry.of(replicas.all[lane.index].target)(*call.args)
+            replica = replicas.all[lane.index]
+            function = replica.target if call.entry.method is None else getattr(replica.target, call.entry.method)
+            output = function(*call.args)
             lane.whole_calls += 1
             lane.rows += call.args[0].shape[self.rules.dim] if call.args and call.args[0].ndim else 0
-            if type(output) is torch.Tensor:
-                return output
-            return with_originals(output, replicas.all[lane.index].original_of)
+            return output if type(output) is torch.Tensor else with_originals(output, replica.original_of)
         if call.moment is None:
             return self._run_on(call, lane)
         work, stage = partial(self._run_on, call, lane), partial(self._stage, call, lane)
-        output, reached = lane.streams.run_staged(work, stage, call.moment)
-        call.reached = reached  # events that follow the work of the call on its devices
+        output, call.reached = lane.streams.run_staged(work, stage, call.moment)
         return output
 
     def cancel(self) -> None:
@@ -322,28 +322,17 @@ class Session(Calls):
     def stats(self) -> Stats:
         """Return the counters."""
         of_lanes = tuple(
-            LaneStats(lane.device, lane.label, lane.tasks, lane.rows + lane.cut_rows, lane.busy_ns / 1e9)
-            for lane in self.lanes.all
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in self.lanes.all
         )
-        whole = sum(lane.whole_calls for lane in self.lanes.all)
-        plain, replicas = self.plain_calls + self.watched_calls, self.replicas
-        calls = self.cut_calls + plain + whole
-        return Stats(calls, plain, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
+        calls = self.cut_calls + self.plain_calls + sum(lane.whole_calls for lane in self.lanes.all)
+        replicas = self.replicas
+        return Stats(calls, self.plain_calls, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
 
     def trace(self, path: str | Path) -> Trace:
         """Return a recorder of the calls of each lane."""
         return Trace(self.recorder, self.lanes.all, path)
 
     # The steps of a whole call
-
-    def _read_moment(self, call: WholeCall) -> Moment | None:
-        """Return the position of the caller in its streams; None if everything is on the CPU."""
-        if call.ready.on_cpu and _are_on_cpu(call):
-            return None
-        home = self.replicas.home
-        sources = (*map(device_of, flatten((call.args, call.kwargs))[0]), *self.devices, self.output_device)
-        moments = self.lanes.read_moments(sources, home, 1)
-        return moments[0] if moments else None
 
     def _stage(self, call: WholeCall, lane: Lane) -> None:
         """Compute the arguments, and copy them to the lane's device, next to the earlier work of the lane."""
@@ -352,15 +341,20 @@ class Session(Calls):
         (shard,) = plan.scatter(flat, [lane.device])
         call.args, call.kwargs = shard.args, shard.kwargs
         call.update = partial(plan.update, flat, [shard])
-        self._count_rows(call, lane)
 
     def _prepare(self, call: WholeCall, lane: Lane) -> None:
-        """Compute the arguments of a call in its lane."""
+        """Compute the arguments of a call in its lane, and count their rows."""
         if call.ready.prepares is not None:
             record = None
             if self.recorder.traces:
                 record = partial(self.recorder.record, "prepare", call.entry.batch, None)
             call.args, call.kwargs = as_call(timed(record, lane.index, call.ready.prepares[lane.index], *call.args))
+        cutter = self.cutters[call.entry.method]
+        if call.args and type(call.args[0]) is torch.Tensor:
+            call.rows = cutter.rows(call.args)
+        else:
+            call.rows = max(0, cutter.whole(call.args, call.kwargs)[0].rows)
+        lane.rows += call.rows
 
     def _run_on(self, call: WholeCall, lane: Lane) -> Any:
         """Run the model on the arguments of a call, and return the caller's output."""
@@ -370,14 +364,12 @@ class Session(Calls):
         replica.has_graph = replica.has_graph or call.ready.modes.grad
         if call.moment is None:
             self._prepare(call, lane)
-            self._count_rows(call, lane)
         else:
             record_use(flatten((call.args, call.kwargs))[0])
-        function = call.entry.of(replica.target)
+        record = None
         if self.recorder.traces:
-            record = partial(self.recorder.record, call.entry.method, call.entry.batch, self._rows_of(call))
-            function = partial(timed, record, lane.index, function)
-        output = function(*call.args, **call.kwargs)
+            record = partial(self.recorder.record, call.entry.method, call.entry.batch, call.rows)
+        output = timed(record, lane.index, call.entry.of(replica.target), *call.args, **call.kwargs)
         lane.whole_calls += 1
         output = with_originals(output, replica.original_of)
         replicas.settle_whole(replica, call.ready.versions)
@@ -387,14 +379,6 @@ class Session(Calls):
                 call.update()
             device = self.output_device or replicas.home
         return output if device is None and self.rules.keep_single else join([output], (1,), self.rules, device)
-
-    def _count_rows(self, call: WholeCall, lane: Lane) -> None:
-        lane.rows += self._rows_of(call)
-
-    def _rows_of(self, call: WholeCall) -> int:
-        if call.args and type(call.args[0]) is torch.Tensor:
-            return self.cutters[call.entry.method].rows(call.args)
-        return max(0, self.cutters[call.entry.method].whole(call.args, call.kwargs)[0].rows)
 
     def run_whole_plainly(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
@@ -422,8 +406,7 @@ class ThreadStream:
         session, entry = self._session, self._entry
         try:
             if self._ready is None:
-                ready = session.get_ready(self._prepare)
-                self._ready = None if ready is None else ready._replace(generation=session.replicas.generation)
+                self._ready = session.get_ready(self._prepare)
             if type(batch) is torch.Tensor or self._prepare is not None:
                 args, kwargs = (batch,), dict[str, Any]()
             else:
@@ -457,7 +440,7 @@ class ThreadStream:
                 session.replicas.refuse_write(ready.versions)
 
 
-def _are_on_cpu(call: WholeCall) -> bool:
-    if not call.kwargs and _TENSORS.issuperset(map(type, call.args)):
-        return all(each.is_cpu for each in call.args)
-    return all(device_of(leaf) in (None, _CPU) for leaf in flatten((call.args, call.kwargs))[0])
+def _are_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not kwargs and _TENSORS.issuperset(map(type, args)):
+        return all(map(_is_cpu, args))
+    return all(device_of(leaf) in (None, _CPU) for leaf in flatten((args, kwargs))[0])

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.call import Entry, here
+from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter, balanced_sizes, sizes_in_units
-from parawrap.engine.extents import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import here
 from parawrap.engine.session import Session
 from parawrap.engine.survey import Survey
 from parawrap.errors import ShapeError, ShardError
@@ -161,7 +161,7 @@ class CoreSession(Session):
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call: cut it, run its parts in the lanes, and join their outputs; or run it on one core."""
-        if self.lanes.is_ready():
+        if self.is_ready():
             return super().call(entry, args, kwargs)
         return self.run_plainly(entry, args, kwargs)
 
@@ -185,8 +185,5 @@ class CoreSession(Session):
         super().close()
         self.placement.unload()
 
-    def _is_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False  # the model itself is on no core
-
-    def _is_whole_here(self, flat: FlatCall) -> bool:
-        return False

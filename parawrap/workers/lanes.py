@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.call import Lane, here
+from parawrap.engine.lanes import Lane, here
 from parawrap.errors import SessionError, add_note
 from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.call import Modes
 from parawrap.engine.forward_writes import is_written_unseen
+from parawrap.engine.lanes import Modes
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.rules.registry import splitter_of
 from parawrap.engine.streams import as_call

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, device_of, warn_caller
-from parawrap.engine.call import Entry, Modes, here, must_run_plainly, raise_first_failure, without_autocast
+from parawrap.engine.call import Entry, must_run_plainly, raise_first_failure
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.lanes import Modes, here, without_autocast
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Recorder, Trace, timed

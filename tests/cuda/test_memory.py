@@ -18,7 +18,7 @@ import torch
 from torch import cuda, nn
 
 from parawrap import parallel
-from parawrap.engine.call import here
+from parawrap.engine.lanes import here
 from tests.cuda.gpus import HOME, ONE, TWICE, every, settle
 
 PATIENCE_S = 30

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import GatherError, SessionError, ShardError, parallel
-from parawrap.engine.call import here
+from parawrap.engine.lanes import here
 from tests.helpers.waiting import PATIENCE_S
 
 TWO = ["cpu"] * 2

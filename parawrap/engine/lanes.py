@@ -1,0 +1,504 @@
+"""The lanes of a session: a thread for each, the parts of cut calls, and the modes that lanes inherit from the caller.
+
+Guarantees:
+
+- A lane runs one part at a time: the thread that works in it holds ``lane.lock``.
+- The caller runs lane 0's part, and then every part that no thread has begun. With gradients, the caller runs all parts of
+  a device itself, in order.
+- The outcome of a part reaches the caller whatever the part raises; the lane lives on.
+- A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A part that waits for another
+  thread, which itself makes a call, waits forever.
+- An interrupted caller leaves at once. Its parts that have not started are dropped.
+- Threads start when first needed. They end with `close`, with the last reference to the lanes, or with the interpreter.
+- A forked child has no lanes: all calls run plainly there.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from itertools import cycle
+from operator import attrgetter
+from os import getpid
+from queue import SimpleQueue
+from time import monotonic, perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap._private_names import (
+    DeviceContext,
+    InferenceMode,
+    count_function_modes,
+    function_modes,
+    profiler_runs,
+    set_grad_enabled,
+)
+from parawrap.backends import Backend, backend_of, drop_own_frames, warn_caller
+from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_for_moment
+from parawrap.errors import SessionError
+
+_CPU = torch.device("cpu")
+_EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
+_DRAWS = (
+    "lanes that share a random generator drew from it at the same time, so a seed does not reproduce this call. With "
+    "torch.use_deterministic_algorithms(True), lanes run one after another, in order. If the call draws no random numbers, "
+    "another thread did"
+)
+
+
+class _Here(threading.local):
+    """The lane that the calling thread works in. The class has a value because looking for none takes a microsecond."""
+
+    lane: Lane | None = None
+
+
+here = _Here()
+
+
+class Lane:
+    """One device slot and, once it was needed, its thread.
+
+    `device` is where its tensors lie; `label` names it. `taking` is locked while its thread runs whole calls, or is about
+    to.
+    """
+
+    def __init__(self, index: int, device: torch.device, label: str, shared: deque[Any] | None = None) -> None:
+        self.index = index
+        self.device = device
+        self.label = label
+        self.lock = threading.Lock()  # of the thread that works in the lane
+        self.gate = threading.Lock()  # held by a whole call
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self.taking = threading.Lock()
+        self.tasks = self.rows = self.whole_calls = self.busy_ns = 0
+        self.thread: threading.Thread | None = None
+        self.streams = LaneStreams(device, index)
+        self._shared = deque() if shared is None else shared  # whole calls, oldest first
+
+    def __repr__(self) -> str:
+        return f"lane {self.index} on {self.label}"
+
+    @property
+    def load(self) -> tuple[bool, int, int]:
+        """How much the lane has to do, for a comparison with other lanes."""
+        return self.lock.locked(), self.streams.unfinished(), self.tasks
+
+    def start(self, threads: int | None) -> None:
+        """Start the lane's thread, and wait until its count of intra-op threads is set."""
+        ready = threading.Event()
+        name = f"parawrap-{self}"
+        self.thread = threading.Thread(target=self._serve, args=(threads, ready), name=name, daemon=True)
+        self.thread.start()
+        ready.wait()
+
+    def take(self, _: Lane) -> None:
+        """Run whole calls, the oldest first, until none waits, or something else waits for this lane."""
+        while self.inbox.empty():
+            try:
+                work = self._shared.popleft()
+            except IndexError:
+                self.taking.release()
+                if not (self._shared and self.taking.acquire(blocking=False)):
+                    return  # if a call came meanwhile, its sender has put this method into the inbox
+                continue  # a call came, and its sender saw this lane at work
+            work(self)
+            del work
+        self.inbox.put(self.take)
+
+    def _serve(self, threads: int | None, ready: threading.Event) -> None:
+        """Run the lane's thread. It refers to nothing but the lane, so abandoned lanes can be collected."""
+        if threads is not None:
+            torch.get_num_threads()  # without this, the thread's first parallel operator undoes the setting
+            torch.set_num_threads(threads)
+        here.lane = self  # for good: callbacks of futures run in this thread too, and must not wait for lanes
+        ready.set()
+        while (work := self.inbox.get()) is not None:
+            work(self)
+            del work  # a waiting lane keeps nothing of its last call alive
+        while self._shared:
+            with suppress(IndexError):  # another lane was quicker
+                self._shared.popleft()(self)
+
+
+class Job:
+    """The parts of one call, in groups. One thread runs a group in order; the caller runs each that no thread has begun."""
+
+    __slots__ = (
+        *("asleep", "done", "errors", "groups", "home", "lanes", "missing", "modes", "moments", "outputs", "tasks"),
+    )
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        tasks: Sequence[Callable[[], Any]],
+        groups: dict[int, tuple[int, ...]],
+        home: torch.device | None,
+        moments: Sequence[Moment],
+    ) -> None:
+        self.lanes = lanes  # not their pool: a job that waits in an inbox would keep it alive
+        self.tasks = tasks
+        self.asleep: list[Lane] = []  # the lanes that are not woken yet, the next one last
+        self.groups = groups  # by lane: its thread would run the group; the thread that pops a group runs it
+        self.home = home
+        self.moments = moments
+        self.modes: Modes  # of the caller, if a part runs elsewhere than in the caller's own modes
+        self.outputs: list[Any] = [None] * len(tasks)
+        self.errors: list[tuple[int, BaseException]] = []
+        self.missing = [*range(len(groups))]  # popped after each group; the last one opens `done`
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def __call__(self, lane: Lane) -> None:
+        """Run the group of a lane in its thread, unless the caller was quicker."""
+        group = self.groups.pop(lane.index, None)
+        if self.asleep and self.groups:
+            self.wake_next()
+        if group is not None:
+            self.modes.run(partial(self.run, group), lane.device, self.home)
+
+    def wake_next(self) -> None:
+        """Wake the next lane. It wakes the one after it, so that small parts wake few threads for nothing.
+
+        While lanes run whole calls, all of them are woken at once: the next one may be at work for long. A lane that has
+        ended leaves its group to the caller.
+        """
+        with suppress(IndexError):  # there is none, or another lane was quicker
+            while True:
+                lane = self.asleep.pop()
+                lane.inbox.put(self)
+                if not lane.taking.locked():
+                    return
+
+    def run(self, group: tuple[int, ...]) -> None:
+        """Run the parts of a group, each as its lane's work. The first failure ends it."""
+        failed = False
+        context = contextvars.copy_context() if len(group) > 1 else None
+        for index in group:
+            at_lane = index % len(self.lanes)
+            lane, task = self.lanes[at_lane], self.tasks[index]
+            if context is not None and index != group[0]:  # it finds no variable that an earlier part has set
+                task = partial(context.copy().run, task)
+            with lane.lock:  # no interrupt comes between this line and the next
+                start, before = perf_counter_ns(), here.lane
+                try:
+                    here.lane = lane
+                    self.outputs[index] = lane.streams.run(task, self.moments[at_lane]) if self.moments else task()
+                except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
+                    drop_own_frames(error)
+                    self.errors.append((index, error))
+                    failed = True
+                finally:
+                    here.lane = before
+                    lane.tasks += 1
+                    lane.busy_ns += perf_counter_ns() - start
+            if failed:
+                break
+        if self.missing.pop() == 0:
+            self.done.release()
+
+    def drop(self) -> None:
+        """Drop the groups that no thread has begun."""
+        with suppress(KeyError):
+            while True:
+                self.groups.popitem()
+                if self.missing.pop() == 0:
+                    self.done.release()
+
+
+class Lanes:
+    """The lanes of one session, or of one function. Any number of threads may use them at once."""
+
+    def __init__(self, devices: Sequence[torch.device], labels: Sequence[str] | None = None) -> None:
+        self._shared: deque[Any] = deque()
+        named = zip(devices, labels or map(str, devices), strict=True)
+        self.all = tuple(Lane(index, device, label, self._shared) for index, (device, label) in enumerate(named))
+        self.count = len(self.all)
+        self.backend: Backend = backend_of(devices[0].type)
+        self.share_devices = len(set(devices)) < len(devices)
+        self.pid = getpid()
+        self.is_open = True
+        self._threads = self.backend.intra_op_threads(len(devices))
+        self._only_cpu = all(device.type == "cpu" for device in devices)
+        self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
+        self._gate = threading.Lock()
+        self._changed: Moment = {}
+        self._warns_of_draws = self.count > 1
+        self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
+
+    # Parts of one call
+
+    def run(
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        turns: str | None = None,
+        home: torch.device | None = None,
+        moments: Sequence[Moment] = (),
+    ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
+        """Run task i in lane ``i % lanes``, at the same time or in `turns`. Return the values, and the errors with indices.
+
+        A task in turns may use all intra-op threads. `moments` has an entry per lane if devices are to do with them.
+        """
+        key = len(tasks), turns
+        groups = dict(self._groups.get(key) or self._group(key))
+        job = Job(self.all, tasks, groups, home, moments)
+        first = groups.pop(0)
+        before = torch.get_num_threads()
+        lowers = bool(groups) and self._threads is not None and self._threads != before
+        if lowers:
+            torch.set_num_threads(self._threads)  # type: ignore[arg-type]
+        try:
+            self._run_job(job, first, [*groups])
+        finally:
+            if lowers:
+                torch.set_num_threads(before)
+        if moments and not torch.is_grad_enabled():
+            for lane in self.all[: len(tasks)]:
+                lane.streams.be_waited_for()
+        job.tasks = ()  # a lane may sleep for long before its next line
+        outputs, job.outputs = job.outputs, []
+        return outputs, job.errors
+
+    def _run_job(self, job: Job, first: tuple[int, ...], others: Sequence[int]) -> None:
+        """Run the first group, and each group that no thread has begun; wait for the rest."""
+        lane, home = self.all[0], job.home
+        is_home = home is None or home == lane.device
+        if others or not is_home:
+            job.modes = Modes.capture(self.backend.type)
+        try:
+            if others:
+                if self.all[others[0]].thread is None:
+                    with self._gate:
+                        self._start(self.all)
+                job.asleep = [*map(self.all.__getitem__, reversed(others))]
+                job.wake_next()
+            if is_home:
+                job.run(first)  # the caller's modes are in force as they are
+            else:
+                job.modes.run(partial(job.run, first), lane.device, home)
+            if job.errors and not isinstance(job.errors[0][1], Exception):  # Ctrl-C or an exit
+                job.drop()
+            for index in reversed(others):  # the last lane was woken last
+                group = job.groups.pop(index, None)
+                if group is not None:
+                    job.modes.run(partial(job.run, group), self.all[index].device, home)
+            job.done.acquire()
+        except BaseException:
+            job.drop()
+            raise
+
+    def _group(self, key: tuple[int, str | None]) -> dict[int, tuple[int, ...]]:
+        """Return the indices of the parts that one thread runs, by the first of them, which is that of its lane."""
+        count, turns = key
+        groups: dict[Any, list[int]] = {}
+        for index, lane in zip(range(count), cycle(self.all), strict=False):
+            thread = None if turns == "all" else lane.device if turns == "device" else lane.index
+            groups.setdefault(thread, []).append(index)
+        found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
+        return found
+
+    def decide_turns(self, *, learns: bool) -> str | None:
+        """Return the parts that run one after another: "all", those of each "device", or None.
+
+        If a part `learns`, it may draw random numbers that checkpointing recomputes.
+        """
+        if torch.are_deterministic_algorithms_enabled() or profiler_runs():
+            return "all"
+        return "device" if learns and self.share_devices else None
+
+    def read_draws(self) -> list[torch.Tensor] | None:
+        """Return the states of the generators that lanes share; None if a warning of draws was given."""
+        if not self._warns_of_draws:
+            return None
+        shared = [device for device, count in Counter(lane.device for lane in self.all).items() if count > 1]
+        states = [backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"]
+        return [torch.default_generator.get_state(), *(state for state in states if state is not None)]
+
+    def warn_of_draws(self, before: list[torch.Tensor]) -> None:
+        """Warn once if lanes that ran at the same time drew from a shared generator. `before` is from `read_draws`."""
+        if not all(map(torch.equal, before, self.read_draws() or before)):
+            self._warns_of_draws = False
+            warn_caller(_DRAWS)
+
+    # Whole calls
+
+    def send(self, work: Callable[[Lane], None], *, in_order: bool = False) -> None:
+        """Run work in the lane that is free first, the oldest first; `in_order` in the first lane alone.
+
+        Raises:
+            SessionError: If the lanes are closed.
+        """
+        with self._gate:
+            if not self.is_open or self.pid != getpid():
+                msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+                raise SessionError(msg)
+            self._shared.append(work)
+            chosen = None
+            for lane in self.all[:1] if in_order else self.all:
+                if not lane.taking.locked():
+                    # A caller may be at work in the first, or its device may be behind
+                    chosen = lane if chosen is None else min(chosen, lane, key=attrgetter("load"))
+                    if self._only_cpu and not chosen.lock.locked():
+                        break
+            if chosen is not None and chosen.taking.acquire(blocking=False):
+                if chosen.thread is None:
+                    self._start([chosen])
+                chosen.inbox.put(chosen.take)
+
+    def queued(self) -> list[Any]:
+        """Return the work that no lane has begun, oldest first."""
+        return [*self._shared.copy()]  # lanes take from it meanwhile, and only a copy is atomic
+
+    # Life
+
+    @property
+    def is_alive(self) -> bool:
+        """False after `close`, and in a forked child."""
+        return self.is_open and self.pid == getpid()
+
+    @contextmanager
+    def idle(self, home: torch.device | None = None) -> Iterator[None]:
+        """Keep every lane idle inside the block, and the devices done with what lanes queued."""
+        with ExitStack() as held:
+            for lane in self.all:
+                held.enter_context(lane.lock)
+            if self._only_cpu and home in (None, _CPU):
+                yield
+                return
+            for lane in self.all:
+                lane.streams.be_waited_for()
+            wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
+            yield
+            devices = {home, *(lane.device for lane in self.all)}
+            self._changed = moment_of(filter(None, devices), shared=False)
+            for lane in self.all:
+                lane.streams.wait_next(self._changed)
+
+    def close(self) -> None:
+        """End the threads once they have finished what was sent to them. May be called again."""
+        if self.pid != getpid():  # there, another thread's hold on the gate would never end
+            self._end.detach()
+            self.is_open = False
+            return
+        with self._gate:
+            was_open = self._end.detach() is not None
+            self.is_open = False
+        if was_open:
+            _end_threads(self.all)
+            for lane in self.all:
+                lane.streams.be_waited_for()
+
+    def _start(self, lanes: Sequence[Lane]) -> None:
+        with intra_op_threads(None):  # a lane sets the count for new threads too: leaving the block restores it
+            for lane in lanes:
+                if lane.thread is None:
+                    lane.start(self._threads)
+
+
+def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
+    for lane in lanes:
+        lane.inbox.put(None)
+    until = None if patience is None else monotonic() + patience
+    for lane in lanes:
+        if lane.thread is not None and lane.thread is not threading.current_thread():
+            with suppress(RuntimeError):  # an interrupt came while it started: it ends by itself
+                lane.thread.join(None if until is None else max(0.0, until - monotonic()))
+
+
+# Inherited by lanes from the caller
+
+
+class Modes(NamedTuple):
+    """The modes of one thread at one moment, to be entered in a lane. Immutable; any number of threads may use it at once.
+
+    A new thread starts with torch's defaults: gradients on, no inference mode, no autocast, no default device, an empty
+    context. `autocast` has the kinds of devices with autocast, and their dtypes.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device | None
+    context: contextvars.Context
+
+    @classmethod
+    def capture(cls, kind: str) -> Modes:
+        """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
+        kinds = [*filter(torch.is_autocast_enabled, _kinds_with_autocast(kind))]
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(zip(kinds, map(torch.get_autocast_dtype, kinds), strict=True)),
+            torch.is_autocast_cache_enabled(),
+            _default_device() if count_function_modes() else None,
+            contextvars.copy_context(),
+        )
+
+    def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
+        """Run `work` in this thread under these modes, and restore the thread's own.
+
+        If the default device is the model's home, it means "where the model is", which in a lane is the lane's device. No
+        default device is the CPU, so the same holds for a model on the CPU.
+        """
+        default_device = self.default_device
+        if home is not None and device != home and (default_device or _CPU) == home:
+            default_device = device
+        context = self.context.copy()  # a context can be entered by one thread at a time
+        before = torch.is_grad_enabled()
+        guard = InferenceMode(self.inference)
+        guard.__enter__()
+        set_grad_enabled(self.grad)
+        try:
+            if not self.autocast and default_device is None:
+                return context.run(work)
+            with ExitStack() as modes:
+                for kind, dtype in self.autocast:
+                    modes.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
+                if default_device is not None:
+                    modes.enter_context(default_device)
+                return context.run(work)
+        finally:
+            guard.__exit__(None, None, None)
+            set_grad_enabled(before)
+
+
+def without_autocast(kind: str) -> ExitStack:
+    """Leave autocast on the CPU and on that kind of device, until the returned context ends."""
+    stack = ExitStack()
+    for each in filter(torch.is_autocast_enabled, _kinds_with_autocast(kind)):
+        stack.enter_context(torch.autocast(each, enabled=False))
+    return stack
+
+
+def _default_device() -> torch.device | None:
+    """Return the innermost default device, of ``torch.set_default_device`` or of ``with torch.device(...)``."""
+    devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
+@functools.cache
+def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
+    """Return the CPU and that kind if they have autocast."""
+    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
+
+
+@contextmanager
+def intra_op_threads(threads: int | None) -> Iterator[None]:
+    """Let operators of the calling thread use that many threads inside the block (None: as many as before).
+
+    The count is that of the calling thread, and of threads that run their first operator later. Both are restored.
+    """
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
