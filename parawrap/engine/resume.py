@@ -7,7 +7,6 @@ import hashlib
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ class OutputFolder:
         with _explain(f"resume={str(self._path)!r} cannot be used", "Give the path of a folder", OSError):
             self._path.mkdir(parents=True, exist_ok=True)
 
-    def recall(self, number: int, batch: Any) -> Future[Any] | None:
-        """Return a finished future with the saved output of this batch, or None if there is none.
+    def recall(self, number: int, batch: Any) -> tuple[Any] | None:
+        """Return a tuple of the saved output of this batch; None if it is not saved.
 
         Raises:
             ResumeError: If the saved output belongs to another batch or target, or cannot be loaded; if the batch cannot be
@@ -73,9 +72,7 @@ class OutputFolder:
                 "equal batches have different pickles, use map(key=...)"
             )
             raise ResumeError(msg)
-        future: Future[Any] = Future()
-        future.set_result(output)
-        return future
+        return (output,)
 
     def commit(self, number: int, output: Any) -> None:
         """Save the output of a batch, unless it came from the folder.

@@ -392,7 +392,7 @@ class Session(Calls):
 class ThreadStream:
     """Starts the batches of one stream in the lanes of a session. The model is read before the first batch."""
 
-    has_room = wait_for = None  # the lanes have threads
+    has_room = None
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
         self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
@@ -423,6 +423,9 @@ class ThreadStream:
 
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""
+
+    def wait_for(self, _is_done: Callable[[], bool]) -> None:
+        """Do nothing: lanes have threads."""
 
     def end(self) -> None:
         """Check that the model is what it was when the stream began.

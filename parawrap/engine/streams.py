@@ -9,10 +9,8 @@ Lanes take batch after batch without a wait for the caller. Modes and the state 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -49,30 +47,24 @@ class StreamSize(NamedTuple):
 class Starter(Protocol):
     """Starts the batches of one stream. An error goes into the pending call of its batch.
 
-    It may keep batches back until `flush`, which follows the last one, or until a result is read. `end` follows the last
-    output.
+    It may keep batches back until `flush`, which follows the last one, or until a result is read, or waited for. `end`
+    follows the last output.
 
     Attributes:
         most: The number of batches in flight by default.
         has_room: Without a buffersize, returns True if the stream may read another batch. Takes the number of batches in
             flight, and True if the caller could get an output instead. None if only `most` counts.
-        wait_for: Waits until a condition holds. None if other threads make it hold.
     """
 
     @property
     def most(self) -> int: ...
     @property
     def has_room(self) -> Callable[[int, bool], bool] | None: ...
-    @property
-    def wait_for(self) -> Callable[[Callable[[], bool]], None] | None: ...
 
     def start(self, number: int, batch: Any) -> Pending: ...
     def flush(self) -> None: ...
+    def wait_for(self, is_done: Callable[[], bool]) -> None: ...
     def end(self) -> None: ...
-
-
-Flight = tuple[int, Pending, Any, str | None]
-"""A batch in flight: its number, the pending call, the batch if the stream yields it, and a hint for an error."""
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -103,7 +95,13 @@ def stream(
     An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
     outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
     """
-    flying: deque[Flight] | _AsFinished = deque() if ordered else _AsFinished(starter.wait_for)
+    flying: dict[Pending, tuple[int, Any, str | None]] = {}  # oldest first: number, batch if it is yielded, hint
+    finished: SimpleQueue[Any] | None = None if ordered else SimpleQueue()
+
+    def has_output() -> bool:
+        """True if the next output is there."""
+        return bool(flying) and next(iter(flying)).done() if finished is None else not finished.empty()
+
     source, most = iter(batches), buffersize or starter.most
     has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
@@ -112,7 +110,7 @@ def stream(
     try:
         while True:
             while not has_ended and len(flying) < most:
-                if has_room is not None and not has_room(len(flying), _has_output(flying)):
+                if has_room is not None and not has_room(len(flying), has_output()):
                     break
                 try:
                     batch = next(source, _END)
@@ -121,85 +119,51 @@ def stream(
                         if folder is not None:
                             folder.check_end(number)
                         break
-                    pending = None if folder is None else folder.recall(number, batch)
+                    saved = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
                     drop_own_frames(error)
                     add_note(error, f"while batch {number} of the stream was read, counted from 0")
                     has_ended, failure = True, error
                     break
                 hint = None if type(batch) is torch.Tensor or prepare is not None else _hint(batch)
-                flying.append((number, pending or starter.start(number, batch), batch if with_inputs else None, hint))
+                pending = starter.start(number, batch) if saved is None else succeeded(*saved)
+                flying[pending] = number, batch if with_inputs else None, hint
+                if finished is not None:
+                    pending.add_done_callback(finished.put)
                 number += 1
-                batch = pending = None  # the source makes the next batch
+                batch = saved = pending = None  # the source makes the next batch
             if has_ended:
                 starter.flush()
             if not flying:
                 break
-            number_of, pending, batch, hint = flying.popleft()
+            if finished is None:
+                pending = next(iter(flying))
+            else:
+                starter.wait_for(has_output)
+                pending = finished.get()
+            number_of, batch, hint = flying.pop(pending)
             try:
                 output = pending.result()
                 if folder is not None:
                     folder.commit(number_of, output)
             except Exception as error:
-                pending = None  # break the reference cycle: future, error, traceback, this frame
+                del pending  # break the reference cycle: future, error, traceback, this frame
                 drop_own_frames(error)
                 add_note(error, f"in batch {number_of} of the stream, counted from 0")
                 if hint is not None:
                     add_note(error, hint)
                 if not return_exceptions or isinstance(error, (SessionError, CancelledError, ResumeError)):
-                    if isinstance(error, StopIteration):
-                        msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
-                        raise RuntimeError(msg) from error
-                    raise
+                    raise  # Python makes a RuntimeError of a StopIteration, which would end the stream
                 output = error
             yield (batch, output) if with_inputs else output
-            output = pending = batch = None
+            output = batch = pending = None
         if failure is not None:
             raise failure
         starter.end()
     finally:
         del failure  # its traceback holds this frame
-        for flight in flying:
-            flight[1].cancel()
-
-
-class _AsFinished:
-    """Batches in flight. `popleft` waits for the first that finishes."""
-
-    def __init__(self, wait_for: Callable[[Callable[[], bool]], None] | None) -> None:
-        self._flying: dict[int, Flight] = {}
-        self._finished: SimpleQueue[int] = SimpleQueue()
-        self._wait_for = wait_for
-
-    def append(self, flight: Flight) -> None:
-        self._flying[flight[0]] = flight
-        flight[1].add_done_callback(partial(_put_number, self._finished, flight[0]))
-
-    def popleft(self) -> Flight:
-        if self._wait_for is not None:
-            self._wait_for(self.has_finished)
-        return self._flying.pop(self._finished.get())
-
-    def has_finished(self) -> bool:
-        """True if a batch has finished."""
-        return not self._finished.empty()
-
-    def __len__(self) -> int:
-        return len(self._flying)
-
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(list(self._flying.values()))
-
-
-def _has_output(flying: deque[Flight] | _AsFinished) -> bool:
-    """True if `popleft` gives a batch that has ended."""
-    if isinstance(flying, _AsFinished):
-        return flying.has_finished()
-    return bool(flying) and flying[0][1].done()
-
-
-def _put_number(finished: SimpleQueue[int], number: int, _: object) -> None:
-    finished.put(number)
+        for pending in flying:
+            pending.cancel()
 
 
 def _hint(batch: Any) -> str | None:
