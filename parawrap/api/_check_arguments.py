@@ -24,54 +24,42 @@ def check_target(target: Any) -> None:
         raise ShardError(msg)
 
 
-def check_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
+def check_methods(target: Any, methods: Sequence[str]) -> None:
     if isinstance(methods, str) or not methods:
         msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
         raise ShardError(msg)
+    kind = type(target).__name__
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
-            kind = type(target).__name__
             msg = f"methods={methods!r} needs a module, and the target is a {kind}. Pass the method itself as the target"
             raise ShardError(msg)
-        return methods
+        return
     for name in methods:
         if not callable(getattr(target, name, None)):
-            msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
+            msg = f"methods names {name!r}, but {kind} has no such method"
             raise ShardError(msg)
-    return methods
 
 
-def check_workers(workers: Literal["thread", "process"], retries: int, *, on_cores: bool) -> Literal["thread", "process"]:
-    """Return `workers` after a check of it and of the options that depend on it."""
+def check_integer(name: str, value: Any, what: str, least: int | None = None) -> None:
+    """Refuse a value of an option that is not an integer of at least `least`. `what` says in words what to give."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        msg = f"{name}={value!r}: give {what}"
+        raise ShardError(msg)
+
+
+def check_workers(workers: Literal["thread", "process"]) -> None:
     if workers not in ("thread", "process"):
         msg = f'workers={workers!r}: give "thread" or "process"'
         raise ShardError(msg)
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-        msg = f"retries={retries!r}: give a number of further attempts, at least 0"
-        raise ShardError(msg)
-    if workers == "process" and on_cores:
+
+
+def refuse_options_on_cores(workers: Literal["thread", "process"], unit: int) -> None:
+    if workers == "process":
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
-    return workers
-
-
-def check_dim(dim: int) -> int:
-    """Return `dim` after a check of it."""
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        msg = f"dim={dim!r}: give the dim that the rows lie on, such as 0"
-        raise ShardError(msg)
-    return dim
-
-
-def check_unit(unit: int, *, on_cores: bool) -> int:
-    """Return `unit` after a check of it."""
-    if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
-        msg = f"unit={unit!r}: give the number of rows that stay together, at least 1"
-        raise ShardError(msg)
-    if unit > 1 and on_cores:
+    if unit > 1:
         msg = "unit is not supported on NeuronCores: shards have the rows that the model is compiled for. Leave unit out"
         raise ShardError(msg)
-    return unit
 
 
 def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:

@@ -17,16 +17,16 @@ import wrapt
 
 from parawrap._public import public
 from parawrap.api._check_arguments import (
-    check_dim,
     check_in_dims,
+    check_integer,
     check_methods,
     check_target,
-    check_unit,
     check_workers,
     is_platform,
     parameters_of,
+    refuse_options_on_cores,
 )
-from parawrap.api._streams import Streams
+from parawrap.api._map_and_submit import MapAndSubmit
 from parawrap.backends import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, uneven_sizes
@@ -52,7 +52,7 @@ TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 
 
 @public
-class Parallel(Streams, Generic[TargetT]):
+class Parallel(MapAndSubmit, Generic[TargetT]):
     """Make a model, or any callable, data-parallel inside a ``with`` block. `parallel` and `Parallel` are one class.
 
     Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins their outputs. The output
@@ -145,39 +145,47 @@ class Parallel(Streams, Generic[TargetT]):
         retries: int = 1,
     ) -> None:
         check_target(target)
-        self.target = target
-        self._cores: tuple[NeuronCore, ...] = ()
-        self._devices: tuple[torch.device, ...] = ()
-        self._platform: Platform | None = None  # of a cluster
-        if is_platform(devices):
-            from parawrap.workers import devices_of
-
-            self._platform = devices
-            self._devices = tuple(devices_of(devices))
-        elif names_cores(devices):
-            from parawrap.neuroncores import resolve_cores, runtime
-
-            self._cores = resolve_cores(devices, runtime().core_count())
-        else:
-            self._devices = resolve_devices(devices)
-        module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._methods: tuple[str, ...] = tuple(dict.fromkeys(check_methods(target, methods)))
-        self._in_place = None if module is None else PatchedMethods(module, self._methods)
+        check_methods(target, methods)
+        check_integer("dim", dim, "the dim that the rows lie on, such as 0")
+        check_integer("unit", unit, "the number of rows that stay together, at least 1", 1)
+        check_integer("retries", retries, "a number of further attempts, at least 0", 0)
+        check_workers(workers)
+        on_cores = not is_platform(devices) and names_cores(devices)
+        if on_cores:
+            refuse_options_on_cores(workers, unit)
+            if out_dims is UNDECLARED:  # shapes of a compiled model are fixed, so sizes cannot prove the rows
+                out_dims = dim
         parameters = parameters_of(target, methods)
         in_dims = check_in_dims(in_dims, parameters.values(), target)
-        self._workers = check_workers(workers, retries, on_cores=bool(self._cores))
-        self._retries = retries
-        self._dim = check_dim(dim)
-        self._in_dims = in_dims
-        self._parameters = parameters
-        if self._cores and out_dims is UNDECLARED:  # shapes of a compiled model are fixed, so sizes cannot prove the rows
-            out_dims = dim
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
-        self._unit = check_unit(unit, on_cores=bool(self._cores))
-        sizes = uneven_sizes if rules.needs_proof else balanced_sizes
-        self._device_cutters = self._cutters(sizes) if self._devices else {}
-        output_device = None if output_device is None else resolve_device(output_device)
-        self._joining: dict[str, Any] = {"rules": rules, "output_device": output_device}
+        output = None if output_device is None else resolve_device(output_device)
+        sizes: Sizes = uneven_sizes if rules.needs_proof else balanced_sizes
+        opens: Callable[..., Session | WorkerSession]
+        self._devices: tuple[torch.device, ...] | tuple[NeuronCore, ...]
+        if is_platform(devices):
+            from parawrap.workers import WorkerSession, devices_of
+
+            self._devices = tuple(devices_of(devices))
+            opens = partial(WorkerSession, target, devices, retries=retries)
+        elif on_cores:
+            from parawrap.neuroncores import CoreSession, Placement, resolve_cores, runtime
+
+            self._devices = cores = resolve_cores(devices, runtime().core_count())
+            placement = Placement(target, cores, dim)
+            sizes, opens = placement.cut, partial(CoreSession, target, placement)
+        elif workers == "process":
+            from parawrap.workers import WorkerSession
+
+            self._devices = on = resolve_devices(devices)
+            opens = partial(WorkerSession, target, on, retries=retries)
+        else:
+            self._devices = on = resolve_devices(devices)
+            opens = partial(Session, target, on)
+        cutters = {method: Cutter(dim, in_dims, taken, sizes=sizes, unit=unit) for method, taken in parameters.items()}
+        self._new_session = partial(opens, cutters=cutters, rules=rules, output_device=output)
+        self.target = target
+        self._methods = tuple(dict.fromkeys(methods))
+        self._in_place = PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block
@@ -193,21 +201,19 @@ class Parallel(Streams, Generic[TargetT]):
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
         """The device of each lane, or the NeuronCores of a block on NeuronCores."""
         self._was_used = True  # a look at the devices is an effect
-        return self._cores or self._devices
+        return self._devices
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
-        return f"parallel({name}, {[str(device) for device in self._cores or self._devices]})"
+        return f"parallel({name}, {[str(device) for device in self._devices]})"
 
     def __enter__(self) -> Parallel[TargetT]:
-        with self._lock:
-            self._open()
-            self._rewrite()
+        self._enter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
-            self._write_back()
+            self._leave()
             session = self._detach_session() if self._depth == 0 else None
         if session is not None:
             if error is not None:
@@ -268,8 +274,6 @@ class Parallel(Streams, Generic[TargetT]):
                 msg = (
                     f"{name!r} is not a method of the target, which is not a module. Call, map, or submit the block itself"
                 )
-            elif not callable(getattr(self.target, name, None)):
-                msg = f"{type(self.target).__name__} has no method {name!r}"
             else:
                 msg = f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., methods=(..., {name!r}))"
             raise ShardError(msg)
@@ -312,16 +316,15 @@ class Parallel(Streams, Generic[TargetT]):
         """
         return self._open_session().trace(path)
 
-    def _entry(self) -> tuple[Entry, str]:
-        return self._entry_of("forward" if self._in_place is None else self._only_method())
-
-    def _entry_of(self, method: str) -> tuple[Entry, str]:
-        name = _name_of(self.target)
+    def _open_method(self, name: str | None = None) -> tuple[Session | WorkerSession, Entry, str]:
+        """Return the session, the entry of a method, by default of the only one, and its name."""
+        session, of_target = self._open_session(), _name_of(self.target)
         if self._in_place is None:
-            return Entry(self.target), name
-        if method == "forward":
-            return Entry(self.target), f"{name}.forward"  # with the hooks of the module
-        return Entry(partial(_call_named, self.target, method), method), f"{name}.{method}"
+            return session, Entry(self.target), of_target
+        name = self._only_method() if name is None else name
+        if name == "forward":  # with the hooks of the module
+            return session, Entry(self.target), f"{of_target}.forward"
+        return session, Entry(partial(_call_named, self.target, name), name), f"{of_target}.{name}"
 
     def _only_method(self) -> str:
         name, *others = self._methods
@@ -332,13 +335,11 @@ class Parallel(Streams, Generic[TargetT]):
 
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._open_session()
-        with self._lock:
-            self._rewrite()
+        self._enter()
         try:
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
         finally:
-            with self._lock:
-                self._write_back()
+            self._leave()
 
     def _detach_session(self) -> Session | WorkerSession | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
@@ -346,32 +347,6 @@ class Parallel(Streams, Generic[TargetT]):
         self._closed = True
         self._last = session or self._last
         return session
-
-    def _new_session(self) -> Session | WorkerSession:
-        if self._cores:
-            from parawrap import neuroncores
-
-            placement = neuroncores.Placement(self.target, self._cores, self._dim)
-            cutters = self._cutters(placement.cut)
-            return neuroncores.CoreSession(self.target, placement, cutters=cutters, **self._joining)
-        if self._workers == "process" or self._platform is not None:
-            from parawrap import workers
-
-            return workers.WorkerSession(
-                self.target,
-                self._platform or self._devices,
-                cutters=self._device_cutters,
-                retries=self._retries,
-                **self._joining,
-            )
-        return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
-
-    def _cutters(self, sizes: Sizes) -> dict[str | None, Cutter]:
-        """Return one cutter per method, and one for a call of the target itself."""
-        return {
-            method: Cutter(self._dim, self._in_dims, taken, sizes=sizes, unit=self._unit)
-            for method, taken in self._parameters.items()
-        }
 
     def _open_session(self) -> Session | WorkerSession:
         """Return the session; open it on first use."""
@@ -387,19 +362,23 @@ class Parallel(Streams, Generic[TargetT]):
             self._session = self._new_session()
         return self._session
 
-    def _rewrite(self) -> None:
-        if self._depth == 0 and self._in_place is not None:
-            try:
-                self._in_place.install(self._open())
-            except BaseException:
-                self._in_place.uninstall()
-                raise
-        self._depth += 1
+    def _enter(self) -> None:
+        """Open the session, and make the module parallel. Each call needs one of `_leave`."""
+        with self._lock:
+            session = self._open()
+            if self._depth == 0 and self._in_place is not None:
+                try:
+                    self._in_place.install(session)
+                except BaseException:
+                    self._in_place.uninstall()
+                    raise
+            self._depth += 1
 
-    def _write_back(self) -> None:
-        if self._depth == 1 and self._in_place is not None:
-            self._in_place.uninstall()
-        self._depth = max(0, self._depth - 1)
+    def _leave(self) -> None:
+        with self._lock:
+            if self._depth == 1 and self._in_place is not None:
+                self._in_place.uninstall()
+            self._depth = max(0, self._depth - 1)
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
         self._was_used = True
@@ -417,7 +396,7 @@ class Parallel(Streams, Generic[TargetT]):
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
 
 
-class ParallelMethod(Streams):
+class ParallelMethod(MapAndSubmit):
     """One method of the model of a block, as `Parallel.method` returns it."""
 
     def __init__(self, block: Parallel[Any], name: str) -> None:
@@ -431,11 +410,8 @@ class ParallelMethod(Streams):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _open_session(self) -> Session | WorkerSession:
-        return self._block._open_session()
-
-    def _entry(self) -> tuple[Entry, str]:
-        return self._block._entry_of(self._name)
+    def _open_method(self) -> tuple[Session | WorkerSession, Entry, str]:
+        return self._block._open_method(self._name)
 
 
 def _name_of(target: Any) -> str:

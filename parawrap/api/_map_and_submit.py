@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from parawrap.workers import WorkerSession
 
 
-class Streams:
+class MapAndSubmit:
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
-    _open_session: Callable[[], Session | WorkerSession]
-    """Returns the session of the block, and opens it on first use."""
-
-    _entry: Callable[[], tuple[Entry, str]]
-    """Returns the entry of the method, and its name."""
+    _open_method: Callable[[], tuple[Session | WorkerSession, Entry, str]]
+    """Returns the session of the block, which it opens on first use, the entry of the method, and its name."""
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit one whole call to a lane, and return a future of its output.
@@ -48,8 +45,8 @@ class Streams:
             ...     [len(future.result()) for future in futures]
             [4, 2]
         """
-        entry, _ = self._entry()
-        return self._open_session().submit(entry, args, kwargs)
+        session, entry, _ = self._open_method()
+        return session.submit(entry, args, kwargs)
 
     def map(
         self,
@@ -125,8 +122,7 @@ class Streams:
         if key is not None and resume is None:
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
-        session = self._open_session()
-        entry, name = self._entry()
+        session, entry, name = self._open_method()
         total = _length_of(batches) if total is None else total
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
         outputs = stream(
