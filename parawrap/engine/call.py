@@ -50,9 +50,9 @@ from parawrap.tree import WholeLeaf, flatten
 
 _TENSOR = frozenset({torch.Tensor})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_CPU = torch.device("cpu")
 _MOST_PROBED = 1024  # plans; as many as a cutter keeps
 _requires_grad = attrgetter("requires_grad")
+_device_of = attrgetter("device")
 _target_of = attrgetter("target")
 _shape_of = attrgetter("shape")
 _form_of = attrgetter("dtype", "ndim")
@@ -176,7 +176,7 @@ class Calls:
                 return self.run_plainly(entry, args, kwargs)
             self.holds_whole_calls = True  # they would find, or write, what this call leaves in a replica
             try:
-                for lane in lanes.all:
+                for lane in lanes.all if lanes.run_whole_calls else ():
                     with lane.gate:  # a whole call that has begun ends first
                         pass
                 if (
@@ -222,7 +222,7 @@ class Calls:
 
         # The parts of a device run in turns if gradients or random numbers need an order
         tensors = leaves if only_tensors else [leaves[index] for index in plan.tensors]
-        turns = self._decide_turns(leaves, tensors) if lanes.count > 1 else None
+        turns = self._decide_turns(tensors, shares_generator=plan.generators) if lanes.count > 1 else None
 
         # Facts that a comparison cannot show: read for each new plan, and after each change of the model
         is_probe = plan not in self._probed
@@ -252,10 +252,12 @@ class Calls:
             raise
 
         # The writes of the lanes, then the output
-        for replica in used if looks else ():
-            replica.is_dirty = not replica.holdings.is_same()
-        for replica in used if grad else ():
-            replica.has_graph = True
+        if looks:
+            for replica in used:
+                replica.is_dirty = not replica.holdings.is_same()
+        if grad:
+            for replica in used:
+                replica.has_graph = True
         if errors:
             raise_first_failure(errors, len(sizes), lanes.all, plan.describe)
         if watched and watched != plan.written(flat):
@@ -288,13 +290,14 @@ class Calls:
         """Run the target itself in this thread, one such call at a time, while the first lane is idle."""
         if here.lane is not None or not self.lanes.is_alive:
             return entry.plain(*args, **kwargs)
-        record = partial(self.recorder.record, entry.method, entry.batch, None) if self.recorder.traces else None
-        lane = self.lanes.all[0]
+        lane, function = self.lanes.all[0], entry.plain
+        if self.recorder.traces:
+            function = partial(timed, partial(self.recorder.record, entry.method, entry.batch, None), None, entry.plain)
         with self._lock, lane.lock:
             try:
                 self._before_plain = threading.enumerate()
                 here.lane = lane
-                output = timed(record, None, entry.plain, *args, **kwargs)
+                output = function(*args, **kwargs)
             finally:
                 here.lane = None
                 self._before_plain = None
@@ -354,16 +357,16 @@ class Calls:
     def apply(self, calls: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
         """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls."""
         with self._lock:
-            turns = self._decide_turns(leaves, ())
+            turns = self._decide_turns((), shares_generator=torch.Generator in map(type, leaves))
             return apply_tasks(self.lanes, calls, leaves, turns, self.replicas.home, self.output_device)
 
-    def _decide_turns(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> str | None:
+    def _decide_turns(self, tensors: Sequence[torch.Tensor], *, shares_generator: bool) -> str | None:
         """Return the parts that run one after another: "all", those of each "device", or None.
 
-        `tensors` are those of `leaves`. They count without gradients too: a reentrant checkpoint runs forward without, and
-        once more with them.
+        The arguments `tensors` count without gradients too: a reentrant checkpoint runs forward without, and once more with
+        them. `shares_generator` is True if an argument is a generator of random numbers.
         """
-        if self.replicas.in_turns or self.replicas.generators or torch.Generator in map(type, leaves):
+        if shares_generator or self.replicas.in_turns or self.replicas.generators:
             return "all"
         learns = torch.is_grad_enabled() and True in map(_requires_grad, self.replicas.learners)
         if learns and self._warns_of_turns and getattr(self.target, "training", True) is False:
@@ -374,12 +377,11 @@ class Calls:
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the target, the arguments, and the output are on the device of the first lane."""
         device = self.devices[0]
-        leaves = args if not kwargs and _TENSORS.issuperset(map(type, args)) else flatten((args, kwargs))[0]
-        return (
-            self.output_device in (None, device)
-            and all(each is None or each == device for each in map(device_of, leaves))
-            and self.replicas.is_at_home(device)
-        )
+        if not kwargs and _TENSORS.issuperset(map(type, args)):
+            places = {self.output_device, *map(_device_of, args)}
+        else:
+            places = {self.output_device, *map(device_of, flatten((args, kwargs))[0])}
+        return places <= {None, device} and self.replicas.is_at_home(device)
 
     def _place_parts(
         self, entry: Entry, plan: ShardPlan, flat: FlatCall, columns: Sequence[Sequence[Any]], shards: list[Shard]
@@ -418,12 +420,11 @@ class Calls:
 
     def _gather(self, outputs: list[Any], plan: ShardPlan, flat: FlatCall, shards: Sequence[Shard]) -> Any:
         """Join the outputs of the lanes on the output device."""
-        places = chain((self.output_device, self.replicas.home), map(device_of, flat.leaves), self.devices)
-        device: torch.device | None = next(filter(None, places))
-        if not self.stays_on_cpu or device != _CPU:
+        home, device = self.replicas.home, None  # all outputs are already on the CPU
+        if not (self.stays_on_cpu and (flat.on_cpu or home is not None)):
+            places = chain((self.output_device, home), map(device_of, flat.leaves), self.devices)
+            device = next(filter(None, places))
             record_use(flatten(outputs)[0])
-        else:
-            device = None  # all outputs are already there
         originals = partial(_originals_of, self.replicas.all, plan, flat, shards)
         with without_autocast(self.lanes.backend.type):
             return join(outputs, plan.sizes, self.rules, device, originals)

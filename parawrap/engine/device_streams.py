@@ -102,24 +102,19 @@ class LaneStreams:
         with self._on(moment):
             return work()
 
-    def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
+    def run_staged(self, work: Callable[[], T], stage: Callable[[], object], moment: Moment) -> tuple[T, Reached]:
         """Run `stage` during the lane's earlier work, and then `work`; return its value, and events that it follows."""
-        self._hold_back()
+        while len(self._ahead) >= _AHEAD:  # until the work before the last one is done
+            for _, event in self._ahead.popleft():
+                event.synchronize()
         with self._on(moment) as streams:
-            if stage is not None:
-                self._run_beside(stage, moment.get(self._device), streams)
+            self._run_beside(stage, moment.get(self._device), streams)
             try:
                 value = work()
             finally:
                 reached = [(device, stream.record_event()) for device, stream in streams.items()]
                 self._ahead.append(reached)
         return value, reached
-
-    def _hold_back(self) -> None:
-        """Wait until the work before the last one is done."""
-        while len(self._ahead) >= _AHEAD:
-            for _, event in self._ahead.popleft():
-                event.synchronize()
 
     def unfinished(self) -> int:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""

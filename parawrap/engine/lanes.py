@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -224,6 +224,7 @@ class Lanes:
         self.share_devices = len(set(devices)) < len(devices)
         self.pid = getpid()
         self.is_open = True
+        self.run_whole_calls = False  # from the first one on
         self._threads = self.backend.intra_op_threads(len(devices))
         self._only_cpu = all(device.type == "cpu" for device in devices)
         self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
@@ -338,6 +339,7 @@ class Lanes:
             if not self.is_open or self.pid != getpid():
                 msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
                 raise SessionError(msg)
+            self.run_whole_calls = True
             self._shared.append(work)
             chosen = None
             for lane in self.all[:1] if in_order else self.all:
@@ -456,23 +458,28 @@ class Modes(NamedTuple):
         guard.__enter__()
         set_grad_enabled(self.grad)
         try:
-            if not self.autocast and default_device is None:
-                return context.run(work)
-            with ExitStack() as modes:
-                for kind, dtype in self.autocast:
-                    modes.enter_context(torch.autocast(kind, dtype, cache_enabled=self.autocast_cache))
-                if default_device is not None:
-                    modes.enter_context(default_device)
-                return context.run(work)
+            for kind, dtype in self.autocast:
+                work = partial(_run_in, torch.autocast(kind, dtype, cache_enabled=self.autocast_cache), work)
+            if default_device is not None:
+                work = partial(_run_in, default_device, work)
+            return context.run(work)
         finally:
             guard.__exit__(None, None, None)
             set_grad_enabled(before)
 
 
-def without_autocast(kind: str) -> ExitStack:
+def _run_in(mode: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
+    with mode:
+        return work()
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Leave autocast on the CPU and on that kind of device, until the returned context ends."""
+    kinds = [*filter(torch.is_autocast_enabled, _kinds_with_autocast(kind))]
+    if not kinds:
+        return nullcontext()
     stack = ExitStack()
-    for each in filter(torch.is_autocast_enabled, _kinds_with_autocast(kind)):
+    for each in kinds:
         stack.enter_context(torch.autocast(each, enabled=False))
     return stack
 

@@ -28,16 +28,15 @@ class PlainView(dict[str, Any]):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(vars(module))
         self._before = vars(module)
-        self._hidden: dict[str, Any] = {}
-        if (compiled := dict.get(self, COMPILED_CALL)) is not None:
-            # module.compile() would trace through the stub and run the batch as one.
-            self._hidden[COMPILED_CALL] = compiled
+        self._compiled = dict.get(self, COMPILED_CALL)  # it would trace through the stub and run the batch as one
+        if self._compiled is not None:
             dict.__setitem__(self, COMPILED_CALL, None)
 
     def close(self, module: torch.nn.Module) -> None:
         """Give the module its own ``__dict__`` back, with all that was set in the meantime."""
         now = self.plain()
-        now |= {name: value for name, value in self._hidden.items() if now.get(name) is None}
+        if self._compiled is not None and now.get(COMPILED_CALL) is None:
+            now[COMPILED_CALL] = self._compiled
         dict.update(self._before, now)  # at no moment does it lack a name: another thread may be reading it
         for name in [name for name in [*self._before] if name not in now]:
             dict.pop(self._before, name)
@@ -142,6 +141,6 @@ def _under(value: Any) -> Any:
 
 def original_method(value: Any) -> Any:
     """Return the method under all stubs."""
-    while isinstance(value, Stub) or type(value) is Stub:
+    while type(value) is Stub:
         value = value.__wrapped__
     return value

@@ -72,7 +72,6 @@ class LaneFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lane = 0  # the index of the lane that runs it
         self.reached: Reached = ()  # events that follow the work on its devices
 
     def result(self, timeout: float | None = None) -> Any:
@@ -137,7 +136,7 @@ class WholeCall:
                 pass
         self.args, self.kwargs = (), {}
         if self.future is not None:
-            self._land()
+            self._land(self.future)
         self._done.release()
         if self._callbacks:
             self._run_callbacks()
@@ -196,22 +195,17 @@ class WholeCall:
         if not self._done.locked():
             self._run_callbacks()
 
-    def _land(self) -> None:
+    def _land(self, future: LaneFuture) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
-        future, self.future = self.future, None
-        error, output = self._error, self._output
-        self._error = self._output = None
-        assert future is not None
         try:
-            if error is None:
+            if self._error is None:
                 future.reached = self.reached
-                future.set_result(output)
+                future.set_result(self._output)
             else:
-                future.set_exception(error)
+                future.set_exception(self._error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-        finally:
-            del error, output
+        self._error = self._output = self.future = None
 
     def _run_callbacks(self) -> None:
         with suppress(IndexError):  # another thread calls them
@@ -302,10 +296,7 @@ class Session(Calls):
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
         for call in self.lanes.queued():
-            if call.future is not None:
-                call.future.cancel()
-            else:
-                call.cancel()
+            (call.future or call).cancel()
 
     def renew(self) -> None:
         """Copy everything to the lanes at the next call. It never waits: a callback in a lane may call it."""
@@ -374,19 +365,10 @@ class Session(Calls):
         output = with_originals(output, replica.original_of)
         replicas.settle_whole(replica, call.ready.versions)
         device = None
-        if call.moment is not None:
-            if call.update is not None:
-                call.update()
+        if call.update is not None:
+            call.update()
             device = self.output_device or replicas.home
         return output if device is None and self.rules.keep_single else join([output], (1,), self.rules, device)
-
-    def run_whole_plainly(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
-    ) -> Any:
-        if prepare is not None:
-            record = partial(self.recorder.record, "prepare", entry.batch, None)
-            args, kwargs = as_call(timed(record if self.recorder.traces else None, None, prepare, *args))
-        return self.run_plainly(entry, args, kwargs)
 
 
 class ThreadStream:
@@ -407,14 +389,15 @@ class ThreadStream:
         try:
             if self._ready is None:
                 self._ready = session.get_ready(self._prepare)
-            if type(batch) is torch.Tensor or self._prepare is not None:
-                args, kwargs = (batch,), dict[str, Any]()
-            else:
-                args, kwargs = as_call(batch)
             if session.recorder.traces:
                 entry = entry._replace(batch=number)
             if self._ready is None:
-                return succeeded(session.run_whole_plainly(entry, args, kwargs, self._prepare))
+                args, kwargs = as_call(batch if self._prepare is None else self._prepare(batch))
+                return succeeded(session.run_plainly(entry, args, kwargs))
+            if type(batch) is torch.Tensor or self._prepare is not None:
+                args, kwargs = (batch,), {}
+            else:
+                args, kwargs = as_call(batch)
             call = WholeCall(session, entry, args, kwargs, self._ready)
             session.send(call)
             return call
