@@ -221,8 +221,9 @@ class Calls:
         versions = [*map(version_of, replicas.params)] if looks else []
 
         # The parts of a device run in turns if gradients or random numbers need an order
-        tensors = leaves if only_tensors else [leaves[index] for index in plan.tensors]
-        turns = self._decide_turns(tensors, shares_generator=plan.generators) if lanes.count > 1 else None
+        tensors = leaves if only_tensors else [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shares_generator = not only_tensors and torch.Generator in map(type, leaves)
+        turns = self._decide_turns(tensors, shares_generator=shares_generator) if lanes.count > 1 else None
 
         # Facts that a comparison cannot show: read for each new plan, and after each change of the model
         is_probe = plan not in self._probed

@@ -42,11 +42,6 @@ class PlainView(dict[str, Any]):
             dict.pop(self._before, name)
         object.__setattr__(module, "__dict__", self._before)
 
-    @property
-    def is_plain(self) -> bool:
-        """True if no stub is left."""
-        return Stub not in map(type, [*dict.values(self)])
-
     def plain(self) -> dict[str, Any]:
         """Return the items with what lies under the stubs."""
         found = {name: _under(value) for name, value in [*dict.items(self)]}  # a copy: other threads may set attributes
@@ -120,7 +115,7 @@ class PatchedMethods:
                         top._self_under = stub._self_under
                     top = top._self_under
             self._stubs = {}
-            if isinstance(own, PlainView) and own.is_plain:
+            if isinstance(own, PlainView) and Stub not in map(type, [*dict.values(own)]):
                 own.close(self._module)
 
 

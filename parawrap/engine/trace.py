@@ -62,7 +62,6 @@ class Trace:
         self._recorder = recorder
         self._lanes = lanes
         self._path = Path(path).expanduser().absolute()  # the block may change the working directory
-        self._is_used = False
         self.began = 0
         self.spans: list[displays.Span] = []
 
@@ -70,10 +69,9 @@ class Trace:
         return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
 
     def __enter__(self) -> Self:
-        if self._is_used:
+        if self.began:
             msg = f"the trace for {str(self._path)!r} was already used. Call p.trace(...) for each `with` block"
             raise SessionError(msg)
-        self._is_used = True
         self.began = perf_counter_ns()
         self._recorder.traces.append(self)
         return self
