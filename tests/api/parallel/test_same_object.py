@@ -57,8 +57,12 @@ def test_the_model_is_unchanged(columns):
 
 
 def test_the_model_inside_the_block():
-    """The type, the keys of the state_dict, the names of parameters, and the methods' signatures are those of the model."""
+    """The type, the state_dict, the names of parameters, the `vars`, and the methods' signatures are those of the model.
+
+    Copies of its `vars` are plain dicts.
+    """
     model = Net()
+    plain = dict(vars(model))
     keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
     signature = inspect.signature(model.generate)
     with parallel(model, TWO, methods=("forward", "generate")) as p:
@@ -68,13 +72,6 @@ def test_the_model_inside_the_block():
         assert (list(model.state_dict()), [name for name, _ in model.named_parameters()]) == (keys, names)
         assert (inspect.signature(model.generate), model.generate.__name__) == (signature, "generate")
         assert (model.forward.__self__, model.forward.__func__) == (model, Net.forward)
-
-
-def test_vars_inside_the_block():
-    """They read like those of the plain model, and copies of them are plain dicts."""
-    model = Net()
-    plain = dict(vars(model))
-    with parallel(model, TWO):
         own = vars(model)
         assert ([*own], [*own.items()], own["training"]) == ([*plain], [*plain.items()], True)
         assert ([*own.keys()], [*own.values()]) == ([*plain.keys()], [*plain.values()])

@@ -43,7 +43,7 @@ def test_map_spreads_tuples_and_dicts(batch):
 @pytest.mark.parametrize("workers", ["thread", "process"])
 def test_a_stream_ends_with_its_block(workers):
     with parallel(torch.tanh, TWO, workers=workers) as p:
-        stream, begun = p.map(batches(3), chunksize=2), p.map(batches(9), buffersize=2)
+        stream, begun = p.map(batches(3), chunksize=2), p.map(batches(9), buffersize=2, return_exceptions=True)
         next(begun)
     for unread, message in ((stream, "read the outputs of map before it ends"), (begun, "closed")):
         with pytest.raises(SessionError, match=message):
@@ -103,7 +103,7 @@ def test_outputs_behind_a_slow_batch():
 
 
 def test_closing_drops_batches():
-    """Batches that no lane has started never start. A stream that is read after its block raises."""
+    """Batches that no lane has started never start."""
     ran, release = [], threading.Event()
 
     def target(x):
@@ -117,11 +117,7 @@ def test_closing_drops_batches():
         assert next(stream)[0].item() == 0
         stream.close()
         release.set()
-        late = p.map(batches(9), buffersize=2, return_exceptions=True)
-        assert next(late)[0].item() == 0
     assert max(ran) <= 3
-    with pytest.raises(SessionError):
-        list(late)
 
 
 def test_batches_are_freed():
