@@ -180,10 +180,10 @@ class Job:
         """Run the parts of a group, each as its lane's work. The first failure ends it."""
         failed = False
         context = contextvars.copy_context() if len(group) > 1 else None
-        for index in group:
+        for at, index in enumerate(group):
             at_lane = index % len(self.lanes)
             lane, task = self.lanes[at_lane], self.tasks[index]
-            if context is not None and index != group[0]:  # it finds no variable that an earlier part has set
+            if context is not None and at > 0:  # it finds no variable that an earlier part has set
                 task = partial(context.copy().run, task)
             with lane.lock:  # no interrupt comes between this line and the next
                 start, before = perf_counter_ns(), here.lane

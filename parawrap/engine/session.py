@@ -407,7 +407,7 @@ class ThreadStream:
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""
 
-    def wait_for(self, _is_done: Callable[[], bool]) -> None:
+    def wait_for(self, _: Callable[[], bool], /) -> None:
         """Do nothing: lanes have threads."""
 
     def end(self) -> None:

@@ -63,7 +63,7 @@ class Starter(Protocol):
 
     def start(self, number: int, batch: Any) -> Pending: ...
     def flush(self) -> None: ...
-    def wait_for(self, is_done: Callable[[], bool]) -> None: ...
+    def wait_for(self, is_done: Callable[[], bool], /) -> None: ...
     def end(self) -> None: ...
 
 
@@ -96,7 +96,7 @@ def stream(
     outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
     """
     flying: dict[Pending, tuple[int, Any, str | None]] = {}  # oldest first: number, batch if it is yielded, hint
-    finished: SimpleQueue[Any] | None = None if ordered else SimpleQueue()
+    finished: SimpleQueue[Pending] | None = None if ordered else SimpleQueue()
 
     def has_output() -> bool:
         """True if the next output is there."""
