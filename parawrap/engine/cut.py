@@ -7,6 +7,7 @@ calls. It is made once per combination and cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -140,7 +141,7 @@ class ShardPlan:
         refuses such writes to one of several views. `write_back` brings them to the argument. Without, parts are views.
         """
         if len(set(map(id, flat.leaves))) == len(flat.leaves):
-            return [self._split(index, leaf, copy) for index, leaf in enumerate(flat.leaves)]
+            return [*map(self._split, count(), flat.leaves, repeat(copy))]
         parts: dict[tuple[int, int | None], Sequence[Any]] = {}  # one object at two places stays one object in each lane
         for index, (leaf, dim) in enumerate(zip(flat.leaves, self.dims, strict=True)):
             if (id(leaf), dim) not in parts:

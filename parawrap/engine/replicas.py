@@ -366,8 +366,10 @@ class Replicas:
         Raises:
             ReplicaError: As for `settle_writes`; if forward wrote a parameter.
         """
-        self.refuse_write(versions)
-        self._refuse_writes_away()
+        if [*map(version_of, self.params)] != versions:
+            self.refuse_write(versions)
+        if self._away.copies:
+            self._refuse_writes_away()
         if self.renews_always or any(replica.is_dirty or replica.is_written() for replica in used):
             self._settle(used, is_cut=True)
         if self._written:
@@ -380,9 +382,10 @@ class Replicas:
             ReplicaError: If forward made a layer; if it wrote a parameter.
         """
         replica.is_dirty = not replica.holdings.is_same()
-        if replica.device not in self._away.copies:
+        if replica.device not in self._away.copies and [*map(version_of, self.params)] != versions:
             self.refuse_write(versions)
-        self._refuse_writes_away()
+        if self._away.copies:
+            self._refuse_writes_away()
         if replica.is_dirty or replica.is_written():
             self._settle([replica], is_cut=False)
 
@@ -420,8 +423,6 @@ class Replicas:
         Raises:
             ReplicaError: If there is one whose writes are not allowed.
         """
-        if [*map(version_of, self.params)] == versions:
-            return
         for tensor, before in zip(self.params, versions, strict=True):
             if version_of(tensor) != before and not may_renormalize(self.survey, tensor):
                 raise parameter_error(self.survey, tensor)
