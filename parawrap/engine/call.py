@@ -152,6 +152,7 @@ class Calls:
         self.shards: tuple[int, ...] = ()
         self.stays_on_cpu = False  # True if the lanes, the output, and the model are on the CPU
         self.holds_whole_calls = False
+        self._has_only_cpu = torch.accelerator.current_accelerator() is None  # this build of torch, whatever the machine
         self._lock = threading.RLock()  # calls of several threads wait for each other
         self._before_plain: list[threading.Thread] | None = None  # the threads that ran before the plain call of now
         self._probed: set[ShardPlan] = set()
@@ -377,6 +378,8 @@ class Calls:
 
     def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the target, the arguments, and the output are on the device of the first lane."""
+        if self._has_only_cpu:
+            return True
         device = self.devices[0]
         if not kwargs and _TENSORS.issuperset(map(type, args)):
             places = {self.output_device, *map(_device_of, args)}
