@@ -176,5 +176,5 @@ def test_two_interrupts_leave_nothing(tmp_path):
     with running_script(tmp_path, INTERRUPTS, tmp_path, rounds) as script:
         output, _ = script.communicate(PATIENCE_S)
         assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), output
-        assert output.splitlines()[-1].startswith("KeyboardInterrupt")
+        assert "\nKeyboardInterrupt" in output  # Python may write more if the second one comes while it exits
         eventually(lambda: not processes_with_mark(str(tmp_path)), "the end of all processes")
