@@ -303,7 +303,9 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     pydantic's ValidationError, can be made only by its own reduction. Causes may form a circle, so they are state, which is
     pickled afterwards.
     """
-    base: Any = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
+    base: Any = type(error)
+    while base.__module__ != "builtins":  # `__base__` is the base that makes instances, which may not be the first one
+        base = base.__base__
     _, made_from, *given = base.__reduce__(error)
     try:
         _new_exception(type(error), base, made_from)

@@ -25,6 +25,14 @@ class OtherArgs(Exception):
         self.code = code
 
 
+class MissingFile(ValueError, OSError):
+    """OSError makes its instances, although ValueError comes first."""
+
+    def __init__(self, text, path):
+        super().__init__(text)
+        self.path = path
+
+
 class NamedGroup(ExceptionGroup):
     """Its base class cannot make it, as with pydantic's ValidationError; only its own reduction can."""
 
@@ -58,6 +66,7 @@ SENDABLE = [
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
     (Slotted(code=4), ["code"]),
+    (MissingFile("no", "a"), ["path"]),
     (WithLock("busy"), ["code"]),
     (NamedGroup("several", [OtherArgs(1, reason="v")]), ["message"]),
     (ValueError(os.fsdecode(b"caf\xe9")), []),  # the text has a lone surrogate, which cannot be encoded
