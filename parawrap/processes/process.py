@@ -197,7 +197,7 @@ class _Rank:
                 msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if isinstance(error, KeyboardInterrupt) and self._control.interrupted == number:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)) and self._control.interrupted == number:
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)

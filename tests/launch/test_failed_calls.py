@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -39,6 +40,11 @@ def block(how):
         dist.recv(torch.ones(3), src=(my_rank() + 1) % dist.get_world_size())
     elif how == "event":
         threading.Event().wait()
+    elif how == "exit":
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            sys.exit(130)
     while how == "compute":
         pass
 
@@ -73,7 +79,7 @@ def fail_beside(failing, how):
     block(how)
 
 
-@pytest.mark.parametrize(("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("compute", 1)])
+@pytest.mark.parametrize(("how", "failing"), [("all_reduce", 0), ("recv", 1), ("event", 0), ("exit", 0), ("compute", 1)])
 def test_an_error_beside_a_blocked_rank(world, how, failing):
     """The exception has a note with its rank and traceback. The process groups are new after a broken collective."""
     with pytest.raises(KeyError) as caught:
