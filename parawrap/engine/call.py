@@ -173,13 +173,13 @@ class Calls:
             if not lanes.is_open:  # it was closed meanwhile
                 return entry.plain(*args, **kwargs)
             planned = self._plan(entry, args, kwargs)
-            if planned is None:
-                return self.run_plainly(entry, args, kwargs)
-            self.holds_whole_calls = True  # they would find, or write, what this call leaves in a replica
+            self.holds_whole_calls = True  # they would find, or write, what this call leaves in the model or in a replica
             try:
                 for lane in lanes.all if lanes.run_whole_calls else ():
                     with lane.gate:  # a whole call that has begun ends first
                         pass
+                if planned is None:
+                    return self.run_plainly(entry, args, kwargs)
                 if (
                     replicas.must_refresh
                     or not replicas.model.is_same()
