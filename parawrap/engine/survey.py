@@ -60,7 +60,8 @@ _ATOMS = (
 )
 # Objects with a life outside the model. All lanes use the same one.
 _SHARED = (
-    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket, weakref.ref),
+    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket),
+    *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
     *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
     *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
     *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
@@ -239,7 +240,7 @@ class Survey:
                     "Hold it in a list: [value]"
                 )
                 raise ReplicaError(msg)
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        if isinstance(value, Iterator) and not isinstance(value, _SHARED):
             msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
             raise ReplicaError(msg)
         if isinstance(value, torch.Generator):

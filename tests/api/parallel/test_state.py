@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -268,6 +269,21 @@ def test_methods_among_defaults():
     with parallel(model, TWO, out_dims=0):
         model(torch.ones(8, 4))
         assert len(seen - {id(model[0])}) == 2
+
+
+@torch.no_grad()
+def test_weak_proxies_are_shared():
+    """Of an object that is no module. Weak references to modules are refused."""
+
+    class Config:
+        scale = 2
+
+    config = Config()
+    model = Stateful(lambda self, x: x * self.config.scale, config=weakref.proxy(config))
+    with parallel(model, TWO, out_dims=0):
+        assert_close(model(torch.ones(4, 2)), torch.full((4, 2), 2.0))
+        config.scale = 3
+        assert_close(model(torch.ones(4, 2)), torch.full((4, 2), 3.0))
 
 
 class Rebuilt(nn.Module):
