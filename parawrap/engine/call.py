@@ -152,6 +152,7 @@ class Calls:
         self.shards: tuple[int, ...] = ()
         self.stays_on_cpu = False  # True if the lanes, the output, and the model are on the CPU
         self.holds_whole_calls = False
+        self.runs_whole_calls = False  # True from the first one on
         self._has_only_cpu = torch.accelerator.current_accelerator() is None  # this build of torch, whatever the machine
         self._lock = threading.RLock()  # calls of several threads wait for each other
         self._before_plain: list[threading.Thread] | None = None  # the threads that ran before the plain call of now
@@ -175,7 +176,7 @@ class Calls:
             planned = self._plan(entry, args, kwargs)
             self.holds_whole_calls = True  # they would find, or write, what this call leaves in the model or in a replica
             try:
-                for lane in lanes.all if lanes.run_whole_calls else ():
+                for lane in lanes.all if self.runs_whole_calls else ():
                     with lane.gate:  # a whole call that has begun ends first
                         pass
                 if planned is None:

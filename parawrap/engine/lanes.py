@@ -224,7 +224,6 @@ class Lanes:
         self.share_devices = len(set(devices)) < len(devices)
         self.pid = getpid()
         self.is_open = True
-        self.run_whole_calls = False  # from the first one on
         self._threads = self.backend.intra_op_threads(len(devices))
         self._only_cpu = all(device.type == "cpu" for device in devices)
         self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
@@ -339,7 +338,6 @@ class Lanes:
             if not self.is_open or self.pid != getpid():
                 msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
                 raise SessionError(msg)
-            self.run_whole_calls = True
             self._shared.append(work)
             chosen = None
             for lane in self.all[:1] if in_order else self.all:

@@ -270,6 +270,7 @@ class Session(Calls):
             sources = map(device_of, flatten((call.args, call.kwargs))[0])
             places = (self.replicas.home, self.output_device, *self.devices, *sources)
             call.moment = next(iter(moments_of(self.devices[:1], places)), None)
+        self.runs_whole_calls = True
         if profiler_runs():
             call(self.lanes.all[0])
         else:

@@ -134,6 +134,37 @@ def test_plain_calls_beside_a_stream():
         assert_close(plain.result(PATIENCE_S), torch.zeros(1, 4))
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote")
+def test_calls_beside_profiled_streams():
+    """A profiler runs whole calls in the thread that submits them. No call finds what another thread's call left."""
+
+    def forward(self, x):
+        before, self.count = self.count, self.count + 1
+        return x + before
+
+    def submit():
+        with torch.no_grad(), torch.profiler.profile():
+            is_profiled.set()
+            while not future.done():
+                assert_close(p.submit(torch.zeros(2, 1)).result(PATIENCE_S), torch.zeros(2, 1))
+
+    @torch.no_grad()
+    def call():
+        assert is_profiled.wait(PATIENCE_S)
+        for _ in range(500):
+            assert_close(model(torch.zeros(6, 1)), torch.zeros(6, 1))
+
+    model, is_profiled, interval = Stateful(forward, count=0).eval(), threading.Event(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with parallel(model, THREE, out_dims=0) as p, ThreadPoolExecutor(1) as executor:
+            future = executor.submit(call)
+            submit()
+            future.result(PATIENCE_S)
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_calls_during_a_close():
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     plain, stop = model(x), threading.Event()
