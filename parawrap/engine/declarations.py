@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -137,5 +138,6 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
 
 
 def _has_no_tensors(node: Any) -> bool:
-    """True for a list or a tuple without tensors, which has no dims."""
-    return type(node) in (list, tuple) and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])
+    """True for a list, a deque, or a tuple without tensors, which has no dims. An empty one is the same in every lane."""
+    is_sequence = isinstance(node, (list, deque)) or type(node) is tuple
+    return is_sequence and bool(node) and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import deque
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ class Batch:
     texts: Any = None
 
 
+class Names(list):
+    """A list of a class of its own."""
+
+
 X = torch.arange(6.0).view(3, 2)
 TEXTS = ["a", "b", "c"]
 LISTED = [torch.zeros(n) for n in (1, 2, 3)]
@@ -43,6 +48,9 @@ IN_DIMS = {
     "negative": (-1, {"a": [X.T, X.T]}, {"a": [X[:2].T] * 2}, {"a": [X[2:].T] * 2}),
     "texts": (0, TEXTS, TEXTS[:2], TEXTS[2:]),
     "numbers": (0, (1, 2, 3), (1, 2), (3,)),
+    "own class": (0, Names(TEXTS), TEXTS[:2], TEXTS[2:]),
+    "deque": (0, {"t": deque(TEXTS), "n": 4}, {"t": deque(TEXTS[:2]), "n": 4}, {"t": deque(TEXTS[2:]), "n": 4}),
+    "empty": (0, {"x": X, "t": [], "u": ()}, {"x": X[:2], "t": [], "u": ()}, {"x": X[2:], "t": [], "u": ()}),
     "texts in a dict": (0, {"t": TEXTS, "n": 4}, {"t": TEXTS[:2], "n": 4}, {"t": TEXTS[2:], "n": 4}),
     "items": ("items", ("a", "b", "c"), ("a", "b"), ("c",)),
     "items of tensors": ("items", LISTED, LISTED[:2], LISTED[2:]),
