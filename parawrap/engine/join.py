@@ -489,10 +489,13 @@ def _are_equal(one: Any, other: Any) -> bool:
                 return bool(one.value == other.value)
             return len(tensors) == len(others) and all(map(_are_equal, tensors, others))
         if isinstance(one, torch.Tensor):
-            have_one_form = one.shape == other.shape and one.dtype == other.dtype
-            return have_one_form and torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)
-        if _is_array(one):
-            return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
+            if one.shape != other.shape or one.dtype != other.dtype:
+                return False
+            other = other.to(one.device)
+            return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        if _is_array(one):  # by value: the bytes of objects and of long texts are addresses
+            array_equal, has_nan = sys.modules["numpy"].array_equal, one.dtype.kind in "fc"
+            return one.dtype == other.dtype and bool(array_equal(one, other, equal_nan=has_nan))
         return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False

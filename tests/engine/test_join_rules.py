@@ -49,12 +49,19 @@ UNEQUAL = [
     *((numpy.zeros(2), numpy.zeros(2, dtype=int)), (torch.tensor([1, 2]), torch.tensor([1, 3]))),
     (layer := torch.nn.Linear(1, 1), copy.deepcopy(layer)),  # copies of a layer, which end with the block
 ]
+if hasattr(numpy, "dtypes") and hasattr(numpy.dtypes, "StringDType"):  # since numpy 2
+    UNEQUAL.append(tuple(numpy.array([f"a text of {rows} rows"], dtype=numpy.dtypes.StringDType()) for rows in (3, 1)))
 
 
 def test_none_declares_one_value():
     """Values are compared between lanes and returned once. NaN equals NaN."""
     for value in EQUAL:
         assert type(joined(value, value, sizes=(2, 2), out_dims=None)) is type(value)
+    for one, other in (
+        (numpy.array(["".join("ab"), 300 + len("a")], dtype=object), numpy.array(["".join("ab"), 301], dtype=object)),
+        (numpy.array([0.0]), numpy.array([-0.0])),
+    ):
+        assert joined(one, other, sizes=(2, 2), out_dims=None) is one
     for one, other in UNEQUAL:
         assert "out_dims" in refusal(one, other, sizes=(2, 2), out_dims=None)
     for make in (float, lambda value: torch.tensor([1.0, value]), lambda value: numpy.array([value])):
