@@ -170,6 +170,8 @@ class _Join:
             return self._join_sequences(column, declared, around)
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
+        if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
+            refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         if declared.out_dim is None:
             if declared.reduce is not None and (declared.names_reduce or is_number(first)):
                 refuse(
@@ -187,8 +189,6 @@ class _Join:
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
         """Join tensors, or numpy arrays."""
         first = column[0]
-        if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
-            refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         if first.ndim and declared.names_reduce and declared.reduce is not None:
             return self._reduce_arrays(column, declared)
         dim = declared.out_dim if isinstance(declared.out_dim, int) else self.rules.dim
@@ -224,6 +224,8 @@ class _Join:
         first, device = parts[0], self.device
         if len(parts) == 1:
             return _move(first, device)
+        if not all(-part.ndim <= dim < part.ndim for part in parts):
+            refuse(f"the shapes {shapes_of(parts)} have no dim {dim} in common. {CURE}")
         try:
             if not isinstance(first, torch.Tensor):
                 return sys.modules["numpy"].concatenate(parts, axis=dim)
@@ -316,7 +318,7 @@ class _Join:
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
         if out_dim == "ragged":
-            return type(column[0]) is not tuple or not any(hasattr(leaf, "shape") for leaf in flatten(column)[0])
+            return type(column[0]) is not tuple or not any(map(_has_shape, flatten(column)[0]))
         if out_dim is UNDECLARED:
             if any(lengths):
                 self._check_proof()
@@ -336,7 +338,7 @@ class _Join:
         holds_tensors, dim = any(map(_holds_tensors, column)), self.rules.dim
         if all(leaf is None for each in leaves for leaf in each) or (type(column[0]) is tuple and holds_tensors):
             return  # nothing, or a structure
-        counts = [{leaf.shape[dim] for leaf in each if -leaf.ndim <= dim < leaf.ndim} for each in found]
+        counts = [{leaf.size(dim) for leaf in each if -leaf.ndim <= dim < leaf.ndim} for each in found]
         has_rows = holds_tensors and all(len(each) <= 1 for each in counts)
         if self.rows is not None:
             has_rows = has_rows and all(each <= {rows} for each, rows in zip(counts, self.rows, strict=True))
@@ -454,12 +456,15 @@ def _is_sequence(node: Any) -> bool:
     return type(node) in SEQUENCES
 
 
+def _has_shape(value: Any) -> bool:
+    """True for tensors, also nested ones, whose `shape` raises; and for arrays."""
+    return isinstance(value, torch.Tensor) or hasattr(value, "shape")
+
+
 def _holds_texts(value: Any) -> bool:
     """True for texts or other values, of which lanes may have any number: without arrays, numbers, and sequences."""
     leaves = [leaf for item in value for leaf in flatten(item, _is_sequence)[0]]
-    is_plain = not any(
-        isinstance(leaf, (*SEQUENCES, WholeLeaf)) or hasattr(leaf, "shape") or is_number(leaf) for leaf in leaves
-    )
+    is_plain = not any(isinstance(leaf, (*SEQUENCES, WholeLeaf)) or _has_shape(leaf) or is_number(leaf) for leaf in leaves)
     return is_plain and any(leaf is not None for leaf in leaves)
 
 

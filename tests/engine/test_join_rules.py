@@ -85,7 +85,16 @@ def test_items_and_ragged():
     assert joined(torch.zeros(2, 6), torch.ones(2, 1), sizes=(2, 2), dim=1, out_dims="ragged").shape == (2, 7)
     for make in (torch.zeros, numpy.zeros):
         assert "differ beyond dim 0" in refusal(make((3, 2)), make((1, 4)), out_dims="ragged")
-        assert "(3,), (1,)" in refusal(make(3), make(1), dim=1, out_dims="ragged")
+        for length in (3, 1):
+            assert f"({length},), (1,) have no dim 1" in refusal(make(length), make(1), dim=1, out_dims="ragged")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_have_no_dim():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for out_dims in (None, 0, "ragged"):
+        for output, place in ((nested, "output"), ((nested, "text"), "output[0]")):
+            assert f"{place} cannot be joined: a nested tensor" in refusal(output, output, out_dims=out_dims)
 
 
 def test_a_tree_of_reductions():
