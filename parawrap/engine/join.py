@@ -25,7 +25,18 @@ from parawrap.engine.concatenate import (
     shapes_of,
     write_into_one,
 )
-from parawrap.engine.join_rules import CURE, JOIN_LIST, SAME, SEQUENCES, Declared, JoinRules, Refusal, is_tree, refuse
+from parawrap.engine.join_rules import (
+    CURE,
+    JOIN_LIST,
+    SAME,
+    SEQUENCES,
+    Declared,
+    JoinRules,
+    Refusal,
+    is_tree,
+    refuse,
+    refuse_tree,
+)
 from parawrap.engine.rules.registry import place_leaf, registration_of, splitter_of
 from parawrap.errors import GatherError
 from parawrap.tree import UNDECLARED, TreeSpec, WholeLeaf, address, flatten, list_attributes, tensors_in, unflatten
@@ -159,7 +170,7 @@ class _Join:
 
     def _join_leaves(self, column: Sequence[Any], declared: Declared, around: Flat | None = None) -> Any:
         first = column[0]
-        declared.check(type(first))
+        refuse_tree("out_dims", declared.out_dim, type(first))
         are_tensors = all(isinstance(value, torch.Tensor) for value in column)
         if not are_tensors and len(set(map(type, column))) > 1 and not all(map(is_number, column)):
             kinds = " and ".join(sorted({type(value).__name__ for value in column}))
@@ -252,6 +263,7 @@ class _Join:
 
     def _choose_padding(self, dtype: torch.dtype, value: Any) -> Any:
         """Return the value to pad with. Without one from the user, only one tensor of floating-point numbers is padded."""
+        refuse_tree("pad_value", value, torch.Tensor)
         is_float = dtype.is_floating_point or dtype.is_complex
         if value is not None:
             if not is_float and value != int(value.real):
@@ -268,11 +280,13 @@ class _Join:
 
     def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
         """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
+        refuse_tree("reduce", declared.reduce, type(column[0]))
         if len({part.shape for part in column}) > 1:
             refuse(f"{self._say(column)}, which reduce cannot put together. Leave this entry out of reduce")
         return reduce_numbers([_move(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
+        refuse_tree("reduce", declared.reduce, type(column[0]))
         is_tensor = isinstance(column[0], torch.Tensor)
         if self.rules.as_torch and not all(isinstance(part, torch.Tensor) for part in column):
             if self.lanes == 1:

@@ -46,18 +46,12 @@ class Declared(NamedTuple):
     pad_value: Any
     names_reduce: bool = False
 
-    def check(self, kind: type) -> None:
-        """Refuse declarations of the parts of a container where the output has a value of another kind."""
-        for name, option in zip(("out_dims", "reduce", "pad_value"), self, strict=False):
-            if isinstance(option, dict) or (isinstance(option, tuple) and kind not in SEQUENCES):
-                refuse(f"{name} declares a {type(option).__name__} here, and the lanes returned a {kind.__name__}")
-
     def below(self, spec: TreeSpec) -> list[Declared]:
         """Return the declarations of each leaf below a node."""
         if spec.is_leaf():
             return [self]
         if spec.type in SEQUENCES:
-            self.check(spec.type)
+            refuse_tree("out_dims", self.out_dim, spec.type)
         children = zip(self.parts(spec.entries()), spec.children(), strict=True)
         return [leaf for each, child in children for leaf in each.below(child)]
 
@@ -141,6 +135,12 @@ class Refusal(Exception):  # noqa: N818
 def refuse(why: str) -> NoReturn:
     """Raise a refusal."""
     raise Refusal(why)
+
+
+def refuse_tree(name: str, option: Any, kind: type) -> None:
+    """Refuse an option that declares the parts of a container where the output has a value of another kind."""
+    if isinstance(option, dict) or (isinstance(option, tuple) and kind not in SEQUENCES):
+        refuse(f"{name} declares a {type(option).__name__} here, and the lanes returned a {kind.__name__}")
 
 
 def is_tree(option: Any) -> bool:

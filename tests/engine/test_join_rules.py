@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
+from collections import UserDict, deque
 
 import pytest
 import torch
@@ -97,6 +97,13 @@ def test_nested_tensors_have_no_dim():
             assert f"{place} cannot be joined: a nested tensor" in refusal(output, output, out_dims=out_dims)
 
 
+def test_trees_of_another_output():
+    """Reductions and paddings of parts leave an output alone that has no such parts, in every kind of lane."""
+    for options in ({"reduce": {"loss": "mean"}}, {"pad_value": {"loss": 0}, "join": "pad"}, {"reduce": ("sum", "sum")}):
+        assert joined(*rows(3, 1), **options).shape == (4, 2)
+        assert joined(None, None, **options) is None
+
+
 def test_a_tree_of_reductions():
     """A dict names keys and fields; a tuple names items. Rows are joined by their sizes."""
     parts = rows(3, 1)
@@ -119,5 +126,16 @@ def test_trees_must_fit_the_output():
         ((rows(3), rows(1)), {"out_dims": (0, 0)}, "out_dims declares 2 items, and the output has 1 here"),
         ((rows(3), rows(1)), {"out_dims": {0: 0}}, "out_dims declares a dict here, and the lanes returned a tuple"),
         (rows(3, 1), {"out_dims": (0, 0)}, "out_dims declares a tuple here, and the lanes returned a Tensor"),
+        ((rows(3), rows(1)), {"out_dims": deque([0, 0])}, "out_dims declares 2 items, and the output has 1 here"),
+        (
+            (torch.ones(5), torch.ones(5)),
+            {"reduce": {"a": "sum"}},
+            "reduce declares a dict here, and the lanes returned a Tensor",
+        ),
+        (
+            (torch.ones(3, 2), torch.ones(1, 3)),
+            {"join": "pad", "pad_value": {"a": 0}},
+            "pad_value declares a dict here, and the lanes returned a Tensor",
+        ),
     ):
         assert text in refusal(*outputs, **options)
