@@ -152,7 +152,7 @@ def as_tree(option: Any) -> Any:
         return {name: as_tree(getattr(option, name)) for name in names}
     if isinstance(option, Mapping):
         return {key: as_tree(each) for key, each in option.items()}
-    return tuple(map(as_tree, option)) if isinstance(option, (list, tuple)) else option
+    return tuple(map(as_tree, option)) if isinstance(option, (list, tuple, deque)) else option
 
 
 def entries_of(option: Any) -> list[Any]:
