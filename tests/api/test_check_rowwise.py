@@ -22,8 +22,9 @@ def layer_and(function):
         lambda y: {"scores": y, "best": y.argmax(1), "finite": y > 0},
         lambda y: (y / 0, (y - y) / 0),
         lambda y: y.half(),
+        lambda y: y.detach().to(torch.float8_e5m2),
     ],
-    ids=["dict", "infinite", "half"],
+    ids=["dict", "infinite", "half", "float8"],
 )
 def test_row_wise_model_passes(function):
     """Rounding does not count, and infinities and NaNs in the same places are equal."""
@@ -35,8 +36,9 @@ def test_row_wise_model_passes(function):
     [
         (lambda y: {"a": y, "b": y - y.mean(0)}, 'output["b"] differs by up to '),
         (lambda y: y.cumsum(0) > 0, "output differs by up to 1.0e+00"),
+        (lambda y: torch.arange(len(y)) + 2**60, "output differs by up to 1.0e+00"),
     ],
-    ids=["dict", "bools"],
+    ids=["dict", "bools", "large integers"],
 )
 def test_mixed_rows_are_refused(function, place):
     """The message names the output, the cut, and the greatest difference."""
