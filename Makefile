@@ -52,7 +52,7 @@ test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 	$(BIN)/python -m pytest tests/neuron_devices
 
-WITH_PACKAGES := tests/engine/test_packages.py tests/api/test_packages.py docs/transformers.md
+WITH_PACKAGES := tests/engine/test_packages.py docs/transformers.md
 
 # Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
 test-packages: $(VENV)/.with-packages  ## models and values of transformers, tensordict, and torch_geometric

@@ -81,16 +81,6 @@ def test_containers_of_each_lane():
         assert shard.args[1][1] is shard.args[1][2] is scale
     first.args[1].clear()
     assert len(second.args[1]) == 3
-    used, value = cutter(), Tagged([torch.zeros(4)])
-    value.mask = torch.arange(4)
-    for value.name in ("a", "b"):
-        first, second = cut(used, value)
-        assert (first.args[0].mask.tolist(), second.args[0].mask.tolist()) == ([0, 1], [2, 3])
-        assert (type(first.args[0]), first.args[0].name, second.args[0].name) == (Tagged, value.name, value.name)
-
-
-class Tagged(list):
-    """A container with attributes."""
 
 
 def test_plans_of_many_sizes_are_freed():

@@ -290,6 +290,20 @@ def test_graphs_are_cut_and_joined(make):
     assert_same_batch(join(parts), whole)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_calls_with_graphs():
+    """Outputs per graph have one row per graph. Outputs per node are declared "ragged"."""
+    from torch_geometric.data import Batch
+
+    def summed(batch):
+        out = batch.x.clone().index_add_(0, batch.edge_index[1], batch.x[batch.edge_index[0]])
+        return torch.zeros(batch.num_graphs, 3).index_add_(0, batch.batch, out), out
+
+    batch = Batch.from_data_list([graph(nodes) for nodes in (2, 5, 3, 4, 6, 2, 7, 3, 2, 4)])
+    with parallel(summed, ["cpu"] * 2, out_dims=(0, "ragged")) as p:
+        torch.testing.assert_close(p(batch), summed(batch))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_changed_batches_are_refused():
     """torch_geometric would drop attributes that were added later, and cut replaced attributes at the old positions."""

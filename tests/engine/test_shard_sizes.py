@@ -5,11 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
 
-from parawrap.engine.cut import Cutter, balanced_sizes, sizes_in_units, uneven_sizes
+from parawrap.engine.cut import balanced_sizes, sizes_in_units, uneven_sizes
 from tests.helpers.properties import given, st
-from tests.helpers.shards import planned
 
 EVERY = list(product(range(201), range(1, 17)))
 """Rows and lanes."""
@@ -55,16 +53,3 @@ def test_uneven_sizes_show_the_rows():
     examples = {(9, 2): (5, 4), (8, 2): (5, 3), (16, 2): (9, 7), (8, 4): (3, 3, 2), (6, 3): (4, 2), (6, 2): (4, 2)}
     examples |= {(4, 4): (2, 1, 1), (3, 3): (2, 1), (4, 2): (4,), (2, 2): (2,), (2, 8): (2,), (1, 2): (1,), (0, 2): (0,)}
     assert {each: uneven_sizes(*each) for each in examples} == examples
-
-
-def test_a_large_shard_has_a_hint():
-    """Beyond an eighth of the largest balanced shard. Other rules have no hint."""
-
-    def hint_of(rule, rows, lanes=2):
-        return planned(Cutter(sizes=rule), torch.empty(rows, 2), lanes=lanes)[0].hint
-
-    for rows, lanes in EVERY:
-        sizes, largest = uneven_sizes(rows, lanes), balanced_sizes(rows, lanes)[0]
-        assert (hint_of(uneven_sizes, rows, lanes) is not None) == (8 * sizes[0] > 9 * largest)
-    assert "a call of 4 rows on 2 lanes runs whole" in hint_of(uneven_sizes, 4)
-    assert hint_of(balanced_sizes, 8) is None
