@@ -366,13 +366,6 @@ def tuple_parallel(*args, function=torch.neg, **options):
 NEGATIVE = tuple(-part for part in PARTS)
 
 
-@pytest.mark.parametrize("make", [tp_collate, default_collate])
-@pytest.mark.parametrize("wrong", [0, "2", True], ids=repr)
-def test_numbers_of_devices(make, wrong):
-    with pytest.raises(ShardError, match=rf"ndevices={wrong!r} is not a number of devices\. Give {make.__name__} an int"):
-        make(wrong)
-
-
 def test_cures_of_collate_functions():
     """A batch in place of the number is shortened."""
     samples = list(X)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, GatherError, ShardError, TupleParallel, cat, default_collate, parallel, tp_collate
+from parawrap import DataParallel, GatherError, TupleParallel, cat, default_collate, parallel
 from parawrap.backends import ignore_speed_warnings
 from tests.helpers.calling import Calls
 from tests.helpers.same import assert_same
@@ -100,16 +100,6 @@ def test_hooks_keep_their_cells():
     assert_close(found.sort(0).values, layer(x).detach().sort(0).values)
 
 
-def test_a_list_as_long_as_the_batch():
-    """It goes whole to every lane, as in torch. A block cuts it with `in_dims`."""
-    model = Calls(lambda x, names: x * len(names))
-    net, x = DataParallel(model, TWO), torch.ones(4, 2)
-    assert_close(net(x, names=["a"] * 4), x * 4)
-    with torch.no_grad(), parallel(lambda x, names: x * len(names), TWO, in_dims={"names": "items"}, out_dims=0) as p:
-        assert_close(p(x, ["a"] * 4), x * 2)
-    net.close()
-
-
 # -- lists of dicts: auxiliary outputs of DETR, stacks of CenterNet, boxes of images
 
 
@@ -155,34 +145,20 @@ def test_boxes_next_to_other_boxes():
 
 
 class CenterNet(nn.Module):
-    """Returns one dict per stack, and with targets also a dict of losses."""
+    """Returns one dict per stack."""
 
     def __init__(self, stacks, kind=list):
         super().__init__()
         self.stacks, self.kind = nn.ModuleList(nn.Linear(3, 3) for _ in range(stacks)), kind
 
-    def forward(self, images, targets=None):
-        layers = self.kind({"hm": stack(images), "wh": stack(images)[:, :2]} for stack in self.stacks)
-        if targets is None:
-            return layers
-        centers = torch.stack([target["center"] for target in targets])
-        return layers, {"hm": sum((layer["hm"] - centers).square().mean() for layer in layers)}
-
-
-def images_and_targets(rows):
-    """Return samples with an image and its target. The tensors of a target do not have the rows."""
-    return [(torch.randn(3), {"center": torch.randn(3)}) for _ in range(rows)]
-
-
-def collate(samples):
-    images, targets = zip(*samples, strict=True)
-    return torch.stack(images), list(targets)
+    def forward(self, images):
+        return self.kind({"hm": stack(images), "wh": stack(images)[:, :2]} for stack in self.stacks)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_stacks(rows):
     """A list with as many dicts as rows is refused. The cures of the message work with any number of rows."""
-    model, images = CenterNet(2), collate(images_and_targets(rows))[0]
+    model, images = CenterNet(2), torch.randn(rows, 3)
     parts = images.tensor_split(2)
     for call in lambda: DataParallel(model, TWO)(images), lambda: TupleParallel(model, TWO, reduction=cat)(parts):
         if rows == 4:
@@ -195,23 +171,6 @@ def test_stacks(rows):
     assert_close(TupleParallel(as_tuple, TWO, reduction=cat)(parts), as_tuple(images))
     with ignore_speed_warnings(), parallel(model, TWO) as p:
         assert_close(p(images), model(images))
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_losses_of_lists_of_targets(rows):
-    """The rows of the images show that the stacks have the rows. A block takes the list of targets with `in_dims`."""
-    model, samples = CenterNet(3), images_and_targets(rows)
-    images, targets = collate(samples)
-    plain, losses = model(images, targets)
-    if rows != 6:  # as many stacks as rows in a lane
-        layers, parts = TupleParallel(model, TWO, reduction=cat)(*tp_collate(2)(collate)(samples))
-        assert_close(layers, plain)
-        sizes = torch.tensor([len(each) for each in images.tensor_split(2)])
-        assert_close((parts["hm"] * sizes).sum() / rows, losses["hm"])
-    with pytest.raises(ShardError, match='for a list with one tensor per row, give "items"'):
-        DataParallel(model, TWO)(images, targets)
-    with ignore_speed_warnings(), parallel(model, TWO, in_dims={"targets": "items"}, reduce="mean") as p:
-        assert_close(p(images, targets), (plain, losses))
 
 
 @pytest.mark.parametrize("boxes", [2, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, GatherError, ShardError, scatter_kwargs
+from parawrap import DataParallel, ShardError, scatter_kwargs
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2
@@ -40,55 +39,6 @@ def test_overridden_verbs_are_used(on_instance):
     x = torch.randn(5, 4)
     assert_close(net(x), net.module(x))
     assert called == VERBS
-
-
-@pytest.mark.parametrize("rows", [4, 6, 9, 10])
-@pytest.mark.parametrize("verb", ["replicate", "parallel_apply"])
-def test_list_with_one_item_per_row_is_refused(verb, rows):
-    """As without a subclass. Item by item, as torch joins lists, rows would be mixed."""
-
-    def parents(*args):
-        return getattr(DataParallel, verb)(*args)
-
-    class Rows(nn.Linear):
-        def forward(self, x):
-            return list(super().forward(x))
-
-    net = type("Passing", (DataParallel,), {verb: parents})(Rows(4, 3), TWO)
-    with pytest.raises(GatherError, match="one item per row"):
-        net(torch.randn(rows, 4))
-
-
-class Apart(DataParallel):
-    """Does not join outputs."""
-
-    def gather(self, outputs, output_device):
-        return outputs
-
-
-class Criterion(DataParallel):
-    """Takes outputs that are still apart, cuts the targets, and runs a replica of the loss in a thread per device."""
-
-    def forward(self, inputs, *targets):
-        targets, _ = self.scatter(targets, {}, self.device_ids)
-        replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-        with ThreadPoolExecutor(len(inputs)) as threads:
-            losses = [threads.submit(*call, *rest) for *call, rest in zip(replicas, inputs, targets, strict=True)]
-        return torch.stack([loss.result() for loss in losses]).mean()
-
-
-def test_loss_in_each_lane():
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    net, criterion = Apart(model, THREE), Criterion(nn.CrossEntropyLoss(), THREE)
-    x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
-    expected = nn.functional.cross_entropy(model(x), y)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    for _ in range(2):
-        model.zero_grad()
-        loss = criterion(net(x), y)
-        loss.backward()
-        assert_close(loss, expected)
-        assert_close([p.grad for p in model.parameters()], [*gradients])
 
 
 @pytest.mark.parametrize("verb", ["forward", "replicate", "parallel_apply"])
@@ -182,18 +132,3 @@ def test_scatter_may_return_nothing(devices):
     """For a call without arguments, the module runs once."""
     kind = type("Empty", (DataParallel,), {"scatter": lambda *_: ((), ())})
     assert kind(Calls(lambda: torch.ones(2)), devices)().tolist() == [1, 1]
-
-
-@no_accelerator
-def test_verbs_without_devices():
-    """On a machine without accelerators, they may get devices that the caller names, and methods of the replicas."""
-
-    class Encoder(nn.Linear):
-        def encode(self, x):
-            return self(x).tanh()
-
-    net, x = DataParallel(Encoder(4, 2), [0]), torch.randn(4, 4)
-    inputs, kwargs = net.scatter((x,), None, [-1, "cpu"])
-    for name in ("forward", "encode"):
-        methods = [getattr(replica, name) for replica in net.replicate(net.module, TWO)]
-        assert_close(net.gather(net.parallel_apply(methods, inputs, kwargs), -1), getattr(net.module, name)(x))

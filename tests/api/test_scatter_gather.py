@@ -14,7 +14,6 @@ from torch.testing import assert_close
 
 from parawrap import (
     GatherError,
-    ShardError,
     gather,
     parallel_apply,
     replicate,
@@ -81,19 +80,6 @@ def test_scatter_balances():
     """Row counts differ by at most one. With fewer rows than devices, there is one part per row."""
     for rows, sizes in {5: [2, 1, 1, 1], 2: [1, 1], 0: [0]}.items():
         assert [len(part) for part in scatter(torch.zeros(rows), ["cpu"] * 4)] == sizes
-
-
-def test_gradients_pass():
-    x = torch.ones(5, requires_grad=True)
-    first, second = scatter(x, TWO)
-    gather([first, 2 * second], "cpu").sum().backward()
-    assert x.grad.tolist() == [1, 1, 1, 2, 2]
-
-
-def test_scatter_errors():
-    """The error names the counts, and a cure that the caller can apply."""
-    with pytest.raises(ShardError, match=r"has 3 .* has 4 .*a parallel block with in_dims="):
-        scatter((torch.zeros(4), torch.zeros(3)), TWO)
 
 
 # --- scatter_kwargs ---

@@ -6,13 +6,12 @@ import copy
 import functools
 import inspect
 import pickle
-import threading
 import typing
 
 import cloudpickle
 import pytest
 
-from parawrap import Platform, UnsendableError, Wrapper, current_rank, wrapper
+from parawrap import Platform, Wrapper, current_rank, wrapper
 
 TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
@@ -94,15 +93,6 @@ def test_wrong_arguments_are_refused():
         shift()
     with pytest.raises(TypeError, match="too many positional arguments"):
         Wrapper(TWO).start(lambda args: None)
-
-
-def test_unsendable_has_its_address():
-    """The address starts at the argument that the caller passed, also inside a decorated function."""
-    lock = threading.Lock()
-    with pytest.raises(UnsendableError, match=r"^args\[1\] cannot be sent to another process: lock"):
-        Wrapper(TWO).start(lambda *_: 0, (1, lock))
-    with pytest.raises(UnsendableError, match=r"^args\[0\]\.__wrapped__'s variable 'lock' cannot be sent"):
-        launched(len)(launched(lambda: lock))
 
 
 # --- pickles, copies, modules ---

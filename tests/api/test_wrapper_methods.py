@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import threading
 import types
@@ -100,13 +99,6 @@ def test_methods_run_on_their_object():
     ):
         assert duplicate.platform == model.method.platform
         assert duplicate.inline(1) == (4,)
-
-
-def test_method_keeps_its_metadata():
-    method = Model().method
-    assert (method.__name__, method.__qualname__) == ("method", "Model.method")
-    assert method.__doc__ == "A method."
-    assert str(inspect.signature(method)) == "(x)"
 
 
 def test_addresses_do_not_count_self():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
 
@@ -14,3 +17,9 @@ def run(block, *args, **kwargs):
     """Call a block, and close it."""
     with block:
         return block(*args, **kwargs)
+
+
+def cures_of(message):
+    """Return the values of `in_dims` that an error names."""
+    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
+    return [ast.literal_eval(each) for each in found]

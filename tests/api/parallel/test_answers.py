@@ -164,15 +164,3 @@ def test_training_equals_plain_training():
     assert len(seen) == 20
     assert_close(model[0].weight.grad, seen[-1])
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), atol=1e-5, rtol=1e-4)
-
-
-def test_evaluation_between_training_steps():
-    """As in torch.nn.DataParallel, the first shard updates the statistics of batch norm. Then every lane has them."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(9, 4)
-    first = copy.deepcopy(model)
-    with parallel(model.eval(), THREE, out_dims=0):
-        model(x)
-        for _ in range(2):
-            model.train()(x)
-            first.train()(x[:3])
-            assert_close(model.eval()(x), first.eval()(x))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections import UserDict
 
 import pytest
@@ -13,6 +11,7 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, TupleParallel, parallel, register_split
+from tests.helpers.cures import cures_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
 TWO = ["cpu"] * 2
@@ -23,12 +22,6 @@ def refused(error, target, *args, options=None, **kwargs):
     with parallel(target, TWO, **(options or {})) as p, pytest.raises(error) as caught:
         p(*args, **kwargs)
     return str(caught.value)
-
-
-def cures_of(message):
-    """Return the values of `in_dims` that an error names."""
-    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
-    return [ast.literal_eval(each) for each in found]
 
 
 # Rows that lanes write into

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import datetime as dt
@@ -25,6 +24,7 @@ from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, parallel
 from tests.helpers.caller_warnings import warnings_of
+from tests.helpers.cures import cures_of
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -94,13 +94,6 @@ OTHERS = {
     "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": (torch.zeros(ROWS),)}]),
 }
 """Values that cannot be one item per row, and that may have a state."""
-
-
-def cures_of(message):
-    """Return the values of `in_dims` that an error names."""
-    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
-    assert found, message
-    return [ast.literal_eval(each) for each in found]
 
 
 @pytest.mark.parametrize("name", [*ITEMS, *OTHERS])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import ReplicaError, parallel
+from parawrap import parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -115,11 +115,3 @@ def test_devices_of_cpu_lanes(devices, lanes):
     """A number counts lanes. Without an accelerator, the default is one lane: the plain call."""
     block = parallel(nn.Linear(4, 3), devices)
     assert block.devices == (torch.device("cpu"),) * lanes
-
-
-def test_models_that_cannot_be_copied():
-    """The error names the place, and the model is unchanged."""
-    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(ReplicaError, match=r"1\.weight.*meta"), parallel(model, TWO):
-        model(torch.randn(5, 4))
-    assert "forward" not in vars(model)

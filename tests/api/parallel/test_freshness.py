@@ -110,22 +110,6 @@ def test_refresh_copies_again():
         assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
 
 
-def test_refresh_while_copies_are_made():
-    """It counts for the next call: the copies may be of before the change that it is for."""
-
-    class Changing:
-        def __deepcopy__(self, memo):
-            if not model.shift.any():
-                model.shift.data.add_(1)
-                p.refresh()
-            return Changing()
-
-    model, x = Stateful(lambda self, x: x + self.shift, {"shift": torch.zeros(2)}, other=Changing()), torch.zeros(5, 2)
-    with torch.no_grad(), parallel(model.eval(), TWO) as p:
-        model(x)
-        assert_close(model(x), x + model.shift)
-
-
 WAYS = {
     "call": lambda p, x: [p(x) for _ in range(3)],
     "map": lambda p, x: list(p.map([x] * 6)),
@@ -204,23 +188,6 @@ def test_a_cut_call_warns_itself():
     model = Writes(lambda self: WRITES["new"](self)).eval()
     with parallel(model, TWO), pytest.warns(UserWarning, match="the model wrote 'new'"):
         model(torch.zeros(9, 3))
-
-
-@torch.no_grad()
-def test_variables_bound_again():
-    """A number and a module of a function's closure."""
-    layer, factor = nn.Linear(4, 4), 1.0
-
-    def run(x):
-        return layer(x) * factor
-
-    x = torch.randn(8, 4)
-    with parallel(run, TWO, out_dims=0) as p:
-        assert_close(p(x), run(x))
-        factor = 5.0
-        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
-        layer = nn.Linear(4, 2)
-        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
 
 
 @torch.no_grad()

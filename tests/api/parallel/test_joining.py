@@ -108,14 +108,6 @@ def test_outputs_that_hold_a_layer():
                 use()
 
 
-@pytest.mark.parametrize("constant", [torch.arange(3), np.arange(3), 3], ids=["tensor", "array", "number"])
-def test_out_dims_none_is_one_value(constant):
-    """It is checked to be the same in every lane."""
-    assert_joined(lambda x: (x, constant), out_dims=(0, None))
-    with parallel(lambda x: (x, x[0]), TWO, out_dims=(0, None)) as p, pytest.raises(GatherError, match=r"output\[1\]"):
-        p(torch.randn(6, 3))
-
-
 def test_join_list():
     """Lists are in lane order, for batches of any size."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import random
@@ -166,24 +165,6 @@ def test_files_that_cannot_be_loaded(tmp_path):
     file.unlink()
     assert run(tmp_path, batches(3)) == [0, 2, 4]
     assert computed == {0: 1, 1: 2, 2: 1}
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """A later run with space goes on."""
-    real, written = torch.save, []
-
-    def write(value, file):
-        if len(written) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(file)
-        return real(value, file)
-
-    monkeypatch.setattr(torch, "save", write)
-    with pytest.raises(ResumeError, match=r"000000002\.output: .*No space left.*leave space on the disk"):
-        run(tmp_path, batches(4), return_exceptions=True)
-    monkeypatch.undo()
-    assert run(tmp_path, batches(4)) == [0, 2, 4, 6]
-    assert computed[0.0] == computed[1.0] == 1
 
 
 KILLED = """
