@@ -35,12 +35,3 @@ def _races(monkeypatch):
     monkeypatch.setattr(simdevice, "reset_stats", keep_and_reset)
     yield
     assert (*found, *simdevice.stats().races) == ()
-
-
-@pytest.fixture
-def closing():
-    """Register a wrapper, return it, and close it after the test."""
-    made = []
-    yield lambda wrapper: (made.append(wrapper), wrapper)[1]
-    for wrapper in made:
-        wrapper.close()

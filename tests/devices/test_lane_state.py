@@ -10,7 +10,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from tests.fuzz.cases import Case, Outcome, run
-from tests.helpers.device_models import SIMS, Average, rows
+from tests.helpers.device_models import SIMS, rows
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
 
@@ -33,19 +33,6 @@ def test_batch_norm_statistics(home, devices):
             torch.testing.assert_close(ours, dict(plain.state_dict()))
             with torch.no_grad():
                 torch.testing.assert_close(model.eval()(x).cpu(), plain.eval()(x))
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:the model wrote '1.mean':UserWarning")
-@pytest.mark.parametrize("devices", [["sim:2", "sim:2"], ["sim:2", "sim:1"]], ids=str)
-def test_whole_calls_keep_buffers(devices):
-    """Lanes that run whole calls start from the model's statistics, and give nothing back."""
-    model = nn.Sequential(nn.Linear(5, 5), Average(in_place=True), nn.BatchNorm1d(5)).double().to("sim:2")
-    before = copy.deepcopy(model.state_dict())
-    with parallel(model, devices) as p:
-        for future in [p.submit(rows(7)) for _ in range(12)]:
-            assert future.result().isfinite().all()
-    torch.testing.assert_close(model.state_dict(), before)
 
 
 @HOMES

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -37,21 +35,6 @@ def test_seeds_if_deterministic(devices, home):
     first, second, *again = outputs
     torch.testing.assert_close(again, [first, first, second], rtol=0, atol=0)
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("devices", [TWICE, ["sim:2"] * 4], ids=str)
-def test_lanes_draw_in_order(devices):
-    """With gradients, the masks are those that the plain model draws for one shard after the other."""
-    model = dropout("sim:1")
-    plain = copy.deepcopy(model)
-    x = rows(9).to("sim:1")
-    with parallel(model, devices) as p:
-        for seed in range(4):
-            torch.manual_seed(seed)
-            output, after = model(x), torch.rand(4)
-            torch.manual_seed(seed)
-            torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split(p.stats().shards)]))
-            assert torch.equal(after, torch.rand(4))
 
 
 @pytest.fixture

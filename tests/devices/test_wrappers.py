@@ -34,11 +34,11 @@ from tests.helpers.device_models import SIMS, assert_same_gradients, devices_of,
     ],
     ids=str,
 )
-def test_data_parallel_training(device_ids, ids, closing):
+def test_data_parallel_training(device_ids, ids):
     first = torch.device("sim", ids[0])
     model = mlp().to(first)
     plain = copy.deepcopy(model)
-    wrapped = closing(DataParallel(model, device_ids))
+    wrapped = DataParallel(model, device_ids)
     assert (wrapped.device_ids, wrapped.output_device, wrapped.src_device_obj) == (ids, ids[0], first)
     x = rows()
     for _ in range(2):
@@ -66,9 +66,9 @@ def test_function_frees_its_replicas(output_device):
     assert simdevice.stats().live_bytes <= before + max(held, 512)
 
 
-def test_module_on_another_device(closing):
+def test_module_on_another_device():
     """The error has torch's message. After moving the module, the call works."""
-    wrapped = closing(DataParallel(mlp()))
+    wrapped = DataParallel(mlp())
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device sim:0") as caught:
         wrapped(rows())
     assert "found one of them on device: cpu" in str(caught.value)
@@ -76,8 +76,8 @@ def test_module_on_another_device(closing):
     assert str(wrapped(rows()).device) == "sim:0"
 
 
-def test_one_device_moves_the_module(closing):
-    wrapped = closing(DataParallel(mlp(), ["sim:1"]))
+def test_one_device_moves_the_module():
+    wrapped = DataParallel(mlp(), ["sim:1"])
     assert next(wrapped.parameters()).device == torch.device("sim:1")
     assert str(wrapped(rows()).device) == "sim:1"
 
@@ -130,17 +130,6 @@ def test_auto_uses_every_device():
     torch.testing.assert_close([p.grad.cpu() for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_auto_starts_at_the_current():
-    """With `use_data_parallel=False`, it is the first device, also in `to("auto")`."""
-    with torch.sim.device(2):
-        net = ParallelWrapper(mlp(), "auto")
-        alone = ParallelWrapper(mlp(), "auto", use_data_parallel=False)
-    assert (net.device, lanes_of(net)) == ("sim:2", [2, 0, 1, 3])
-    assert str(net(rows()).device) == "sim:2"
-    for each in (alone, alone.to("auto"), ParallelWrapper(mlp(), "sim:1", use_data_parallel=False).to("auto")):
-        assert (each.device, lanes_of(each)) == ("sim:0", [torch.device("sim:0")])
-
-
 def test_moves_between_auto_and_one():
     """`to("auto")` spreads the calls, and `to` with a device gathers them. A copy, and `to` with a dtype, keep them."""
     net = ParallelWrapper(mlp(), "cpu")
@@ -163,11 +152,11 @@ def test_moves_between_auto_and_one():
     assert next(net.parameters()).dtype == torch.float32
 
 
-def test_tuples_stay_on_their_devices(closing):
+def test_tuples_stay_on_their_devices():
     """Part i runs on device i, and its output stays there. The module gets the sum of the gradients."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
-    wrapped = closing(TupleParallel(model))
+    wrapped = TupleParallel(model)
     parts = rows(10).split((4, 3, 2, 1))
     outputs = wrapped(parts)
     assert devices_of(outputs) == SIMS
@@ -177,13 +166,13 @@ def test_tuples_stay_on_their_devices(closing):
     assert_same_gradients(model, plain)
 
 
-def test_options_of_transfer(closing):
+def test_options_of_transfer():
     model = mlp().to("sim:0")
     x = rows(8)
-    moved = closing(TupleParallel(model, output_device=2, transfer_output=True))
+    moved = TupleParallel(model, output_device=2, transfer_output=True)
     assert devices_of(moved(x.chunk(4))) == ["sim:2"] * 4
     for transfer in (False, True):
-        joined = closing(TupleParallel(model, reduction=cat, transfer_output=transfer))
+        joined = TupleParallel(model, reduction=cat, transfer_output=transfer)
         torch.testing.assert_close(joined(x.chunk(4)), model(x.to("sim:0")))
 
 

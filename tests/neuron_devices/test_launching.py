@@ -46,18 +46,3 @@ def test_rank_without_its_device():
     place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
     with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
-
-
-def test_inline_restores_the_device():
-    """Inside the run the current device is neuron:0, and afterwards it is the previous one."""
-    torch.neuron.set_device(2)
-
-    @wrapper(Platform(device="neuron", n_gpus=1, ipc_groups=None))
-    def where():
-        return str(torch.empty(1, device="neuron").device)
-
-    try:
-        assert list(where.inline()) == ["neuron:0"]
-        assert torch.neuron.current_device() == 2
-    finally:
-        torch.neuron.set_device(0)
