@@ -62,11 +62,9 @@ def test_examples_by_position(host):
     [
         (({"x": torch.zeros(2, 3)},), {}, r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)"),
         ((), {}, "the example has NoneType"),
-        ((torch.zeros(2, 3),), {"example_kwarg_inputs": {}}, "got both example_inputs and example_kwarg_inputs"),
-        ((), {"example_kwarg_inputs": {"x": torch.zeros(2, 3), "mask": None}}, "the example has NoneType"),
         ((), {"example_kwarg_inputs": {"z": torch.zeros(2, 3)}}, "unexpected keyword argument 'z'"),
     ],
-    ids=["dict", "neither", "both", "None", "unknown"],
+    ids=["dict", "neither", "unknown"],
 )
 def test_wrong_examples_are_refused(host, args, kwargs, words):
     with pytest.raises(TypeError, match=words):

@@ -11,7 +11,6 @@ from parawrap import DeviceListError, DeviceUnavailableError
 from parawrap.backends import _neuron_devices, read_core_numbers
 from parawrap.neuroncores import NeuronCore, resolve_cores
 
-neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 # Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
 DEVICES = [{"neuron_device": number, "nc_count": 2, "memory_size": 34359738368} for number in range(2)]
 
@@ -100,39 +99,18 @@ def test_malformed_variables(variable, value, said):
         assert part in str(refused.value)
 
 
-class Tool:
-    def __init__(self, folder):
-        folder.mkdir()
-        self.file = folder / "neuron-ls"
-
-    def says(self, stdout, *, stderr="", code=0):
-        script = f"import sys\nsys.stdout.write({stdout!r})\nsys.stderr.write({stderr!r})\nsys.exit({code})\n"
-        self.file.write_text(f"#!{sys.executable}\n{script}")
-        self.file.chmod(0o755)
-
-
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """Set PATH to one folder, and make the vendor's folder point to a missing one."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(_neuron_devices, "_LS_FOLDER", str(tmp_path / "opt"))
-    return Tool(tmp_path / "bin")
-
-
-@pytest.fixture
-def runtime(tool, recorded, monkeypatch):
-    """An adapter without a number of cores in the environment."""
+@pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
+def test_variables_precede_the_tool(recorded, tmp_path, monkeypatch):
+    """Also malformed ones. The tool is searched on PATH, and in the vendor's folder."""
+    runtime, tool = recorded.runtime, tmp_path / "neuron-ls"
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
-    return recorded.runtime
-
-
-@neuronx_only
-def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
-    """Also malformed ones. The tool is searched in the vendor's folder too."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(_neuron_devices, "_LS_FOLDER", str(tmp_path))
     said = r"No such file .*neuron-ls.*NEURON_RT_NUM_CORES.*aws-neuronx-tools"
     with pytest.raises(DeviceUnavailableError, match=said):
         runtime.core_count()
-    Tool(tmp_path / "opt").says(json.dumps(DEVICES))
+    tool.write_text(f"#!{sys.executable}\nprint({json.dumps(DEVICES)!r})")
+    tool.chmod(0o755)
     assert runtime.core_count() == 4
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
     assert runtime.core_count() == 3
@@ -141,26 +119,3 @@ def test_variables_precede_the_tool(runtime, tmp_path, monkeypatch):
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3-1")
     with pytest.raises(DeviceListError, match=r"NEURON_RT_VISIBLE_CORES='3-1'"):
         runtime.core_count()
-
-
-@neuronx_only
-@pytest.mark.parametrize(
-    ("stdout", "stderr", "code", "said"),
-    [
-        ("not json", "", 0, "gave no list of devices with an nc_count each (Expecting value"),
-        ('[{"nc_count": null}]', "", 0, "gave no list"),
-        ("", "unknown flag: --json-output\n", 1, "(unknown flag: --json-output"),
-        ("", "", None, "([Errno 8] Exec format error"),
-    ],
-)
-def test_unusable_output_of_the_tool(runtime, tool, stdout, stderr, code, said):
-    """The error shows the tool, its output, and the variable to set. The tool runs again at the next attempt."""
-    tool.says(stdout, stderr=stderr, code=code)
-    if code is None:
-        tool.file.write_text("not a program")
-    with pytest.raises(DeviceUnavailableError) as refused:
-        runtime.core_count()
-    for part in said, str(tool.file), "NEURON_RT_NUM_CORES":
-        assert part in str(refused.value)
-    tool.says("[]")
-    assert runtime.core_count() == 0

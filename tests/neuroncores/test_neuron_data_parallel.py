@@ -15,15 +15,6 @@ from tests.helpers.neuron_doubles import assert_equal, counts
 FREE = [0] * 4
 
 
-class Around(nn.Module):
-    def __init__(self, compiled, function):
-        super().__init__()
-        self.compiled, self.function = compiled, function
-
-    def forward(self, x):
-        return self.function(self.compiled, x)
-
-
 class Head(nn.Module):
     def __init__(self, compiled):
         super().__init__()
@@ -180,21 +171,3 @@ def test_layers_around_a_compiled_model(host, device_ids):
     assert sum(counts(host, "loads")) == loads + len(device_ids)
     net.close()
     assert counts(host, "models") == FREE
-
-
-def test_error_names_its_core(host):
-    """Later calls work."""
-
-    def refuse_nines(compiled, x):
-        if (x == 9).any():
-            raise ValueError("nine")
-        return compiled(x)
-
-    plain, compiled, _ = net_of()
-    net, x = neuron.DataParallel(Around(compiled, refuse_nines).eval()), torch.zeros(4, 3)
-    x[3] = 9
-    with pytest.raises(ValueError, match="nine") as caught:
-        net(x)
-    assert any("on nc:" in note for note in caught.value.__notes__)
-    torch.testing.assert_close(net(x * 0), plain(x * 0))
-    net.close()

@@ -6,22 +6,12 @@ PARAWRAP_NEURON_RUNTIME names.
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-from parawrap import ShapeError, neuron, parallel
+from parawrap import ShapeError, neuron
 from parawrap.neuroncores import using
-from tests.helpers.neuron_doubles import Around, Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
-
-
-@pytest.fixture
-def serving(subject):
-    """Use the runtime in the process, as if it had been chosen."""
-    with using(subject.runtime):
-        yield subject
+from tests.helpers.neuron_doubles import Doubling, assert_equal, mlp, numbers, rows, saved_and_loaded
 
 
 def assert_near(subject, output, expected):
@@ -70,48 +60,10 @@ def test_dynamic_batching_needs_rows(subject, model, example, said):
         subject.runtime.dynamic_batch(compiled)
 
 
-def test_threads_place_and_call_at_once(subject):
-    """Every thread gets the outputs for its own inputs."""
-    threads, calls = 4, 5
-    compiled = subject.runtime.trace(Doubling(), numbers(1))
-    shared = subject.runtime.place(compiled, 0, subject.runtime.core_count())
-    together = threading.Barrier(threads)
-
-    def ask(thread):
-        x = torch.full((1, 2), float(thread))
-        together.wait()
-        own = subject.runtime.place(compiled, thread % subject.runtime.core_count(), 1)
-        return [placed(x, x) for placed in (shared, own) for _ in range(calls)]
-
-    with ThreadPoolExecutor(threads) as pool:
-        for thread, answers in enumerate(pool.map(ask, range(threads))):
-            expected = (torch.full((1, 2), 2.0 * thread + 1), torch.full((1, 2), 3.0 * thread))
-            assert_equal(answers, [expected] * 2 * calls)
-
-
-def test_model_from_a_file(serving):
+def test_model_from_a_file(subject):
     """Without dynamic batching, each core gets the compiled size. The vendors do not report the shapes of a file."""
-    loaded, exact = saved_and_loaded(neuron.trace(Doubling(), numbers(2))), 2 * neuron.core_count()
-    net = neuron.DataParallel(loaded, set_dynamic_batching=False)
-    assert_equal(net(*numbers(exact)), Doubling()(*numbers(exact)))
-    net.close()
-
-
-def test_block_with_map_and_submit(serving):
-    compiled = neuron.trace(Doubling(), numbers(2))
-    with parallel(compiled, "neuron") as p:
-        assert_equal(compiled(*numbers(9)), Doubling()(*numbers(9)))
-        assert_equal(p.submit(*numbers(3)).result(), Doubling()(*numbers(3)))
-        batches = [numbers(count) for count in (2, 5, 1)]
-        for output, batch in zip(p.map(batches), batches, strict=True):
-            assert_equal(output, Doubling()(*batch))
-
-
-def test_module_around_compiled_ones(serving):
-    """Its compiled size is unknown, so rows are cut evenly."""
-    plain = Around(mlp(), mlp()).eval()
-    net = neuron.DataParallel(Around(*(neuron.trace(mlp(), rows(2)) for _ in range(2))).eval())
-    with torch.no_grad():
-        for count in (1, 5, 8):
-            torch.testing.assert_close(net(rows(count)), plain(rows(count)), **serving.tolerance)
-    net.close()
+    with using(subject.runtime):
+        loaded, exact = saved_and_loaded(neuron.trace(Doubling(), numbers(2))), 2 * neuron.core_count()
+        net = neuron.DataParallel(loaded, set_dynamic_batching=False)
+        assert_equal(net(*numbers(exact)), Doubling()(*numbers(exact)))
+        net.close()

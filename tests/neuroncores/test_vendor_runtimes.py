@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parawrap import DeviceUnavailableError, ShapeError, neuron
+from parawrap import DeviceUnavailableError, neuron
 from parawrap.neuroncores import using
-from tests.helpers.neuron_doubles import Around, Doubling, mlp, numbers, rows, saved_and_loaded
-
-neuronx_only = pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
-neuron_only = pytest.mark.parametrize("recorded", ["torch_neuron", "torch_neuron.experimental"], indirect=True)
+from tests.helpers.neuron_doubles import Around, Doubling, mlp, numbers, rows
 
 
 def options_of(recorded, **given):
@@ -44,45 +41,7 @@ def test_placing_uses_one_context(recorded):
     assert recorded.double.calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
 
 
-@neuron_only
-@pytest.mark.parametrize("options", [{}, {"dynamic_batch_size": False}], ids=str)
-def test_neuron_refuses_other_traces(recorded, options):
-    """A model without rows on dim 0 is traced as it is. An option of the user is passed on, and the error names it."""
-    compiled = recorded.runtime.trace(lambda x: 2 * x + 1, rows(2) if options else torch.ones(()), **options)
-    assert recorded.double.calls[0][-1] == options
-    with pytest.raises(ShapeError, match="Trace it .* and dynamic_batch_size=True" if options else "no batch dimension"):
-        recorded.runtime.dynamic_batch(compiled)
-
-
-@neuron_only
-def test_neuron_model_from_a_file(recorded):
-    """A model that was traced for dynamic batching takes any number of rows as it is, as the error says."""
-    loaded = saved_and_loaded(recorded.runtime.trace(mlp(), rows(2)))
-    with pytest.raises(ShapeError, match=r"only its trace can enable it.* from a file, .* use it as it is"):
-        recorded.runtime.dynamic_batch(loaded)
-    with using(recorded.runtime):
-        net = neuron.DataParallel(loaded, set_dynamic_batching=False)
-        torch.testing.assert_close(net(rows(12)), mlp()(rows(12)))
-        net.close()
-
-
-@neuronx_only
-def test_vendor_refuses_unknown_shapes(recorded):
-    """The signature of a model from a file is unknown, so the vendor decides."""
-    loaded = saved_and_loaded(recorded.runtime.trace(lambda x: (2 * x + 1).sum(), rows(2)))
-    with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output"):
-        recorded.runtime.dynamic_batch(loaded)
-
-
-def test_model_that_only_cores_can_run(recorded, monkeypatch):
-    """The vendor traces a model that fails on the CPU. Its signature is unknown."""
-    compiled = recorded.host.trace(mlp(), rows(2))
-    monkeypatch.setattr(recorded.double.package, "trace", lambda model, example_inputs: compiled)
-    assert recorded.runtime.trace(lambda x: x.kernel(), rows(2)) is compiled
-    assert recorded.runtime.signature(compiled) is None
-
-
-@neuronx_only
+@pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 def test_model_for_emulated_cores(recorded, monkeypatch):
     """The vendor would run it on the CPU. The error names the runtime that is in use."""
     monkeypatch.undo()
