@@ -8,11 +8,9 @@ if one of six equal calls ends in another way than the others.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +25,7 @@ from tests.fuzz.models import OUTPUT_TREES, WIDTH, Counter, RowWise, Spec, build
 
 FORMS = ("positional", "keyword", "list", "nested", "items")
 SCALES = ("missing", "number", "zero_dim", "one_row", "string")
-CALLS = ("backward", "backward", "no_grad", "inference", "few", "late", "map", "submit", "step", "fail")
+CALLS = ("backward", "backward", "no_grad", "inference", "few", "map", "submit", "step", "fail")
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 TIMES = 6
@@ -289,8 +287,8 @@ class Run:
         random = Random(number)
         if name in CHANGES:
             self.change(name, number)
-        elif name in ("late", "fail"):
-            getattr(self, name)(random, number)
+        elif name == "fail":
+            self.fail(random, number)
         elif name in ("map", "submit"):
             self.stream(name, random, number)
         else:
@@ -337,16 +335,6 @@ class Run:
         if not any(module.training for module in self.mine.model.modules()):
             self._forget_counts()  # in evaluation mode, nothing comes back
         self._compare_tensors()
-
-    def late(self, random: Random, number: int) -> None:
-        """Call twice, and then run one backward pass for both. Do so again, and add up the gradients."""
-        for index in (0, 2):
-            calls = [self.forward("grad", random.randint(2, 17), number + index + each) for each in range(2)]
-            is_right = all(sides is not None for sides in calls)
-            if not is_right or not self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
-                break
-            self._compare_gradients()
-        self._clear()
 
     def fail(self, random: Random, number: int) -> None:
         """Make a call that raises. Writes of such a call may or may not come back."""
@@ -429,7 +417,7 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 def run(case: Case) -> Outcome:
     """Run a case, and return how it ended."""
-    with warnings.catch_warnings(), unraisable() as ignored:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             Run(case).run()
@@ -443,17 +431,4 @@ def run(case: Case) -> Outcome:
         except Exception as error:
             trace = traceback.extract_tb(error.__traceback__)[-1]
             end, detail = "wrong", f"{error!r} in {Path(trace.filename).name}:{trace.lineno}"
-    if ignored and end != "wrong":
-        end, detail = "wrong", f"unraisable: {ignored[0]}"
     return Outcome(end, detail)
-
-
-@contextmanager
-def unraisable() -> Iterator[list[str]]:
-    """Collect the errors that Python ignores: those of `__del__`, for instance."""
-    found: list[str] = []
-    before, sys.unraisablehook = sys.unraisablehook, lambda each: found.append(repr(each.exc_value))
-    try:
-        yield found
-    finally:
-        sys.unraisablehook = before

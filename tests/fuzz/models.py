@@ -70,19 +70,6 @@ class EvalNorm(nn.BatchNorm1d):
         return super().train(False)
 
 
-class Shared(nn.Module):
-    """Two layers with one weight, and one layer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-        self.second.weight = self.first.weight
-        self.third = self.first
-
-    def forward(self, x):
-        return torch.tanh(self.third(self.second(self.first(x))))
-
-
 class Box:
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -257,7 +244,6 @@ class Twins(nn.Module):
 LEAVES: dict[str, Callable[[], nn.Module]] = {
     **{name: functools.partial(Layer, name) for name in LAYERS},
     "eval_norm": EvalNorm,
-    "shared": Shared,
     "attributes": Attributes,
     "enclosed": Enclosed,
     "buffers": Buffers,
@@ -336,7 +322,6 @@ CONTAINERS: dict[str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], It
         lambda parts: {_ranked(part, rank) for rank, part in enumerate(parts)},
         lambda held: sorted(held, key=lambda part: part.rank),
     ),
-    "in_object": (Box, lambda held: held.items),
     "in_slots": (SlottedBox, lambda held: held.items),
     "in_namespace": (lambda parts: types.SimpleNamespace(items=parts), lambda held: held.items),
 }
@@ -413,20 +398,13 @@ class ChildOfListedParent(Holder):
 
 
 class InCheckpoint(Holder):
-    use_reentrant = False
-
     def hold(self, parts):
         self.items = nn.ModuleList(parts)
 
     def forward(self, x):
         for part in self.items:
-            must_be_plain = self.use_reentrant and not (x.requires_grad and torch.is_grad_enabled())
-            x = x + (part(x) if must_be_plain else checkpoint(part, x, use_reentrant=self.use_reentrant))
+            x = x + checkpoint(part, x, use_reentrant=False)
         return x
-
-
-class InReentrantCheckpoint(InCheckpoint):
-    use_reentrant = True
 
 
 class ReadsHook(Holder):
@@ -454,33 +432,13 @@ def _keep(box: Box, module: nn.Module, args: Any, output: Any) -> None:
     box.items = output
 
 
-class ChangedByHooks(ReadsHook):
-    """Hooks before and after the part that change its input and its output."""
-
-    scratch = ()
-
-    def hold(self, parts):
-        self.part = parts[0]
-        self.shift = nn.Parameter(torch.ones(WIDTH))
-        self.part.register_forward_pre_hook(self.shifted, with_kwargs=True)
-        self.part.register_forward_hook(lambda module, args, kwargs, output: output * 0.75, with_kwargs=True)
-
-    def shifted(self, module, args, kwargs):
-        return (args[0] * 0.5 + self.shift,), kwargs
-
-    def forward(self, x):
-        return x + self.part(x)
-
-
 HOLDERS: dict[str, type[Holder]] = {
     **{name: type(name, (InContainer,), {"name": name}) for name in CONTAINERS},
     "in_closure": InClosure,
     "in_partial": InPartial,
     "child_of_listed_parent": ChildOfListedParent,
     "in_checkpoint": InCheckpoint,
-    "in_reentrant_checkpoint": InReentrantCheckpoint,
     "reads_hook": ReadsHook,
-    "changed_by_hooks": ChangedByHooks,
 }
 
 
