@@ -11,7 +11,7 @@ import torch
 from torch.nn import Linear
 
 import parawrap
-from parawrap import VersionError, _private_names, parallel
+from parawrap import VersionError, _private_names
 from parawrap._private_names import private_name
 from tests.helpers.processes import run_script
 
@@ -164,25 +164,6 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     assert collated == "(tensor([[1.]]), tensor([[1.]]))"
     assert error.startswith("lanes need torch.")
     assert f"with torch {torch.__version__.partition('+')[0]}" in error
-
-
-WITHOUT = {
-    "parawrap._private_names.PARAMETERS": ("_gone", r"replicas need torch\.nn\S*\.Module\._gone"),
-    "parawrap._private_names.COMPILED_FROM": ("_gone", "replicas of compiled models need _gone"),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_call_without_a_name(name, monkeypatch):
-    """If replicas cannot see an attribute or a compiled function, a call raises VersionError."""
-    missing, message = WITHOUT[name]
-    monkeypatch.setattr(name, missing)
-    _private_names.check_modules.cache_clear()
-    _private_names._check_compiled_functions.cache_clear()
-    model = Linear(2, 2)
-    model.double = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(VersionError, match=message), parallel(model, ["cpu", "cpu"]):
-        model(torch.ones(3, 2))
 
 
 def test_missing_name_is_refused():

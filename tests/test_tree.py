@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import threading
 import types
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -155,14 +153,3 @@ def test_keep_whole_makes_one_leaf(bases):
     assert unflatten(spec, [leaf])["held"] is leaf.value is value
     assert unflatten(spec, ["bare"])["held"] == "bare"
     assert flatten([WholeLeaf(["a", "b"])])[0][0].value == ["a", "b"]
-
-
-def test_threads_may_flatten_a_new_type():
-    for _ in range(20):
-        cls = dataclasses.make_dataclass("Stranger", [("a", Any), ("b", Any)])
-        gate = threading.Barrier(4)
-        with ThreadPoolExecutor(4) as pool:
-            assert (
-                list(pool.map(lambda _, cls=cls, gate=gate: (gate.wait(), flatten([cls(1, 2)])[0])[1], range(4)))
-                == [[1, 2]] * 4
-            )
