@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, parallel
 from tests.helpers.caller_warnings import warnings_of
-from tests.helpers.cures import cures_of
+from tests.helpers.cures import cures_of, run
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -224,3 +224,5 @@ def test_unbalanced_shards_warn_once(options):
     (message,) = warnings_of(use)
     assert message.startswith("a call of 8 rows on 2 lanes has a shard of 5 rows")
     assert "With out_dims=0, the largest shard has 4 of them" in message
+    (message,) = warnings_of(lambda: run(parallel(lambda x: x, TWO), torch.zeros(4, 3)))
+    assert message.startswith("a call of 4 rows on 2 lanes runs whole")

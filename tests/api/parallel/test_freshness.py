@@ -191,6 +191,23 @@ def test_a_cut_call_warns_itself():
 
 
 @torch.no_grad()
+def test_variables_bound_again():
+    """A number and a module of a function's closure."""
+    layer, factor = nn.Linear(4, 4), 1.0
+
+    def run(x):
+        return layer(x) * factor
+
+    x = torch.randn(8, 4)
+    with parallel(run, TWO, out_dims=0) as p:
+        assert_close(p(x), run(x))
+        factor = 5.0
+        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
+        layer = nn.Linear(4, 2)
+        assert_close([p(x), *p.map([x] * 3)], [run(x)] * 4)
+
+
+@torch.no_grad()
 def test_forward_of_the_class(monkeypatch):
     class Model(nn.Linear):
         def forward(self, x):
