@@ -35,3 +35,16 @@ def test_pad_fills_to_the_longest_lane():
     assert "the shapes (3, 1), (1,) differ beyond dim 0" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
+
+
+def test_every_value_is_moved():
+    """Numbers, single outputs, lists, and shared tensors lie on the output device too."""
+    outputs = [{"y": torch.ones(rows), "v": "x", "loss": torch.tensor(1.0)} for rows in (3, 1)]
+    found = joined(*outputs, device=META, reduce="mean")
+    assert (found["y"].device, found["loss"].device, found["v"]) == (META, META, "x")
+    assert [one["y"].device for one in joined(*outputs, device=META, join="list")] == [META, META]
+    assert joined(outputs[0], sizes=(3,), device=META)["y"].device == META
+    assert joined([torch.zeros(2)] * 3, [torch.zeros(2)], device=META)[3].device == META
+    shared = torch.zeros(3)
+    assert joined(shared, shared, device=META).device == META
+    assert joined(shared, shared.clone(), device=META, out_dims=None).device == META

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from parawrap import (
     DeviceUnavailableError,
     GatherError,
     ReplicaError,
+    SessionError,
     ShapeError,
     neuron,
     parallel,
@@ -54,6 +57,20 @@ def test_stats_name_the_cores(host):
     assert (stats.calls, stats.plain, stats.shards) == (1, 0, (2, 2, 2, 2))
     assert "nc:1" in str(stats)
     assert repr(p) == "parallel(TopLevelTracedModule, ['nc:1', 'nc:2'])"
+
+
+def test_nothing_is_left_on_the_cores(host):
+    """After a block that raised. `neuron.DataParallel` also has a test of the last reference."""
+    _, model = compiled_linear()
+    threads, x = set(threading.enumerate()), torch.randn(8, 3)
+    with pytest.raises(KeyError), parallel(model, "neuron") as block:  # noqa: PT012
+        model(x)
+        assert all(counts(host, "models"))
+        raise KeyError
+    with pytest.raises(SessionError, match="is closed"):
+        block(x)
+    assert counts(host, "models") == FREE
+    assert set(threading.enumerate()) <= threads
 
 
 def test_untraced_model_is_refused(host):

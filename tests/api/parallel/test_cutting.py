@@ -23,8 +23,9 @@ from torch.nn.utils import rnn
 from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, parallel
+from tests.fuzz.models import SlottedBox
 from tests.helpers.caller_warnings import warnings_of
-from tests.helpers.cures import cures_of, run
+from tests.helpers.cures import cures_of
 from tests.helpers.same import assert_same
 from tests.helpers.waiting import PATIENCE_S
 
@@ -91,7 +92,7 @@ OTHERS = {
     "iterator": lambda: iter("abcdefghi"),
     "set": lambda: {1, 2},
     "object in a dict": lambda: {"a": {"b": Spy()}},
-    "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": (torch.zeros(ROWS),)}]),
+    "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": SlottedBox((torch.zeros(ROWS),))}]),
 }
 """Values that cannot be one item per row, and that may have a state."""
 
@@ -214,15 +215,15 @@ def test_declared_outputs_are_balanced(options):
 def test_unbalanced_shards_warn_once(options):
     """A shard may be an eighth larger than a balanced one. Whole calls do not warn."""
 
-    def use():
+    def use(rows):
         with parallel(lambda x: {"a": x, "b": x}, TWO, **options) as p:
             p(torch.zeros(16, 3))
-            p.submit(torch.zeros(8, 3)).result(PATIENCE_S)
+            p.submit(torch.zeros(rows, 3)).result(PATIENCE_S)
             for _ in range(3):
-                p(torch.zeros(8, 3))
+                p(torch.zeros(rows, 3))
 
-    (message,) = warnings_of(use)
+    (message,) = warnings_of(lambda: use(8))
     assert message.startswith("a call of 8 rows on 2 lanes has a shard of 5 rows")
     assert "With out_dims=0, the largest shard has 4 of them" in message
-    (message,) = warnings_of(lambda: run(parallel(lambda x: x, TWO), torch.zeros(4, 3)))
+    (message,) = warnings_of(lambda: use(4))
     assert message.startswith("a call of 4 rows on 2 lanes runs whole")
