@@ -73,6 +73,21 @@ def test_entries_of_a_warm_call(entries):
 
 
 @torch.no_grad()
+def test_entries_if_every_lane_runs_its_part(entries):
+    """A class of the user's own adds a look at its writes. With the barrier, no thread runs two parts."""
+    together = threading.Barrier(4)
+
+    class Meeting(nn.Module):
+        def forward(self, x):
+            together.wait(60)
+            return x
+
+    with parallel(net := Meeting(), ["cpu"] * 4, out_dims=0):
+        found, shown = entries.of(lambda: net(X))
+    assert 0 < len(found) <= 45, shown
+
+
+@torch.no_grad()
 def test_entries_of_a_warm_stream(entries):
     """`map` of 32 batches on two lanes: at most 450 entries in all threads."""
     with parallel(model(), ["cpu"] * 2) as p:
