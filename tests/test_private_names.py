@@ -160,7 +160,7 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     except parawrap.VersionError as error:
         print(error)
 """
-    collated, error = run_script(tmp_path, script, fresh=True).splitlines()
+    collated, error = run_script(tmp_path, script).splitlines()
     assert collated == "(tensor([[1.]]), tensor([[1.]]))"
     assert error.startswith("lanes need torch.")
     assert f"with torch {torch.__version__.partition('+')[0]}" in error

@@ -19,4 +19,4 @@ def test_wrapt_without_its_extension(tmp_path):
             drop_out((torch.ones(3), torch.ones(3)))
         print(*(each.filename == __file__ for each in caught))
     """
-    assert run_script(tmp_path, script, fresh=True) == "True\n"
+    assert run_script(tmp_path, script) == "True\n"

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from parawrap import Platform, wrapper
-from tests.helpers.script_server import Scripts
+from tests.helpers.launches import results_of
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 SILENT_S = 2.0
@@ -65,11 +65,8 @@ def warm_processes():
 
 
 def descendant_pids():
-    """Return the process ids of all descendants of this process, except those of the script server."""
-    of_scripts = {
-        each.pid for child in psutil.Process().children() if child.pid == scripts.pid for each in child.children(True)
-    }
-    return {each.pid for each in psutil.Process().children(recursive=True)} - of_scripts
+    """Return the process ids of all descendants of this process."""
+    return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
 def processes_in(folder):
@@ -79,21 +76,11 @@ def processes_in(folder):
 
 
 def failure_of(function, *args, platform=None):
-    """Return the exception of a launch and the seconds until it; a launch that hangs fails the test with its stacks."""
+    """Return the exception of a launch; a launch that hangs fails the test with its stacks."""
     launch = wrapper(platform or ranks())(function).submit(*args)
-    began = time.monotonic()
-    try:
-        results = launch.results(timeout=PATIENCE_S)
-    except TimeoutError:
-        stacks = launch.stacks()
-        msg = f"the launch did not end within {PATIENCE_S} seconds: {stacks}"
-        raise AssertionError(msg) from None
-    except BaseException as error:
-        return error, time.monotonic() - began
-    finally:
-        launch.cancel()
-    msg = f"the launch did not fail and returned {results}"
-    raise AssertionError(msg)
+    with pytest.raises(BaseException) as caught:
+        results_of(launch)
+    return caught.value
 
 
 def notes_of(error):
@@ -195,35 +182,29 @@ def write_script(folder, text, name="parent.py"):
     return path
 
 
-scripts = Scripts()
-"""Starts scripts in processes that already have torch loaded."""
+def start_python(*args, **options):
+    """Start an interpreter in its own session."""
+    command = [sys.executable, *map(str, args)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **options)
 
 
-def run_script(folder, text, *args, fresh=False, patience_s=PATIENCE_S):
-    """Run a script in its own process and return its standard output; fail if its exit code is not 0.
-
-    With `fresh`, the process is a new interpreter. Otherwise it is a fork of an interpreter that already has torch loaded.
-    """
-    path = write_script(folder, text)
-    if fresh:
-        command = [sys.executable, path, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False, cwd=folder)
-        out, err, code = done.stdout, done.stderr, done.returncode
-    else:
-        with closing(scripts.start(path, args, folder, streams=2)) as script:
-            try:
-                out, err = script.communicate(patience_s)
-            finally:
-                script.kill()
-        code = script.returncode
-    assert code == 0, f"exit code {code}:\n{out}\n{err}"
+def run_script(folder, text, *args, patience_s=PATIENCE_S):
+    """Run a script in its own process and return its standard output; fail if its exit code is not 0."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with start_python(write_script(folder, text), *args, cwd=folder, **pipes) as script:
+        try:
+            out, err = script.communicate(timeout=patience_s)
+        finally:
+            script.kill()
+    assert script.returncode == 0, f"exit code {script.returncode}:\n{out}\n{err}"
     return out
 
 
 @contextmanager
 def running_script(folder, text, *args):
     """Run a script in its own process and session, and kill it at the end of the block."""
-    with closing(scripts.start(write_script(folder, text), args, folder, streams=1)) as script:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with start_python(write_script(folder, text), *args, cwd=folder, **pipes) as script:
         try:
             yield script
         finally:

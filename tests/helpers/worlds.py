@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.helpers.processes import kill_with_stacks, scripts
+from tests.helpers.processes import kill_with_stacks, start_python
 from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -22,17 +22,15 @@ def environment(**added):
     return kept | own | {name: str(value) for name, value in added.items()}
 
 
-def torchrun(folder, *names, script, options=(), **added):
+def torchrun(folder, *names, script, options=()):
     """Run the scenarios of a script in a torchrun world of two ranks, and return torchrun's exit code."""
-    launcher = folder / "torchrun.py"
-    launcher.write_text("from torch.distributed.run import main; main()")
-    args = ["--standalone", "--nproc-per-node", "2", *options, script, folder, *names]
-    return _exit_codes([scripts.start(launcher, args, folder, environ=environment(**added))])[0]
+    args = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options, script, folder, *names
+    return _exit_codes([start_python(*args, cwd=folder, env=environment())])[0]
 
 
 def run_with_variables(variables, folder, *names, script):
     """Run scenarios in processes that find their world only in variables, and return the exit codes."""
-    started = [scripts.start(script, [folder, *names], folder, environ=environment(**each)) for each in variables]
+    started = [start_python(script, folder, *names, cwd=folder, env=environment(**each)) for each in variables]
     return _exit_codes(started)
 
 

@@ -26,7 +26,7 @@ def test_restarts_up_to_max_restarts(caplog):
             raise ValueError(rank.restart)
         time.sleep(600)
 
-    error, _ = failure_of(train, platform=ranks(max_restarts=2, grace_s=1))
+    error = failure_of(train, platform=ranks(max_restarts=2, grace_s=1))
     assert repr(error) == "ValueError(2)"
     notes = [note for note in notes_of(error).splitlines() if note.startswith("attempt")]
     assert len(notes) == 2
@@ -63,6 +63,6 @@ def test_the_time_limit_of_restarts():
     def train():
         raise ValueError
 
-    error, _ = failure_of(train, platform=ranks(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None))
+    error = failure_of(train, platform=ranks(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None))
     assert type(error) is LaunchTimeoutError
     assert "timeout_min" in str(error)

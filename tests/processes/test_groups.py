@@ -103,7 +103,7 @@ def test_ipc_timeout_min_limits_a_wait(groups):
         else:
             time.sleep(600)
 
-    error, _ = failure_of(reduces, platform=ranks(ipc_groups=groups, ipc_timeout_min=0.01))
+    error = failure_of(reduces, platform=ranks(ipc_groups=groups, ipc_timeout_min=0.01))
     assert "600ms" in str(error)
 
 

@@ -114,10 +114,10 @@ def test_omp_num_threads_holds(monkeypatch):
 
 def test_no_rank_waits_for_a_terminal():
     """The error of a debugger says to call ``inline``, and `input` raises EOFError."""
-    error, _ = failure_of(lambda: breakpoint())
+    error = failure_of(lambda: breakpoint())
     assert type(error) is LaunchError
     assert "a rank has no terminal. Call .inline(...) of the decorated function" in str(error)
-    error, _ = failure_of(lambda: input("continue? "))
+    error = failure_of(lambda: input("continue? "))
     assert type(error) is EOFError
 
 
@@ -162,13 +162,13 @@ def test_a_function_makes_own_groups():
     """Also launches at the same time. If the platform has made groups, torch refuses it."""
     launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
     assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
-    error, _ = failure_of(init_group)
+    error = failure_of(init_group)
     assert type(error) is ValueError
 
 
 def test_a_failed_meeting_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "missing")
-    error, _ = failure_of(int)
+    error = failure_of(int)
     assert "raised while the ranks met at the store file " in notes_of(error)
 
 

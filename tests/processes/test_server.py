@@ -40,7 +40,7 @@ def test_killed_process_is_named():
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
 
-    error, _ = failure_of(kills)
+    error = failure_of(kills)
     errors = [error]
     warm = warm_pid()
     os.kill(warm, signal.SIGSTOP)

@@ -307,7 +307,7 @@ def test_programs_with_open_blocks_exit(tmp_path):
         p.submit(torch.randn(7, 4)).result()
         print("end")
     """
-    assert run_script(tmp_path, script, fresh=True) == "end\n"
+    assert run_script(tmp_path, script) == "end\n"
 
 
 @pytest.mark.parametrize("rows", [1, 8], ids=["plain", "cut"])

@@ -9,7 +9,6 @@ import re
 import threading
 from array import array
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from parawrap import ResumeError, parallel
 from parawrap.engine.resume import digest_value
-from tests.helpers.processes import run_script, scripts, write_script
+from tests.helpers.processes import run_script, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 TWO = ["cpu"] * 2
@@ -188,7 +187,7 @@ print(json.dumps(seen))
 def test_a_run_that_is_killed_at_random(tmp_path, monkeypatch):
     """No saved output is lost or computed again. The last run, with other hashes of texts, yields every output once."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    path, folder, log = write_script(tmp_path, KILLED), tmp_path / "out", tmp_path / "log"
+    folder, log = tmp_path / "out", tmp_path / "log"
     committed: dict[int, int] = {}  # how often the batch of each saved output was computed
 
     def saved():
@@ -202,12 +201,12 @@ def test_a_run_that_is_killed_at_random(tmp_path, monkeypatch):
 
     count = 200
     for enough in sorted(random.Random(5).sample(range(1, count), 3)):
-        with closing(scripts.start(path, [folder, log, count], tmp_path, streams=1)) as script:
+        with running_script(tmp_path, KILLED, folder, log, count) as script:
             eventually(lambda: len(saved()) >= enough, f"{enough} outputs")  # noqa: B023
             script.kill()
             script.communicate(PATIENCE_S)
         check()
-    lines = run_script(tmp_path, KILLED, folder, log, count, fresh=True).splitlines()
+    lines = run_script(tmp_path, KILLED, folder, log, count).splitlines()
     assert json.loads(lines[-1]) == [2.0 * index for index in range(count)]
     check()
     assert committed.keys() == set(range(count))
