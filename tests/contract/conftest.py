@@ -39,7 +39,6 @@ def launcher(request, tmp_path_factory):
             made = SubmitLauncher("local", 1, device="cpu", launcher="local")
         elif request.param == "torchrun":
             made = TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
-            cleanup.callback(made.stop)
         elif request.param == "ray":
             request.getfixturevalue("ray_cluster")
             import ray

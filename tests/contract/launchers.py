@@ -94,43 +94,30 @@ class SubmitLauncher:
 
 
 class TorchrunLauncher:
-    """Two processes started by torchrun that run one call after another. A call that ends them has a world of its own."""
+    """Two processes started by torchrun for each call."""
 
     name, n_nodes = "torchrun", 1
 
     def __init__(self, folder):
-        self._folder, self._lock = folder, threading.Lock()
-        self._world = self._start_world()
+        self._folder = folder
 
     def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
         """Make the call in every process, and return what the last rank returns or raises."""
-        if dies:
-            world = self._start_world()
-            try:
-                return self._call(world, function, args, kwargs, do, fields)
-            finally:
-                world.stop()
-        with self._lock:
-            return self._call(self._world, function, args, kwargs, do, fields)
-
-    def _call(self, world, function, args, kwargs, do, fields):
-        written = len(world.log())
         platform_fields = {"device": "cpu", "n_cpus": 2, "verbose": False, **fields}
-        world.begin(lambda: call_from_world(function, args, kwargs or {}, platform_fields))
-        if do is not None:
-            do(world)
-        eventually(lambda: world.endings() is not None or world.exit_code is not None, f"a call; {world.log()[written:]}")
-        if world.endings() is None:
-            return Observation(exit_code=world.exit_code, output=world.log()[written:])
-        first, last = world.endings()
-        assert (first.kind is None) == (last.kind is None), (first, last)
-        return Observation(**vars(last) | {"output": world.log()[written:]})
-
-    def _start_world(self):
-        return TorchrunWorld(tempfile.mkdtemp(dir=self._folder), 2)
-
-    def stop(self):
-        self._world.stop()
+        world = TorchrunWorld(
+            tempfile.mkdtemp(dir=self._folder), lambda: call_from_world(function, args, kwargs or {}, platform_fields)
+        )
+        try:
+            if do is not None:
+                do(world)
+            eventually(lambda: world.exit_code is not None, f"the end of a call; {world.log()}")
+            if world.endings() is None:
+                return Observation(exit_code=world.exit_code, output=world.log())
+            first, last = world.endings()
+            assert (first.kind is None) == (last.kind is None), (first, last)
+            return Observation(**vars(last) | {"output": world.log()})
+        finally:
+            world.stop()
 
 
 class InlineLauncher:
