@@ -35,16 +35,6 @@ def test_cluster_functions_run_here(here):
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
 
 
-def test_cures_of_a_missing_cluster(here, folder, monkeypatch):
-    """The message names the field to change, and both options that change it lead to a run."""
-    pytest.importorskip("submitit")
-    monkeypatch.setenv("PATH", str(folder))
-    asked = "run", "train:tried", "--device", "slurm", "--nodes", "2"
-    assert "set launcher='local' to start the ranks here" in here(*asked).stderr
-    for cure in ("--local",), ("--set", "launcher=local"):
-        assert here(*asked, *cure).stdout == "rank 0: '0 of 2'\nrank 1: '1 of 2'\n"
-
-
 def test_dry_run_starts_nothing(here, folder):
     shown = here("run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started")
     assert shown.returncode == 0

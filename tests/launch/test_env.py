@@ -132,16 +132,6 @@ def an_existing_group(rank):
 
 
 @scenario
-def large_results(rank):
-    """Of different sizes in each rank."""
-
-    def large(size):
-        return torch.full((size + current_rank().global_rank,), 7, dtype=torch.uint8)
-
-    assert [each.sum().item() for each in on_cpu(large)(20 << 20)] == [7 * (20 << 20), 7 * (20 << 20) + 7]
-
-
-@scenario
 def different_calls(rank):
     """Ranks in different calls get an error with both functions, and exchange no values."""
     error = error_of(on_cpu(group_size if rank else total))

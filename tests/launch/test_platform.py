@@ -167,13 +167,6 @@ def test_unreadable_core_numbers_raise(monkeypatch):
         Platform(device="neuron")
 
 
-def test_device_may_name_launcher():
-    for name, n_gpus, device in ("slurm", None, Device.CPU), ("Ray", 2, Device.GPU):
-        platform = Platform(device=name, launcher=name.lower(), n_gpus=n_gpus)
-        assert (platform.launcher, platform.device) == (name.lower(), device)
-        assert Platform(device=name, n_gpus=n_gpus) == platform
-
-
 @pytest.mark.usefixtures("four_gpus")
 def test_ranks_of_a_cluster_run_here():
     """With launcher="local", the ranks of all nodes are ranks of this machine."""
@@ -201,13 +194,6 @@ def test_backend_follows_device():
     """GPUs use NCCL, with gloo for CPU tensors; other devices use gloo; the field overrides."""
     platforms = [Platform(device="cpu"), Platform(device="gpu"), on_cpu(backend="cpu:gloo")]
     assert [each.process_group_backend for each in platforms] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo"]
-
-
-def test_groups_are_kept_as_tuples():
-    """So they cannot change later. Only None makes no process group."""
-    for groups, kept in ([[0, 1], [2, 3]], ((0, 1), (2, 3))), ([range(2)], ((0, 1),)), ([], ()), (None, None):
-        platform = on_cpu(n_cpus=4, ipc_groups=groups)
-        assert (platform.ipc_groups, platform.requires_ipc) == (kept, groups is not None)
 
 
 def test_platform_is_frozen_value():

@@ -178,21 +178,6 @@ def test_a_default_timeout_of_sockets_is_harmless(monkeypatch):
         socket.setdefaulttimeout(default)
 
 
-def test_an_exception_that_cannot_be_described(world):
-    """An exception of a class whose attributes raise arrives, and the ranks stay."""
-
-    class Odd(Exception):
-        def __getattr__(self, name):
-            raise KeyError(name)
-
-    def fail():
-        raise Odd
-
-    with pytest.raises(Odd):
-        world(fail)
-    assert world(my_rank) == (0, 1)
-
-
 def test_tensors_have_their_own_device(world):
     """A default device of the caller or the rank does not apply to arguments and results."""
     with torch.device("meta"):

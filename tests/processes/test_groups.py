@@ -6,7 +6,6 @@ import os
 import socket
 import tempfile
 import time
-from datetime import timedelta
 
 import psutil
 import pytest
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, current_rank, wrapper
-from parawrap.processes.groups import Groups
 from tests.helpers.processes import failure_of, pids_in, ranks, report_pid_function, warm_processes
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -105,19 +103,3 @@ def test_ipc_timeout_min_limits_a_wait(groups):
 
     error = failure_of(reduces, platform=ranks(ipc_groups=groups, ipc_timeout_min=0.01))
     assert "600ms" in str(error)
-
-
-def test_ranks_meet_after_one_could_not_join(tmp_path):
-    """A group that could not be joined counts for torch. Ranks with different counts would wait for each other forever."""
-
-    def joins(folder):
-        rank = current_rank()
-        if rank.global_rank == 0:
-            alone = Groups("gloo", [], timedelta(seconds=0.2), on_loopback=True)
-            with pytest.raises(RuntimeError):
-                alone.join(dist.FileStore(str(folder / "alone"), 2), 0, 2, rank.device)
-        both = Groups("gloo", [], timedelta(seconds=20), on_loopback=True)
-        both.join(dist.FileStore(str(folder / "both"), 2), rank.global_rank, 2, rank.device)
-        return all_sum(1)
-
-    assert wrapper(ranks(ipc_groups=None))(joins)(tmp_path) == (2, 2)

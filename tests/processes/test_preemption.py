@@ -82,18 +82,6 @@ def test_an_ignored_preemption(tmp_path, caplog):
     assert "attempt 0 was preempted; its ranks start again" in caplog.text
 
 
-def test_an_ignored_preemption_during_the_start():
-    """grace_s begins with the call of the function."""
-
-    def train():
-        if current_rank().restart == 0:
-            threading.Event().wait()
-        return current_rank().restart
-
-    preempt_start(launch := submit(train, grace_s=2))  # longer than the start
-    assert launch.results(timeout=PATIENCE_S) == (1, 1)
-
-
 def test_a_return_after_a_preemption(tmp_path):
     """If a preempted function returns without `requeue`, its results count; more preemptions change nothing."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import subprocess
@@ -119,31 +118,6 @@ def test_no_rank_waits_for_a_terminal():
     assert "a rank has no terminal. Call .inline(...) of the decorated function" in str(error)
     error = failure_of(lambda: input("continue? "))
     assert type(error) is EOFError
-
-
-# -- options of the interpreter
-
-OPTIONS = """
-import json, sys, warnings
-from parawrap import Platform, wrapper
-
-def look():
-    try:
-        warnings.warn("seen")
-    except UserWarning:
-        return [getattr(sys.flags, name) for name in ("dev_mode", "utf8_mode", "dont_write_bytecode")]
-
-print(json.dumps([look(), *wrapper(Platform(device="cpu"))(look)()]))
-"""
-
-
-def test_options_of_the_interpreter(tmp_path):
-    """Flags, warning filters, and ``-X`` options of the script hold in ranks."""
-    (tmp_path / "script.py").write_text(OPTIONS)
-    options = "-B", "-W", "error::UserWarning", "-X", "dev", "-X", "utf8"
-    command = [sys.executable, *options, "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert json.loads(ended.stdout or ended.stderr) == [[True, 1, 1]] * 2
 
 
 # -- process groups that the function makes

@@ -9,7 +9,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
@@ -55,20 +54,6 @@ def test_killed_process_is_named():
         assert "the process that forks ranks" in text
         assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
-
-
-def test_folder_may_be_removed(tmp_path, monkeypatch):
-    """While the warm process runs; later ranks use the parent's new folder, and a launch from a removed one is refused."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    launched = wrapper(ranks(1))(lambda: Path("/proc/self/cwd").readlink())
-    assert launched() == (folder,)
-    folder.rmdir()
-    with pytest.raises(FileNotFoundError):
-        launched()
-    monkeypatch.chdir(tmp_path)
-    assert launched() == (tmp_path,)
 
 
 # -- what ranks leave behind
