@@ -1,4 +1,4 @@
-"""Blocks that many tests share, and a gate. Tests run without gradients, which workers refuse."""
+"""Blocks that many tests share. Tests run without gradients, which workers refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 
-from tests.helpers.gate import Gate
 from tests.helpers.pools import over
 
 
@@ -38,11 +37,3 @@ def block(kind):
         for future in [block.submit(start) for _ in range(2)]:
             future.result()
         yield block
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """A closed gate."""
-    gate = Gate(tmp_path)
-    yield gate
-    gate.close()

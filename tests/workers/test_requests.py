@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tests.helpers.pools import processes
-
 MIB = 1 << 20
 TENSORS = {
     "step": lambda: torch.arange(100.0).view(10, 10)[::2, 3:5],
@@ -53,17 +51,6 @@ def test_tensors_arrive_and_return(block):
         output, seen = block.submit(look, tensor).result()
         assert (seen, facts(output)) == (facts(tensor), facts(tensor)), name
         assert_close(output, tensor, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
-def test_only_argument(kind):
-    """A batch of one tensor is one argument, whatever the kind of tensor."""
-    with processes(lambda *args: (len(args), args[0])) as p:
-        for name, make in TENSORS.items():
-            tensor = make()
-            for count, output in (p.submit(tensor).result(), *p.map([tensor])):
-                assert (name, count) == (name, 1)
-                assert_close(output.detach(), tensor.detach())
 
 
 def test_output_on_freed_memory(block):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from parawrap import SessionError, UnsendableError, parallel
-from tests.helpers.gate import wait_at
 from tests.helpers.pools import processes
 from tests.helpers.waiting import eventually
 
@@ -22,16 +21,17 @@ MIB = 1 << 20
 
 
 class Gated(nn.Module):
-    """Waits at a gate for odd numbers, before it scales its input. Returns the process id too."""
+    """Scales its input, for odd numbers once the folder has a file ``go``. Returns the process id too."""
 
-    def __init__(self, paths):
+    def __init__(self, folder):
         super().__init__()
-        self.paths = paths
+        self.folder = folder
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         if int(x[0]) % 2:
-            wait_at(self.paths)
+            (self.folder / str(int(x[0]))).touch()
+            eventually((self.folder / "go").exists, "go")
         return x * self.weight, os.getpid()
 
 
@@ -51,12 +51,12 @@ def firsts(outputs):
     return [int(output[0]) for output, _ in outputs]
 
 
-def test_exception_ends_running_calls(gate):
+def test_exception_ends_running_calls(tmp_path):
     """A block that ends with an exception does not wait for the calls in its workers. Its futures are done."""
-    with gate, pytest.raises(KeyError), processes(Gated(gate.paths)) as p, ThreadPoolExecutor(1) as threads:  # noqa: PT012
+    with pytest.raises(KeyError), processes(Gated(tmp_path)) as p, ThreadPoolExecutor(1) as threads:  # noqa: PT012
         futures = [p.submit(batch) for batch in numbers(*range(1, 25, 2))]
         waiting = threads.submit(wait, futures, timeout=60)
-        gate.wait_for(2)
+        eventually(lambda: len([*tmp_path.iterdir()]) == 2, "calls in both workers")
         p.__exit__(KeyError, KeyError(), None)
         assert not waiting.result().not_done
         raise KeyError
@@ -65,29 +65,29 @@ def test_exception_ends_running_calls(gate):
             future.result()
 
 
-def test_queued_calls_run_or_cancel(gate):
+def test_queued_calls_run_or_cancel(tmp_path):
     """The third call waits for a lane with room. A call that cannot be sent is refused at once."""
-    with gate, parallel(Gated(gate.paths), ["cpu"], workers="process") as p:
+    with parallel(Gated(tmp_path), ["cpu"], workers="process") as p:
         first, second, cancelled, last = map(p.submit, numbers(1, 2, 4, 6))
         with pytest.raises(UnsendableError):
             p.submit(each for each in ())
-        gate.wait_for(1)
+        eventually((tmp_path / "1").exists, "the first call")
         assert cancelled.cancel()
-        gate.open(1)
+        (tmp_path / "go").touch()
         assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
 
 
-def test_new_worker_beside_a_busy_one(gate):
+def test_new_worker_beside_a_busy_one(tmp_path):
     """The thread that waits for the busy one receives its answers too."""
     one, two, four = numbers(1, 2, 4)
-    with gate, processes(Gated(gate.paths)) as p:
+    with processes(Gated(tmp_path)) as p:
         busy = p.submit(one)
-        gate.wait_for(1)
+        eventually((tmp_path / "1").exists, "the call in the busy worker")
         pid = p.submit(two).result()[1]
         os.kill(pid, signal.SIGKILL)
         eventually(lambda: None in [lane.worker for lane in p._session.lanes.all], "the end of the idle worker")
         assert p.submit(four).result(60)[1] != pid
-        gate.open(1)
+        (tmp_path / "go").touch()
         assert firsts([busy.result()]) == [1]
 
 
