@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import signal
 import subprocess
 import sys
@@ -40,6 +40,26 @@ def assert_gone(pids):
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}")
 
 
+def assert_nothing_left(pids, work, much_work):
+    """Assert that descriptors, threads, child processes, and memory are as many after much work."""
+
+    def held():
+        gc.collect()
+        found = [psutil.Process(pid) for pid in pids]
+        of_each = [(each.num_fds(), each.num_threads(), len(each.children(recursive=True))) for each in found]
+        return [count for counts in of_each for count in counts], [each.memory_info().rss for each in found]
+
+    measured = []
+    for _ in range(3):
+        work()
+        measured.append(held())
+    before = [max(each) for each in zip(*(counts for counts, _ in measured), strict=True)]
+    much_work()
+    eventually(lambda: all(map(int.__le__, held()[0], before)), f"no more than {before}")
+    grown = [after - earlier for earlier, after in zip(measured[-1][1], held()[1], strict=True)]
+    assert max(grown) < 10 << 20, grown
+
+
 def kill_with_stacks(pid):
     """Kill a process and its children. Those with PYTHONFAULTHANDLER=1 print their stacks before."""
     with suppress(psutil.NoSuchProcess):
@@ -65,12 +85,10 @@ def warm_processes():
 
 
 def descendant_pids():
-    """Return the process ids of all descendants of this process."""
     return {each.pid for each in psutil.Process().children(recursive=True)}
 
 
 def processes_in(folder):
-    """Return the processes with this folder in their command line."""
     processes = psutil.process_iter(["cmdline"])
     return [each for each in processes if any(str(folder) in argument for argument in each.info["cmdline"] or ())]
 
@@ -88,102 +106,22 @@ def notes_of(error):
 
 
 def pids_in(folder, count):
-    """Wait for `count` process ids that ``report_pid(folder)`` wrote into a folder, and return them."""
+    """Wait for `count` files of a folder whose names are process ids, such as ``4711.pid``, and return these."""
 
-    def written():
-        found = [path.read_text() for path in sorted(Path(folder).glob("*.pid"))]
-        return len(found) == count and found
+    def found():
+        paths = [*Path(folder).glob("*.pid")]
+        return len(paths) == count and paths
 
-    return [int(text) for text in eventually(written, f"{count} files in {folder}")]
-
-
-REPORT_PID = '''
-import os, pathlib
-
-def report_pid(folder, pid=None):
-    """Report a process id to the test, in a file that appears only once it is complete."""
-    pid = os.getpid() if pid is None else pid
-    begun = pathlib.Path(folder, f"{pid}.begun")
-    begun.write_text(str(pid))
-    begun.rename(begun.with_suffix(".pid"))
-'''
-"""Source of ``report_pid``, as a string, so that ranks do not need to import this module."""
+    return [int(path.stem) for path in eventually(found, f"{count} files in {folder}")]
 
 
-def report_pid_function():
-    """Return `report_pid` as a function that is pickled by value."""
-    namespace = {}
-    exec(REPORT_PID, namespace)
-    return namespace["report_pid"]
-
-
-ESCAPES = 5
-"""The number of processes that ``escape`` reports."""
-
-ESCAPING = f'''
-{REPORT_PID}
-import signal, subprocess, sys, time
-
-def escape(folder):
-    """Start processes in and outside this process group, and wait until this and each of them has reported its id."""
-    report_pid(folder)
-    report_pid(folder, subprocess.Popen(["sleep", "600"]).pid)
-    report_pid(folder, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
-    if os.fork() == 0:  # a daemon that runs this program, and whose parent exits
-        os.setsid()
-        if os.fork() == 0:
-            report_pid(folder)
-            while True:
-                time.sleep(600)
-        os._exit(0)
-    os.wait()
-    child = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
-    report_pid(folder, int(child.stdout.readline()))
-    child.kill()
-    child.wait()
-    while len(list(pathlib.Path(folder).glob("*.pid"))) < {ESCAPES}:
-        time.sleep(0.01)
-
-def run_and_end(folder, end):
-    """Call `escape`, then end in the given way."""
-    escape(folder)
-    if end == "raises":
-        raise ValueError
-    if end == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if end == "cancelled":
-        time.sleep(600)
-'''
-"""Source of ``run_and_end(folder, end)``, as a string, so that ranks do not need to import this module."""
-
-
-def run_and_end_function():
-    """Return ``run_and_end`` as a function that is pickled by value."""
-    namespace = {}
-    exec(ESCAPING, namespace)
-    return namespace["run_and_end"]
-
-
-@contextmanager
-def killing_survivors(folder):
-    """At the end of the block, kill the processes that reported their ids in this folder or its subfolders."""
-    try:
-        yield
-    finally:
-        for path in folder.rglob("*.pid"):
-            if not is_gone(int(path.stem)):
-                os.kill(int(path.stem), signal.SIGKILL)
-
-
-def write_script(folder, text, name="parent.py"):
-    """Write a Python file that defines ``report_pid`` and return its path."""
-    path = Path(folder) / name
-    path.write_text(REPORT_PID + textwrap.dedent(text))
+def write_script(folder, text):
+    path = Path(folder, "parent.py")
+    path.write_text(textwrap.dedent(text))
     return path
 
 
 def start_python(*args, **options):
-    """Start an interpreter in its own session."""
     command = [sys.executable, *map(str, args)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **options)
 

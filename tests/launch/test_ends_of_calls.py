@@ -115,7 +115,7 @@ import torch.distributed as dist
 from parawrap import LaunchError, Platform, current_rank
 
 def waits(how, folder):
-    report_pid(folder)
+    Path(folder, f"{os.getpid()}.pid").touch()
     while True:
         try:
             time.sleep(600)

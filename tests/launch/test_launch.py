@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, current_rank, wrapper
-from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, running_script
+from tests.helpers.processes import is_gone, pids_in, ranks, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -52,10 +52,9 @@ def test_arguments_are_those_at_submit(size):
 
 def test_cancel_waits_for_the_ranks(tmp_path):
     """Rank 0 waits in a collective, and rank 1 holds the GIL."""
-    report_pid = report_pid_function()
 
     def waits(folder):
-        report_pid(folder)
+        (folder / f"{os.getpid()}.pid").touch()
         if current_rank().global_rank == 0:
             dist.all_reduce(torch.ones(1))
         ctypes.PyDLL(None).sleep(600)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import RankDiedError, UnsendableError, functional, wrapper
-from tests.helpers.processes import notes_of, ranks, run_script, running_script
+from parawrap import LaunchError, RankDiedError, UnsendableError, current_rank, functional, wrapper
+from tests.helpers.processes import assert_nothing_left, notes_of, ranks, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -141,61 +142,31 @@ def test_child_of_rank_is_no_rank():
     assert "LaunchError: len was launched in a process that a rank started" in error
 
 
-LAUNCHES = """
-import contextlib, gc, json, os, sys, tempfile, threading, time
-from pathlib import Path
-import psutil, torch, torch.distributed as dist
-from parawrap import LaunchError, Platform, current_rank, wrapper
+@pytest.mark.stress
+@pytest.mark.parametrize("protocol", ["tcp", "file"])
+def test_launches_leave_nothing(protocol):
+    """Launches that return, raise, die, or are cancelled."""
 
-ENDS = "returns", "raises", "dies", "cancelled"
+    def works(end):
+        total = torch.ones(1 << 20)  # 4 MiB: its file is mapped
+        dist.all_reduce(total)
+        if current_rank().global_rank == 1:
+            if end == "raises":
+                raise ValueError
+            if end == "dies":
+                os._exit(3)
+        if end != "returns":
+            time.sleep(600)
+        return [total, *(torch.full((200,), float(i)) for i in range(1000))]
 
-def resources():
-    gc.collect()
-    return {
-        "processes": sorted(each.pid for each in psutil.Process().children(recursive=True)),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": sorted(each.name for each in threading.enumerate()),
-        "temporary": sorted(map(str, Path(tempfile.gettempdir()).rglob("*"))),
-        "maps": Path("/proc/self/maps").read_text().count("memfd:parawrap"),
-        "memory": psutil.Process().memory_info().rss,
-    }
+    launchable = wrapper(ranks(ipc_protocol=protocol, grace_s=0.5))(works)
 
-def works(end):
-    total = torch.ones(1 << 18)  # a megabyte: its file is mapped
-    dist.all_reduce(total)
-    if current_rank().global_rank == 1:
-        if end == "raises":
-            raise ValueError
-        if end == "dies":
-            os._exit(3)
-    if end != "returns":
-        time.sleep(600)
-    return [total, *(torch.full((200,), float(i)) for i in range(1000))]
-
-def launch(count):
-    for i in range(0, count, 4):
-        protocol = ("tcp", "file")[i // 4 % 2]
-        platform = Platform(device="cpu", n_cpus=2, ipc_protocol=protocol, verbose=False, grace_s=0.5)
-        for end, running in [(end, wrapper(platform)(works).submit(end)) for end in ENDS]:
-            if end == "cancelled":
-                running.cancel()
+    def launch():
+        launches = {end: launchable.submit(end) for end in ("returns", "raises", "dies", "cancelled")}
+        launches["cancelled"].cancel()
+        for end, each in launches.items():
             with contextlib.suppress(ValueError, LaunchError):
-                assert all(len(each) == 1001 and each[-1][0] == 999 for each in running.results())
+                assert all(len(result) == 1001 and result[-1][0] == 999 for result in each.results(PATIENCE_S))
                 assert end == "returns"
 
-launch(8)
-before = resources()
-launch(int(sys.argv[1]))
-print(json.dumps([before, resources()]))
-"""
-
-
-@pytest.mark.stress
-def test_launches_leave_nothing(tmp_path, monkeypatch):
-    """A higher PARAWRAP_LAUNCHES, such as 200, compares memory over a longer time."""
-    count = int(os.environ.get("PARAWRAP_LAUNCHES", "12"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before, after = json.loads(run_script(tmp_path, LAUNCHES, count, patience_s=6 * PATIENCE_S))
-    growth = after.pop("memory") - before.pop("memory")
-    assert after == before
-    assert growth < max(count * 60 << 10, 12 << 20)  # 60 KB per launch, or the allocator's noise
+    assert_nothing_left([os.getpid()], launch, lambda: [launch() for _ in range(5)])

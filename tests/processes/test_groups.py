@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, current_rank, wrapper
-from tests.helpers.processes import failure_of, pids_in, ranks, report_pid_function, warm_processes
+from tests.helpers.processes import failure_of, pids_in, ranks, warm_processes
 from tests.helpers.ranks import all_sum
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -27,11 +27,10 @@ def connections_of(processes):
 @pytest.mark.parametrize("fields", [{}, {"ipc_protocol": "tcp"}], ids=["default", "tcp"])
 def test_ports_open_only_on_request(fields, tmp_path):
     """No process is reachable from another machine, and by default not even from this one."""
-    report_pid = report_pid_function()
 
     def waits(folder):
         dist.barrier()
-        report_pid(folder)
+        (folder / f"{os.getpid()}.pid").touch()
         eventually((folder / "go").exists, "go")
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -79,10 +78,7 @@ def sum_over(group, value):
     return total.item()
 
 
-@pytest.mark.parametrize(
-    ("groups", "sums"),
-    [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])],
-)
+@pytest.mark.parametrize(("groups", "sums"), [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])])
 def test_ipc_groups_are_made(groups, sums):
     """The group of a rank in no list is None."""
 

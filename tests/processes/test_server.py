@@ -11,28 +11,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
-from tests.helpers.processes import (
-    ESCAPES,
-    failure_of,
-    is_gone,
-    killing_survivors,
-    notes_of,
-    pids_in,
-    ranks,
-    run_and_end_function,
-)
+from parawrap import LaunchCancelledError, RankDiedError, current_rank, wrapper
+from tests.helpers.processes import failure_of, is_gone, notes_of, pids_in, ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
-def warm_pid():
-    """Return the process id of the warm process; start a warm process if there is none."""
-    (pid,) = wrapper(ranks(1))(os.getppid)()
-    return pid
-
-
 def test_killed_process_is_named():
-    """The error names the signal, and the next launch works. A launch with ranks that start may survive."""
+    """The error names the signal, and the next launch works."""
 
     def kills():
         if current_rank().global_rank == 0:
@@ -40,19 +25,9 @@ def test_killed_process_is_named():
         time.sleep(600)
 
     error = failure_of(kills)
-    errors = [error]
-    warm = warm_pid()
-    os.kill(warm, signal.SIGSTOP)
-    launch = wrapper(ranks())(lambda: 1).submit()
-    os.kill(warm, signal.SIGKILL)
-    try:
-        assert launch.results() == (1, 1)
-    except LaunchError as error:
-        errors.append(error)
-    for error in errors:
-        text = f"{error}\n{notes_of(error)}"
-        assert "the process that forks ranks" in text
-        assert "SIGKILL" in text
+    text = f"{error}\n{notes_of(error)}"
+    assert "the process that forks ranks" in text
+    assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
@@ -61,12 +36,46 @@ def test_killed_process_is_named():
 ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
 
 
+ESCAPES = 5
+"""The number of processes of `run_and_end` that write their ids."""
+
+
+def run_and_end(folder, end):
+    """Start processes in and outside this process group, wait until all have written their ids, and end in this way."""
+
+    def write(pid):
+        (folder / f"{pid}.pid").touch()
+
+    write(os.getpid())
+    write(subprocess.Popen(["sleep", "600"]).pid)
+    write(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    if os.fork() == 0:  # a daemon that runs this program, and whose parent exits
+        os.setsid()
+        if os.fork() == 0:
+            write(os.getpid())
+            while True:
+                time.sleep(600)
+        os._exit(0)
+    os.wait()
+    child = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    write(int(child.stdout.readline()))
+    child.kill()
+    child.wait()
+    pids_in(folder, ESCAPES)
+    if end == "raises":
+        raise ValueError
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "cancelled":
+        time.sleep(600)
+
+
 def test_no_process_outlives_launch(tmp_path):
-    run, survivors = run_and_end_function(), {}
-    with killing_survivors(tmp_path):
+    survivors = {}
+    try:
         for end in ENDS:
             (tmp_path / end).mkdir()
-        launches = {end: wrapper(ranks(1))(run).submit(tmp_path / end, end) for end in ENDS}
+        launches = {end: wrapper(ranks(1))(run_and_end).submit(tmp_path / end, end) for end in ENDS}
         for end, launch in launches.items():
             escaped = pids_in(tmp_path / end, ESCAPES)
             if end == "cancelled":
@@ -75,6 +84,10 @@ def test_no_process_outlives_launch(tmp_path):
             with contextlib.suppress(ENDS[end]):
                 launch.results(timeout=PATIENCE_S)
             survivors[end] = [pid for pid in escaped if not is_gone(pid)]
+    finally:
+        for pid in [int(path.stem) for path in tmp_path.rglob("*.pid")]:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
     assert survivors == {end: [] for end in ENDS}
 
 

@@ -6,9 +6,7 @@ import errno
 import gc
 import os
 import signal
-import tempfile
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +16,7 @@ from torch.testing import assert_close
 
 from parawrap import RankDiedError, SessionError
 from tests.helpers.pools import processes
-from tests.helpers.processes import assert_gone, descendant_pids, pids_in, run_script, running_script
+from tests.helpers.processes import assert_gone, assert_nothing_left, descendant_pids, pids_in, run_script, running_script
 from tests.helpers.waiting import eventually
 
 
@@ -83,7 +81,6 @@ def test_death_in_a_chunk(retries):
     [(200, 50, 3, 8), (200, 50, 20_000, 1), pytest.param(3_000, 150, 20_000, 8, marks=pytest.mark.long)],
 )
 def test_killed_workers_lose_no_batch(batches, every, elements, chunksize):
-    """While workers are killed, each batch of a stream comes out once, in order."""
     pids, outputs = [0], []
     with processes(Where(), retries=10) as p:
 
@@ -129,26 +126,13 @@ def test_too_little_memory_is_an_error(monkeypatch):
         assert_close(p.submit(torch.ones(100_000)).result(), torch.ones(100_000))
 
 
-def test_blocks_leave_nothing_behind(monkeypatch):
-    """No descriptor, thread, process, or folder."""
-    with tempfile.TemporaryDirectory(prefix="w") as folder, monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", folder)
+def test_blocks_leave_nothing_behind():
 
-        def held():
-            me = psutil.Process()
-            folders = len(list(Path(folder).glob("parawrap-*")))
-            return me.num_fds(), threading.active_count(), len(me.children(recursive=True)), folders
+    def open_a_block():
+        with processes(nn.Identity()) as p:
+            p(torch.ones(40_000))
 
-        def open_blocks(count):
-            for _ in range(count):
-                with processes(nn.Identity()) as p:
-                    p(torch.ones(40_000))
-
-        open_blocks(2)
-        eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("parawrap")], "the threads")
-        before = held()
-        open_blocks(3)
-        eventually(lambda: all(map(int.__le__, held(), before)), f"no more than {before}")
+    assert_nothing_left([os.getpid()], open_a_block, lambda: [open_a_block() for _ in range(3)])
 
 
 def test_abandoned_block_ends():
@@ -164,7 +148,8 @@ def test_abandoned_block_ends():
 
 
 UNCLOSED = """
-import sys, threading, torch
+import os, sys, threading, torch
+from pathlib import Path
 from torch import nn
 from parawrap import parallel
 
@@ -175,7 +160,7 @@ class Blocked(nn.Module):
 
     def forward(self, x):
         if x[0] == 1:
-            report_pid(self.folder)
+            Path(self.folder, f"{os.getpid()}.pid").touch()
             threading.Event().wait()
         return x
 
