@@ -1,4 +1,4 @@
-"""The command: its suites, their environment, and its files; and `make device`. No test needs a GPU."""
+"""The command: its suites and its files. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks._measure import Arm, Result, Row
-from benchmarks.device import Part, run
-from tests.helpers.processes import is_gone
 
 ROW = Row(
     "calls",
@@ -46,33 +44,3 @@ def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
     for line in ("overhead | 2 | under 1 | **no** |", "arm | 2 | 1 | 3 |", "torch |"):
         assert f"| calls | {line}" in page
     assert "| calls | overhead | 2 | under 1 | **no** |" in (tmp_path / "README.md").read_text()
-
-
-# make device
-
-WITH_A_CHILD = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def part(name, code, share=1.0):
-    return Part(name, ("-c", code), share)
-
-
-def test_parts_run_in_turn(tmp_path):
-    """Each part has its exit code and its log. A part that fails does not stop the next one."""
-    script = "import os, parawrap; print(os.environ['PARAWRAP_TEST_REQUIRE'], os.environ['PARAWRAP_BENCHMARK_RESULTS'])"
-    outcomes = run([part("first", "raise SystemExit(3)"), part("second", script)], tmp_path, 60)
-    assert [(each.name, each.code) for each in outcomes] == [("first", 3), ("second", 0)]
-    assert (tmp_path / "second.log").read_text().split() == ["cuda", str(tmp_path)]
-
-
-def test_late_parts_are_ended(tmp_path):
-    """It leaves the rest of the time to the next part, and no process."""
-    outcomes = run([part("long", WITH_A_CHILD, 0.2), part("next", "print('here')")], tmp_path, 20)
-    assert [each.code for each in outcomes] == [None, 0]
-    child = int((tmp_path / "long.log").read_text())
-    assert is_gone(child)

@@ -47,15 +47,6 @@ def forever(path):
     time.sleep(600)
 
 
-class Unprintable:
-    def __repr__(self):
-        raise OSError("gone")
-
-
-def odd_results():
-    return ["\u2192", Unprintable()][current_rank().global_rank]
-
-
 @wrapper(Platform(device="slurm", n_gpus=8, verbose=False))
 def on_slurm(lr: float = 1.0):
     return lr, current_rank().world_size
@@ -69,12 +60,6 @@ def script():
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float)
     return parser.parse_args().lr, sys.argv
-
-
-class Group:
-    @classmethod
-    def make(cls, size: int):
-        return cls.__name__, size
 
 
 @dataclass

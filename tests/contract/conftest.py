@@ -117,7 +117,7 @@ class Observed:
         fail = scenarios.fail_while_others_wait
         self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
         self._play("sys.exit", fail, partial(sys.exit, 3))
-        dies = {} if has_handle else {"dies": True}
+        dies = {"dies": True} if name == "inline" else {}
         self._play("os._exit", fail, partial(os._exit, 7), **dies)
         self._play("killed", fail, partial(signal.raise_signal, signal.SIGKILL), **dies)
         self._play("result", scenarios.return_lock)

@@ -101,7 +101,7 @@ class TorchrunLauncher:
     def __init__(self, folder):
         self._folder = folder
 
-    def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
+    def play(self, function, *args, do=None, kwargs=None, **fields):
         """Make the call in every process, and return what the last rank returns or raises."""
         platform_fields = {"device": "cpu", "n_cpus": 2, "verbose": False, **fields}
         world = TorchrunWorld(
@@ -145,8 +145,6 @@ class InlineLauncher:
 
 
 def call_from_world(function, args, kwargs, fields):
-    """Launch from a process of a world and return what that process sees."""
-
     def call():
         launch = wrapper(Platform(**fields))(function).submit(*args, **kwargs)
         results = launch.results()

@@ -102,7 +102,6 @@ def live_through_restarts(folder, fails_first):
 
 
 def note_step(folder, step):
-    """Add a step to those that this rank has done."""
     with Path(folder, f"steps-{current_rank().global_rank}").open("a") as file:
         file.write(f"{step}\n")
 

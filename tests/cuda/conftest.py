@@ -36,7 +36,6 @@ def several():
 
 @pytest.fixture(params=["one lane", "two lanes on a GPU", "a lane on every GPU"])
 def devices(request):
-    """The devices of a block's lanes."""
     lists = {"one lane": ONE, "two lanes on a GPU": TWICE}
     return lists.get(request.param) or request.getfixturevalue("several")
 

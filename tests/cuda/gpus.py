@@ -24,11 +24,9 @@ def missing():
 
 
 def every():
-    """Return the names of all visible GPUs."""
     return [f"cuda:{index}" for index in range(cuda.device_count())]
 
 
 def settle():
-    """Wait until all GPUs are idle."""
     for device in every():
         cuda.synchronize(device)

@@ -16,6 +16,5 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def lone_ranks():
-    """Two ranks without a process group."""
     with Platform(device="cpu", n_cpus=2, ipc_groups=None, verbose=False).open() as opened:
         yield opened

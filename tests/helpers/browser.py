@@ -25,7 +25,6 @@ class Window:
         self.requests = []
 
     def run(self, script):
-        """Run JavaScript in the page, and return its value."""
         return self.page.evaluate(script)
 
     def press(self, *keys):

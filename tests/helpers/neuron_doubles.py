@@ -139,5 +139,4 @@ def counts(host: NeuronHost, what: str) -> list[int]:
 
 
 def assert_equal(output: Any, expected: Any) -> None:
-    """Assert equal structure, and equal bits."""
     torch.testing.assert_close(output, expected, rtol=0, atol=0)

@@ -9,7 +9,6 @@ from parawrap.processes.pickling import pack, unpack
 
 
 def sent(value):
-    """Return the value after it was packed and unpacked."""
     return unpack(pack(value, "value").to_bytes())
 
 

@@ -20,7 +20,6 @@ def over(kind, target, **options):
 
 
 def processes(target, **options):
-    """Return a block with two worker processes."""
     return over("process", target, **options)
 
 

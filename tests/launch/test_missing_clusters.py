@@ -32,7 +32,6 @@ def refusal_of(make, *cell):
 
 
 def follow(platform, message, size):
-    """Run the function with the cure of the message."""
     assert LOCAL.search(message), message
     cured = replace(platform, launcher="local", verbose=False)
     assert list(wrapper(cured)(place)()) == [(rank, size) for rank in range(size)]

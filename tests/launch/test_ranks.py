@@ -99,7 +99,6 @@ def draw():
 
 
 def test_random_numbers_go_on():
-    """Two calls draw the numbers of one launch that draws twice."""
     expected = wrapper(ranks(seed=1))(lambda: (draw(), draw()))()
     with ranks(seed=1).open() as opened:
         assert list(zip(opened(draw), opened(draw), strict=True)) == list(expected)

@@ -163,25 +163,6 @@ with platform.open() as ranks:
     later = 5
     same(ranks(use, True), (5, 5))
 """,
-    # A global that cannot be unpickled is sent again with the next call that uses it.
-    "cursed": """
-class Cursed:
-    def __reduce__(self):
-        return int, ("no number",)
-
-cursed, plain = Cursed(), 3
-
-def use():
-    return cursed, plain
-
-with platform.open() as ranks:
-    for _ in range(2):
-        error = error_of(ranks, use)
-        same(type(error), ValueError)
-        assert "unpickled the function, its arguments, and its globals" in error.__notes__[0], error.__notes__
-    cursed = 5
-    same(ranks(use), ((5, 3), (5, 3)))
-""",
     # A global that cannot be pickled is named if the call uses it.
     "unsendable": """
 LOCKS = {"rows": [threading.Lock()]}

@@ -68,10 +68,3 @@ def test_message_has_the_reason():
     assert str(error).startswith("value[0] cannot be sent to another process: ")
     assert "Session: a session stays where it is (" in str(error)
     assert isinstance(error.__cause__, RuntimeError)
-
-
-def test_too_deep_values_raise():
-    deep = []
-    for _ in range(100_000):
-        deep = [deep]
-    assert "recursion" in str(refusal_of(deep))

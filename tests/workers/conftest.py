@@ -19,7 +19,6 @@ def _without_gradients():
 
 @pytest.fixture(scope="module", params=["thread", "process", pytest.param("ray", marks=pytest.mark.ray)])
 def kind(request):
-    """A kind of pool."""
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
     return request.param

@@ -24,13 +24,6 @@ class Setting:
     rows: list
 
 
-class Trimmed(Setting):
-    """Leaves its rows out when it is pickled, so that a worker has other objects."""
-
-    def __getstate__(self):
-        return {"name": self.name, "rows": [torch.zeros(1)]}
-
-
 CHANGES = {
     "list": ([0], lambda log: log.append(1)),
     "dict": ({"old": 1}, lambda table: table.pop("old")),
@@ -83,15 +76,9 @@ def test_views_of_one_memory(block):
 
 
 def test_write_into_other_tensors(block, kind):
-    """A worker's argument has another shape, or other parts than the caller's, so a write could not come back."""
-    trimmed = Trimmed("first", [torch.zeros(1), torch.zeros(1)])
-    for change, argument in (
-        (lambda x: x.unsqueeze_(0).add_(1).sum(), torch.zeros(3)),
-        (lambda setting: setting.rows[0].add_(1).sum(), trimmed),
-    ):
-        with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"other tensors.*Return the new"):
-            block.submit(change, argument).result()
-    assert [each.item() for each in trimmed.rows] == [kind == "thread", 0]
+    """A worker's argument has another shape than the caller's, so a write could not come back."""
+    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"other tensors.*Return the new"):
+        block.submit(lambda x: x.unsqueeze_(0).add_(1).sum(), torch.zeros(3)).result()
 
 
 def test_write_of_a_cut_call(kind):

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: refused platforms, lost actors and nodes, and drivers that end.
+"""Workers on a Ray cluster: refused platforms, lost actors, and lost nodes.
 
 `test_worker_pool.py` and `test_requests.py` have the contract that Ray shares with threads and processes.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from parawrap import Platform, parallel
 from parawrap.errors import PlatformError, RankDiedError
 from parawrap.workers import devices_of
 from tests.helpers.pools import over
-from tests.helpers.processes import assert_gone, pids_in, write_script
 
 
 class Where(nn.Module):
@@ -92,47 +89,3 @@ def test_lost_node_moves_its_worker(ray_cluster):
                 yield torch.full((3,), float(number))
 
         assert [int(x[0]) for x, _ in p.map(source())] == [2 * number for number in range(30)]
-
-
-DRIVER = """
-import sys, threading, torch
-from torch import nn
-from parawrap import Platform, parallel
-
-class Blocked(nn.Module):
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-
-    def forward(self, x):
-        report_pid(self.folder)
-        threading.Event().wait()
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    with parallel(Blocked(sys.argv[1]), Platform(device="ray", n_cpus=1)) as p:
-        p.submit(torch.zeros(1)).result()
-"""
-
-
-@pytest.mark.ray
-def test_actors_end_with_their_driver(ray_cluster, tmp_path):
-    """Ctrl-C and SIGKILL of the driver end the actors, also in the middle of a call."""
-    environ = {**os.environ, **ray_cluster.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = str(write_script(tmp_path, DRIVER))
-    pids, drivers = [], {}
-    for number in signal.SIGINT, signal.SIGKILL:
-        folder = tmp_path / number.name
-        folder.mkdir()
-        drivers[number] = subprocess.Popen(
-            [sys.executable, script, str(folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environ,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # jobs in the background ignore it
-        )
-    for number, driver in drivers.items():
-        with driver:
-            pids += pids_in(tmp_path / number.name, 1)
-            driver.send_signal(number)
-    assert_gone(pids)

@@ -138,7 +138,6 @@ def test_clusters_that_cannot_run_it(ray, monkeypatch):
 
 
 def keep(value):
-    """Keep a value in this module for later calls."""
     global kept
     kept = value
 
