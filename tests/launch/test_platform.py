@@ -116,7 +116,7 @@ PLATFORMS = [
         no_cuda,
         {"device": "slurm", "launcher": "ray"},
         "device='slurm' names the launcher already: leave one of them out, or give 'local'",
-        [{"device": "slurm"}, {"launcher": "ray"}, {"device": "slurm", "launcher": "local"}],
+        [{"device": "slurm"}, {"launcher": "ray"}, *({"device": "slurm", "launcher": name} for name in ("slurm", "local"))],
         1,
     ),
 ]
