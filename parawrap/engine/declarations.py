@@ -117,7 +117,9 @@ def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
         return _by_item_below(in_dim, value, place)
     if in_dim == "items":
         return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
-    return replace_nodes(value, _has_no_tensors, WholeLeaf)
+    if _has_no_tensors(value):
+        return WholeLeaf(value)  # named by the user: also a tuple of numbers
+    return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
 
 
 def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
@@ -135,6 +137,12 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
             raise ShardError(msg)
     below = (_by_item(named.get(key), part, [*place, key]) for key, part in zip(keys, parts, strict=True))
     return unflatten(spec, below)
+
+
+def _may_be_one_item_per_row(node: Any) -> bool:
+    """True for a sequence without tensors, but for a tuple of numbers, such as the size of images."""
+    is_size = type(node) is tuple and all(isinstance(item, (int, float)) for item in node)
+    return not is_size and _has_no_tensors(node)
 
 
 def _has_no_tensors(node: Any) -> bool:

@@ -52,6 +52,7 @@ IN_DIMS = {
     "deque": (0, {"t": deque(TEXTS), "n": 4}, {"t": deque(TEXTS[:2]), "n": 4}, {"t": deque(TEXTS[2:]), "n": 4}),
     "empty": (0, {"x": X, "t": [], "u": ()}, {"x": X[:2], "t": [], "u": ()}, {"x": X[2:], "t": [], "u": ()}),
     "texts in a dict": (0, {"t": TEXTS, "n": 4}, {"t": TEXTS[:2], "n": 4}, {"t": TEXTS[2:], "n": 4}),
+    "size in a dict": (0, {"x": X, "size": (8, 8, 8)}, {"x": X[:2], "size": (8, 8, 8)}, {"x": X[2:], "size": (8, 8, 8)}),
     "items": ("items", ("a", "b", "c"), ("a", "b"), ("c",)),
     "items of tensors": ("items", LISTED, LISTED[:2], LISTED[2:]),
     "items of equal tensors": ("items", [X, X, X], [X, X], [X]),
