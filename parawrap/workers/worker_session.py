@@ -1,4 +1,4 @@
-"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `lanes.py` runs them.
+"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them.
 
 The batches of a stream travel in chunks of about 5 ms of work, by the time that batches took before. Only the schedule
 depends on time, never a value.
@@ -32,12 +32,12 @@ from parawrap.errors import SessionError, ShardError
 from parawrap.launch import Platform
 from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
-from parawrap.workers.lanes import Call, Lanes, Request
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel
 from parawrap.workers.packing import Packer
 from parawrap.workers.ray_workers import RayWorkers
 from parawrap.workers.worker import GRADIENTS, Form, pack_modes
+from parawrap.workers.worker_lanes import Call, Request, WorkerLanes
 
 _CPU = torch.device("cpu")
 _TARGET_NS = 5_000_000  # of work in one message
@@ -94,7 +94,7 @@ class WorkerSession:
     ) -> None:
         workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
         self.target = target
-        self.lanes = Lanes(workers, retries)
+        self.lanes = WorkerLanes(workers, retries)
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device

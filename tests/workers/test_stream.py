@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap.workers.lanes import Lanes
+from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
 
 
@@ -21,13 +21,13 @@ class Sleeping(nn.Module):
 @pytest.fixture
 def sizes(monkeypatch):
     """The numbers of batches in the messages so far."""
-    found, post = [], Lanes.post
+    found, post = [], WorkerLanes.post
 
     def noting(lanes, request):
         found.append(len(request.calls))
         post(lanes, request)
 
-    monkeypatch.setattr(Lanes, "post", noting)
+    monkeypatch.setattr(WorkerLanes, "post", noting)
     return found
 
 

@@ -151,7 +151,7 @@ class WorkerLane(Lane):
         self.flying: deque[Request] = deque()
 
 
-class Lanes:
+class WorkerLanes:
     """The workers of one block, and the messages to them. Thread-safe.
 
     If a worker dies, its message is sent `retries` more times.
