@@ -38,7 +38,7 @@ from parawrap._private_names import (
 from parawrap.backends import Backend, device_of, record_use, warn_caller
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
-from parawrap.engine.extents import FlatCall
+from parawrap.engine.flat_call import FlatCall
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Lanes, here, without_autocast

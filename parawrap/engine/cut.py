@@ -24,7 +24,7 @@ from parawrap.engine.cut_errors import (
     refuse_unclear,
 )
 from parawrap.engine.declarations import Declarations, InDim, Parameters
-from parawrap.engine.extents import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
+from parawrap.engine.flat_call import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from parawrap.engine.declarations import Declarations
-from parawrap.engine.extents import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
+from parawrap.engine.flat_call import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
 from parawrap.engine.rules.registry import registration_of
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from parawrap.engine.extents import has_items
+from parawrap.engine.flat_call import has_items
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, Fields, WholeLeaf, address, as_tree, flatten, replace_nodes, unflatten
 

@@ -21,7 +21,7 @@ def launch(job: Job) -> Launch[Any]:
     """
     name = launcher_name(job.platform)
     if name == "env":
-        from parawrap.launch.env import launch_here
+        from parawrap.launch.torchrun import launch_here
 
         return launch_here(job)
     if name == "slurm":

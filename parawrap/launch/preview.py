@@ -64,7 +64,7 @@ def preview(job: Job) -> Preview:
     platform, name, script = job.platform, launcher_name(job.platform), ""
     port = platform.master_port or "(any free port)"
     if name == "env":
-        from parawrap.launch.env import fit_job, require_world
+        from parawrap.launch.torchrun import fit_job, require_world
 
         world = require_world()
         platform = fit_job(job, world).platform
