@@ -167,7 +167,7 @@ class BatchRun:
         self._start = start
         self._srun_begun = len(_read(self._srun_log))  # a later start appends
         self._outcomes: dict[int, Outcome] = {}
-        self._nodes = ""
+        self._hosts: list[str] = []  # of all nodes, in order; empty until Slurm has listed all
         self.has_begun = False
         self._began_at = math.inf  # when the ranks met
         self._ended_at = math.inf  # when the first sign of the end was seen
@@ -215,7 +215,7 @@ class BatchRun:
                 continue
             word, value = pickle.loads(data)
             if word != "success":
-                self._nodes = self._nodes or commands.job_state(self.number).fields.get("NodeList", "")
+                self._see_hosts(commands.job_state(self.number))
                 error = LaunchError(f"{self._places()[rank]} cannot run parawrap: {value.strip().rpartition(chr(10))[2]}")
                 error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{value}")
                 raise error
@@ -254,7 +254,7 @@ class BatchRun:
         Raises:
             LaunchError: If something else than the ranks has ended the job.
         """
-        self._nodes = self._nodes or state.fields.get("NodeList", "")  # a job that loses a node no longer lists it
+        self._see_hosts(state)
         if state.starts > self._start:
             return self._go_on(state.starts)
         has_no_answer = state.name == "UNKNOWN" and time.monotonic() > self._ended_at + _LEAVING_S
@@ -274,6 +274,11 @@ class BatchRun:
         self._note(summary_of_attempt(ending, is_preempted=False))
         self._begin(self._start + 1)
         return None
+
+    def _see_hosts(self, state: commands.JobState) -> None:
+        """Note the hosts of this start. A job that ends, or has lost a node, does not list all its nodes."""
+        if not self._hosts and len(hosts := commands.hosts_of(state.fields.get("NodeList", ""))) == self._platform.n_nodes:
+            self._hosts = hosts
 
     def _go_on(self, starts: int) -> Ending | None:
         """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
@@ -325,8 +330,7 @@ class BatchRun:
 
     def _lost(self) -> dict[int, Outcome]:
         """Return the outcome of the first rank on the node that the job has lost."""
-        hosts = commands.hosts_of(self._nodes)
-        node = next((node for node, host in enumerate(hosts) if commands.is_down(host)), 0)
+        node = next((node for node, host in enumerate(self._hosts) if commands.is_down(host)), 0)
         died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self.number}")
         return {node * self._platform.ranks_per_node: died}
 
@@ -342,7 +346,7 @@ class BatchRun:
 
     def _places(self) -> dict[int, str]:
         """Return the node and host of each rank."""
-        hosts = commands.hosts_of(self._nodes) or ["unknown host"] * self._platform.n_nodes
+        hosts = self._hosts or ["unknown host"] * self._platform.n_nodes
         of_ranks = [rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)]
         return {rank: f"node {node}, {hosts[node]}" for rank, node in enumerate(of_ranks)}
 

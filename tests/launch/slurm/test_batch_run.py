@@ -16,7 +16,7 @@ from tests.helpers.waiting import PATIENCE_S
 STATES = [
     ("TIMEOUT", LaunchTimeoutError, "len reached the time limit of Slurm job 1, 01:00:00"),
     ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, 2 GB per node"),
-    ("NODE_FAIL", RankDiedError, "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node0)"),
+    ("NODE_FAIL", RankDiedError, "rank 0 of 2 was lost with its node, in Slurm job 1 (node 0, node0)"),
     ("PREEMPTED", LaunchError, "Slurm job 1, which ran len, ended as PREEMPTED"),
     ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
     ("FAILED", LaunchError, "Slurm job 1, which ran len, ended as FAILED (NonZeroExitCode)"),
@@ -32,8 +32,13 @@ def _folder(tmp_path, monkeypatch):
     assert not folder.is_dir() or not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
-def test_each_final_state_has_its_error(state, kind, text, tmp_path, monkeypatch):
+@pytest.fixture
+def ends_as(tmp_path, monkeypatch):
+    """Make Slurm say that each job has ended in a state."""
+    return lambda state: _replace_slurm(state, tmp_path, monkeypatch)
+
+
+def _replace_slurm(state, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_run, "_POLL_S", 0.1)
     monkeypatch.setattr(batch_run, "_LATE_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
@@ -44,9 +49,21 @@ def test_each_final_state_has_its_error(state, kind, text, tmp_path, monkeypatch
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
+def test_each_final_state_has_its_error(state, kind, text, ends_as):
+    ends_as(state)
     with pytest.raises(kind) as raised:
-        wrapper(Platform(device="slurm", verbose=False, ram=2))(len).submit("").results(PATIENCE_S)
+        wrapper(Platform(device="slurm", verbose=False, ram=2, n_nodes=2))(len).submit("").results(PATIENCE_S)
     assert text in str(raised.value)
+
+
+def test_a_job_that_does_not_list_all_its_nodes(ends_as):
+    """Slurm lists the nodes that still end, and none that was lost."""
+    ends_as("NODE_FAIL")
+    with pytest.raises(RankDiedError, match=r"\(node 0, unknown host\)"):
+        wrapper(Platform(device="slurm", verbose=False, n_nodes=3))(len).submit("").results(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
