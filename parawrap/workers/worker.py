@@ -260,12 +260,16 @@ def _has_other_buffers(replicas: Replicas) -> bool:
 
 
 def _contents_of(leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool) -> Contents:
-    """Read the arguments that a call must not write into; for a part of a cut call, the caches that lanes give back."""
+    """Read the arguments that a call must not write into.
+
+    For a part of a cut call, these are the caches that lanes give back, and objects. Each lane has containers of its own,
+    also in threads.
+    """
     registered = [leaf.value for leaf in leaves if isinstance(leaf, WholeLeaf)]
     if is_whole:
         return Contents((*args, *kwargs.values()), registered)
     caches = [value for value in registered if splitter_of(value).update is not None]
-    return Contents(caches, caches)
+    return Contents((*caches, *(leaf for leaf in leaves if not isinstance(leaf, WholeLeaf))), caches)
 
 
 def _version_of(leaf: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ Written = Sequence[torch.Tensor | None]
 """For each leaf of the arguments its new value, or None if the call has not written it."""
 
 _ATOMS = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
+_BY_IDENTITY = (torch.Tensor, type, FunctionType)  # plain pickle finds no class or function of the script by its name
 _INTO_OTHERS = (
     "the model wrote into an argument that is not a tensor, and such writes stay in the worker. Return the new value from "
     "the call instead, or run the model in threads"
@@ -30,14 +32,14 @@ _INTO_OTHER_PARTS = (
 class Contents:
     """The contents of the containers among some arguments, and the versions of tensors in values with registered rules.
 
-    They are compared by their pickles, with tensors by identity. An argument that plain pickle cannot handle, such as a
-    function of the script, is not compared.
+    They are compared by their pickles, with tensors, classes, and functions by identity. An argument that plain pickle
+    cannot handle, such as a lock, is not compared.
     """
 
     def __init__(self, values: Iterable[Any], registered: Sequence[Any]) -> None:
         self._values = [each for each in values if not isinstance(each, _ATOMS)]
         self._inner = [*tensors_in(registered)]
-        self._tensors: list[torch.Tensor] = []  # alive, so that no later one has the identity of one of them
+        self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
         self._before = self._read()
 
     def check(self) -> None:
@@ -49,26 +51,26 @@ class Contents:
                 raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
-        return [_pickle(each, self._tensors) for each in self._values] + [*map(version_of, self._inner)]
+        return [_pickle(each, self._met) for each in self._values] + [*map(version_of, self._inner)]
 
 
-def _pickle(value: Any, tensors: list[torch.Tensor]) -> bytes | None:
+def _pickle(value: Any, met: list[Any]) -> bytes | None:
     stream = io.BytesIO()
     try:
-        _TensorsByIdentity(stream, tensors).dump(value)
+        _PartsByIdentity(stream, met).dump(value)
     except Exception:  # noqa: BLE001 (classes may raise anything)
         return None
     return stream.getvalue()
 
 
-class _TensorsByIdentity(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+class _PartsByIdentity(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, met: list[Any]) -> None:
         super().__init__(stream, 5)
-        self._tensors = tensors
+        self._met = met
 
     def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, torch.Tensor):
-            self._tensors.append(obj)
+        if isinstance(obj, _BY_IDENTITY):
+            self._met.append(obj)
             return id(obj)
         return None
 

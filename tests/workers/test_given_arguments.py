@@ -49,6 +49,24 @@ def test_other_arguments(block, kind, name):
     assert block.submit(lambda value: torch.ones(1), given).result() == 1
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_object_of_a_local_class(kind, is_cut):
+    """Plain pickle refuses such a class, as it does those of a notebook."""
+
+    class Counter:
+        seen = 0
+
+    def count(x, counter):
+        counter.seen += 1
+        return x
+
+    x, counter = torch.ones(8, 4), Counter()
+    refused = nullcontext() if kind == "thread" else pytest.raises(SessionError, match="not a tensor")
+    with over(kind, count, out_dims=0, in_dims={"counter": None}) as p, refused:
+        p(x, counter) if is_cut else p.submit(x, counter).result()
+    assert bool(counter.seen) == (kind == "thread")
+
+
 def test_tensors_inside_arguments(block):
     """They come back wherever they are."""
 
