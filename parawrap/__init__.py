@@ -30,7 +30,6 @@ from parawrap.errors import (
     ShardError,
     UnsendableError,
     VerifyError,
-    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ __all__ = [
     "Tuplewise",
     "UnsendableError",
     "VerifyError",
-    "VersionError",
     "Wrapper",
     "__version__",
     "build",

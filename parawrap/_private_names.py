@@ -1,7 +1,4 @@
-"""The private names of torch, Python, and cloudpickle that parawrap uses. CONTRIBUTING.md lists them.
-
-A missing name does not fail the import of parawrap: what needs it raises VersionError.
-"""
+"""The private names of torch, Python, and cloudpickle that parawrap uses. CONTRIBUTING.md lists them."""
 
 from __future__ import annotations
 
@@ -10,83 +7,46 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import version
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from parawrap.errors import VersionError
 
-_ABSENT = object()
+def private_name(path: str) -> Any:
+    """Return the object at a dotted path.
 
+    Raises:
+        ImportError: If there is none in this release of torch or Python.
 
-class _Missing:
-    """Stands for a name that is missing. Every use of it raises VersionError."""
-
-    def __init__(self, path: str, feature: str) -> None:
-        self._refusal = (path, feature)
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise missing_name(*self._refusal)
-
-    __call__ = __instancecheck__ = __subclasscheck__ = __getattr__ = _refuse
-
-
-def missing_name(path: str, feature: str) -> VersionError:
-    """Return the error for a name that this release of torch or Python lacks."""
-    msg = (
-        f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
-        'Install releases that the page "Tested releases" of the documentation lists'
-    )
-    return VersionError(msg)
-
-
-def private_name(path: str, feature: str) -> Any:
-    """Return the object at a dotted path. If it is missing, return an object that raises VersionError when it is used.
-
-    `feature` is the subject of the message, in the plural.
-
-    >>> private_name("atexit._clear", "exits").__name__
+    >>> private_name("atexit._clear").__name__
     '_clear'
-    >>> private_name("atexit._gone", "exits")()
+    >>> private_name("atexit._gone")
     Traceback (most recent call last):
-    parawrap.errors.VersionError: exits need atexit._gone, which Python ... with torch ... does not have. ...
+    ImportError: parawrap needs atexit._gone, which Python ... with torch ... does not have. ...
     """
     try:
         return resolve_name(path)
-    except (ImportError, AttributeError):
-        return _Missing(path, feature)
+    except (ImportError, AttributeError) as error:
+        msg = (
+            f"parawrap needs {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
+            'Install releases that the page "Tested releases" of the documentation lists'
+        )
+        raise ImportError(msg) from error
 
 
-def private_reader(path: str, feature: str) -> Callable[[Any], Any]:
-    """Return a function that reads the attribute of a class, such as ``torch.Tensor._version``, from an instance.
+def private_reader(path: str) -> Callable[[Any], Any]:
+    """Return a function that reads the attribute of a class, such as ``torch.Tensor._version``, from an instance."""
+    private_name(path)
+    return attrgetter(path.rpartition(".")[2])
 
-    If the class lacks it, the function raises VersionError.
-    """
-    found: Any = private_name(path, feature)
-    return found if isinstance(found, _Missing) else attrgetter(path.rpartition(".")[2])
-
-
-def private_attribute(owner: Any, name: str, feature: str) -> Any:
-    """Return an attribute that only instances have. Raise VersionError if this one lacks it."""
-    found = getattr(owner, name, _ABSENT)
-    if found is _ABSENT:
-        cls = type(owner)
-        path = f"{cls.__module__}.{cls.__qualname__}.{name}"
-        raise missing_name(path, feature)
-    return found
-
-
-_REPLICAS = "replicas"
-_LANES = "lanes"
-_LAUNCHES = "launches"
 
 # A tensor's count of writes in place
-version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", _REPLICAS)
+version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version")
 
 # Attributes of torch.nn.Module that hold its parts
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
@@ -99,48 +59,35 @@ NOT_CALLED = frozenset(
 )
 
 # Copies tensors into others, faster than a loop over `Tensor.copy_`
-copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_name("torch._foreach_copy_", _REPLICAS)
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_name("torch._foreach_copy_")
 
 # The hooks of all modules
 global_hooks: tuple[dict[int, Any], ...] = (
-    private_name("torch.nn.modules.module._global_forward_hooks", _REPLICAS),
-    private_name("torch.nn.modules.module._global_forward_pre_hooks", _REPLICAS),
-    private_name("torch.nn.modules.module._global_backward_hooks", _REPLICAS),
-    private_name("torch.nn.modules.module._global_backward_pre_hooks", _REPLICAS),
+    private_name("torch.nn.modules.module._global_forward_hooks"),
+    private_name("torch.nn.modules.module._global_forward_pre_hooks"),
+    private_name("torch.nn.modules.module._global_backward_hooks"),
+    private_name("torch.nn.modules.module._global_backward_pre_hooks"),
 )
 
 # Modes and hooks of the calling thread
-DeviceContext: Any = private_name("torch.utils._device.DeviceContext", _LANES)
-function_modes: Callable[[], list[Any]] = private_name("torch.overrides._get_current_function_mode_stack", _LANES)
-count_function_modes: Callable[[], int] = private_name("torch._C._len_torch_function_stack", _LANES)
-count_dispatch_modes: Callable[[], int] = private_name("torch._C._len_torch_dispatch_stack", _LANES)
-saved_tensor_hooks: Callable[[bool], Any] = private_name("torch._C._autograd._top_saved_tensors_default_hooks", _LANES)
-functorch_level: Callable[[], Any] = private_name("torch._C._functorch.peek_interpreter_stack", _LANES)
-profiler_runs: Callable[[], bool] = private_name("torch._C._autograd._profiler_enabled", _LANES)
-tracing_state: Callable[[], Any] = private_name("torch._C._get_tracing_state", _LANES)
-InferenceMode: Any = private_name("torch._C._InferenceMode", _LANES)
-set_grad_enabled: Callable[[bool], None] = private_name("torch._C._set_grad_enabled", _LANES)
-
+DeviceContext: Any = private_name("torch.utils._device.DeviceContext")
+function_modes: Callable[[], list[Any]] = private_name("torch.overrides._get_current_function_mode_stack")
+count_function_modes: Callable[[], int] = private_name("torch._C._len_torch_function_stack")
+count_dispatch_modes: Callable[[], int] = private_name("torch._C._len_torch_dispatch_stack")
+saved_tensor_hooks: Callable[[bool], Any] = private_name("torch._C._autograd._top_saved_tensors_default_hooks")
+functorch_level: Callable[[], Any] = private_name("torch._C._functorch.peek_interpreter_stack")
+profiler_runs: Callable[[], bool] = private_name("torch._C._autograd._profiler_enabled")
+tracing_state: Callable[[], Any] = private_name("torch._C._get_tracing_state")
+InferenceMode: Any = private_name("torch._C._InferenceMode")
+set_grad_enabled: Callable[[bool], None] = private_name("torch._C._set_grad_enabled")
 
 # The level of forward-mode autograd, -1 outside it. All threads share it.
-forward_ad_level: Callable[[], int] = partial(
-    private_reader("torch.autograd.forward_ad._current_level", _LANES), forward_ad
-)
-
-
-@cache
-def check_modules() -> None:
-    """Raise VersionError if modules lack what replicas copy or change: they could be wrong without an error."""
-    module = torch.nn.Module()
-    for name in (PARAMETERS, BUFFERS, CHILDREN, COMPILED_CALL):
-        private_attribute(module, name, _REPLICAS)
-
+forward_ad_level: Callable[[], int] = partial(private_reader("torch.autograd.forward_ad._current_level"), forward_ad)
 
 # torch.compile
 COMPILED_CALL = "_compiled_call_impl"  # of a module whose `compile` was called
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function
 COMPILED = "_orig_mod"  # of a compiled module: the module that it was made from
-_COMPILED = "replicas of compiled models"
 
 
 def compiler() -> Any:
@@ -150,33 +97,23 @@ def compiler() -> Any:
 
 def is_compiled_module(value: Any) -> bool:
     """True for a module that torch.compile returned."""
-    return compiler() is not None and isinstance(value, private_name("torch._dynamo.OptimizedModule", _COMPILED))
+    return compiler() is not None and isinstance(value, private_name("torch._dynamo.OptimizedModule"))
 
 
 def is_compiled_function(function: Any) -> bool:
     """True for a function that torch.compile returned."""
-    if compiler() is not None:
-        _check_compiled_functions()
     return COMPILED_FROM in vars(function)
-
-
-@cache
-def _check_compiled_functions() -> None:
-    """Raise VersionError if compiled functions do not have their originals. Lanes would share compiled code."""
-    if not hasattr(torch.compiler.disable(lambda: None), COMPILED_FROM):
-        raise missing_name(COMPILED_FROM, _COMPILED)
 
 
 def recompile_copy(copy: Any, compiled: Any, copied_module: torch.nn.Module) -> None:
     """Make an empty `copy` of a compiled module compile the copy of the module in it."""
-    context = private_attribute(compiled, "dynamo_ctx", _COMPILED)
     initialize: Any = type(compiled).__init__
-    initialize(copy, copied_module, context)
+    initialize(copy, copied_module, compiled.dynamo_ctx)
 
 
 def compiled_original(compiled: Any) -> torch.nn.Module:
     """Return the module that a compiled module was made from."""
-    module: torch.nn.Module = private_attribute(compiled, COMPILED, _COMPILED)
+    module: torch.nn.Module = getattr(compiled, COMPILED)
     return module
 
 
@@ -189,26 +126,26 @@ def uses_cuda_graphs(compiled: Any) -> bool:
 # Parts of tensors, batches, and modules
 
 # Of a sparse tensor. The public `Tensor.indices` and `Tensor.values` refuse a tensor that is not coalesced.
-indices_of = private_reader("torch.Tensor._indices", "transfers of sparse tensors")
-values_of = private_reader("torch.Tensor._values", "transfers of sparse tensors")
+indices_of = private_reader("torch.Tensor._indices")
+values_of = private_reader("torch.Tensor._values")
 # Without it, `tree_map` of torch takes the parts of a batch as one leaf.
-register_pytree_node: Any = getattr(getattr(torch.utils, "_pytree", None), "register_pytree_node", lambda *_: None)
+register_pytree_node: Any = private_name("torch.utils._pytree.register_pytree_node")
 # The base class of all batch norms, also of a user's own
-BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm", "checks for batch norm")
+BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm")
 
 # Processes
 
-run_exit_handlers = private_name("atexit._run_exitfuncs", _LAUNCHES)
+run_exit_handlers = private_name("atexit._run_exitfuncs")
 # Waits for non-daemon threads, and ends idle workers of thread pools
-join_threads = private_name("threading._shutdown", _LAUNCHES)
+join_threads = private_name("threading._shutdown")
 # Of cloudpickle: the globals of a code object; what goes by name; the class in the reduction of one that goes by value
-names_in_code = private_name("cloudpickle.cloudpickle._extract_code_globals", _LAUNCHES)
-goes_by_name = private_name("cloudpickle.cloudpickle._should_pickle_by_reference", _LAUNCHES)
-make_class = private_name("cloudpickle.cloudpickle._make_skeleton_class", _LAUNCHES)
-id_of_class = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS", _LAUNCHES)
-class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID", _LAUNCHES)
+names_in_code = private_name("cloudpickle.cloudpickle._extract_code_globals")
+goes_by_name = private_name("cloudpickle.cloudpickle._should_pickle_by_reference")
+make_class = private_name("cloudpickle.cloudpickle._make_skeleton_class")
+id_of_class = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
+class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 # Flags and warning filters of this interpreter
-interpreter_options = private_name("subprocess._args_from_interpreter_flags", _LAUNCHES)
+interpreter_options = private_name("subprocess._args_from_interpreter_flags")
 raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 

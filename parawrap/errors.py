@@ -82,10 +82,6 @@ class DeviceUnavailableError(ParawrapError, RuntimeError):
     """This machine does not have a device. The message names the devices that it has."""
 
 
-class VersionError(ParawrapError, RuntimeError):
-    """The installed release of torch or Python lacks something that parawrap needs. The message names it."""
-
-
 class PlatformError(ParawrapError, ValueError):
     """A field of ``Platform`` has a value that is not allowed. The message names the field, the value, and valid values."""
 

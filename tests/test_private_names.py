@@ -1,18 +1,14 @@
-"""The private names of torch and Python: where they may stand, and what happens without them."""
+"""The private names of torch and Python: where they may stand, and that they exist."""
 
 from __future__ import annotations
 
 import ast
-import pkgutil
 from pathlib import Path
 
-import pytest
 import torch
-from torch.nn import Linear
 
 import parawrap
-from parawrap import VersionError, _private_names
-from parawrap._private_names import private_name
+from parawrap import _private_names as names
 from tests.helpers.processes import run_script
 
 PACKAGE = Path(parawrap.__file__).parent
@@ -74,10 +70,8 @@ def names_in(file):
         match node:
             case ast.Constant(value=str(text)) if text.isidentifier() and is_private(text):
                 yield text
-            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=str(path)), *_]):
+            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=str(path))]):
                 yield path.rpartition(".")[2]
-            case ast.Call(func=ast.Name(id="private_attribute"), args=[_, ast.Constant(value=str(name)), _]):
-                yield name
             case ast.Attribute(attr=name) if is_private(name):
                 yield name
 
@@ -92,14 +86,16 @@ def test_only_the_list_holds_them():
         assert set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set(), file
 
 
-def test_every_name_exists():
-    """A failure names what a new release of torch or Python lacks. The tests of the features test what a name does."""
-    for node in ast.walk(TREES[LIST]):
-        match node:
-            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=path), *_]):
-                pkgutil.resolve_name(path)
-    _private_names.check_modules()
-    assert set(vars(Linear(2, 2))) >= _private_names.NOT_CALLED
+def test_every_attribute_exists():
+    """The import of parawrap finds all other names. The tests of the features test what a name does."""
+    module = torch.nn.Module()
+    assert vars(module).keys() >= names.NOT_CALLED | {names.PARAMETERS, names.BUFFERS, names.CHILDREN}
+    assert hasattr(module, names.COMPILED_CALL)
+    compiled = torch.compile(module)
+    assert names.is_compiled_module(compiled)
+    assert hasattr(compiled, "dynamo_ctx")
+    assert names.compiled_original(compiled) is module
+    assert names.is_compiled_function(torch.compiler.disable(lambda: None))
 
 
 # What no other test of a feature would notice
@@ -134,39 +130,3 @@ join_threads()
 print("joined")
 """
     assert run_script(tmp_path, script).split() == ["pool", "thread", "joined"]
-
-
-# Without a name
-
-
-def test_imports_without_any_name(tmp_path):
-    """If all names are missing, every module imports. What needs a name raises VersionError; the rest works."""
-    script = """
-import importlib, pkgutil, sys
-import torch
-
-def missing(path):
-    raise AttributeError(path)
-
-pkgutil.resolve_name = missing
-import parawrap
-for module in pkgutil.walk_packages(parawrap.__path__, "parawrap."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
-print(parawrap.default_collate(2)([torch.ones(1), torch.ones(1)]))
-with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
-    try:
-        p(torch.ones(9, 2))
-    except parawrap.VersionError as error:
-        print(error)
-"""
-    collated, error = run_script(tmp_path, script).splitlines()
-    assert collated == "(tensor([[1.]]), tensor([[1.]]))"
-    assert error.startswith("lanes need torch.")
-    assert f"with torch {torch.__version__.partition('+')[0]}" in error
-
-
-def test_missing_name_is_refused():
-    """When it is used, also in `isinstance`."""
-    with pytest.raises(VersionError, match="lanes need"):
-        isinstance(1, private_name("torch.Gone", "lanes"))

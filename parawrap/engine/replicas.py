@@ -19,7 +19,6 @@ import torch
 from parawrap._private_names import (
     BUFFERS,
     PARAMETERS,
-    check_modules,
     copy_all,
     is_compiled_module,
     uses_cuda_graphs,
@@ -75,7 +74,6 @@ class Replicas:
         shares_hooks: bool = False,
         copies_of_parts: CopiesOfParts | None = None,
     ) -> None:
-        check_modules()
         self.target = target
         self.devices = tuple(devices)
         self.refreshes = self.copied_bytes = self.generation = 0
