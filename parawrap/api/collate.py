@@ -13,7 +13,7 @@ import torch
 from parawrap._public import public
 from parawrap.api._containers import Parts, check_kinds, columns, is_container, items_of, plain_tuple, rebuilt
 from parawrap.api._decorated import Decorated
-from parawrap.engine.cut import balanced_sizes
+from parawrap.engine.shard_sizes import balanced_sizes
 from parawrap.errors import ShardError
 from parawrap.tree import flatten, unflatten
 

@@ -29,11 +29,12 @@ from parawrap.api._check_arguments import (
 from parawrap.api._map_and_submit import MapAndSubmit
 from parawrap.backends import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.engine.call import Entry
-from parawrap.engine.cut import Cutter, Sizes, balanced_sizes, uneven_sizes
+from parawrap.engine.cut import Cutter
 from parawrap.engine.declarations import InDim
 from parawrap.engine.join_rules import JoinRules, OutDims, PadValue, Reduce
 from parawrap.engine.patch import PatchedMethods
 from parawrap.engine.session import Session
+from parawrap.engine.shard_sizes import Sizes, balanced_sizes, uneven_sizes
 from parawrap.engine.stats import Stats
 from parawrap.engine.trace import Trace
 from parawrap.errors import SessionError, ShardError

@@ -16,7 +16,6 @@ import torch
 from parawrap._private_names import version_of
 from parawrap.backends import transfer
 from parawrap.engine.cut_errors import (
-    hint_of_sizes,
     refuse_attributes,
     refuse_broken_units,
     refuse_dims_out_of_range,
@@ -26,71 +25,19 @@ from parawrap.engine.cut_errors import (
 from parawrap.engine.declarations import Declarations, InDim, Parameters
 from parawrap.engine.flat_call import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
 from parawrap.engine.rules.registry import place_leaf, splitter_of
+from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, uneven_sizes
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
 
 T = TypeVar("T")
-Sizes = Callable[[int, int], tuple[int, ...]]
-"""From rows and lanes to the sizes of the shards."""
-
 _TENSOR = frozenset({torch.Tensor})
 _COPIES = ("SplitWithSizes", "CloneBackward")  # names of the nodes of autograd that made the parts
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
-_MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half the work, and batch norm refuses one row
 
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
 _attributes_of = attrgetter("__dict__")
 _split_copies: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
-
-
-# The sizes of shards
-
-
-def balanced_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes that add up to `rows` and differ by at most one, the larger first; none of them is zero.
-
-    >>> balanced_sizes(10, 4), balanced_sizes(2, 4), balanced_sizes(0, 4)
-    ((3, 3, 2, 2), (1, 1), (0,))
-    """
-    if rows <= parts:
-        return (1,) * rows or (0,)
-    size, larger = divmod(rows, parts)
-    return (size + 1,) * larger + (size,) * (parts - larger)
-
-
-def uneven_sizes(rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes that add up to `rows` and are not all equal, the larger first; or one size.
-
-    Sizes that differ show which outputs follow the rows: a size that does not come from the rows cannot match all of them.
-    Balanced sizes that differ stay. Of equal sizes, the first gets one row more and the last one row less. With one or two
-    rows per part, one part fewer is used, so that no shard has one row next to shards of two: 4 rows on 2 lanes stay whole.
-
-    >>> uneven_sizes(11, 2), uneven_sizes(16, 2), uneven_sizes(8, 4)
-    ((6, 5), (9, 7), (3, 3, 2))
-    >>> uneven_sizes(6, 3), uneven_sizes(4, 2), uneven_sizes(1, 2)
-    ((4, 2), (4,), (1,))
-    """
-    sizes = balanced_sizes(rows, parts)
-    size = sizes[0]
-    if len(sizes) == 1 or sizes[-1] != size:
-        return sizes
-    if size > _MOST_WITH_FEWER_PARTS:
-        return (size + 1, *sizes[1:-1], size - 1)
-    return uneven_sizes(rows, len(sizes) - 1)
-
-
-def sizes_in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
-    """Return sizes that add up to `rows`, multiples of `unit` except the last, as balanced as units allow.
-
-    For models that compute `unit` rows at a time, however few they are given. No size is zero, unless `rows` is.
-
-    >>> sizes_in_units(10, 4, 2), sizes_in_units(7, 2, 2), sizes_in_units(1, 4, 8), sizes_in_units(0, 4, 2)
-    ((4, 2, 2, 2), (4, 3), (1,), (0,))
-    """
-    units = -(-rows // unit)
-    *full, last = (unit * count for count in balanced_sizes(units, parts))
-    return (*full, last - (units * unit - rows))
 
 
 # A call, its plan, and its shards

@@ -1,4 +1,4 @@
-"""Errors of calls that cannot be cut, and the warning of a call that an option would cut better.
+"""Errors of calls that cannot be cut.
 
 Each error names every value concerned, and the `in_dims` that settle all of them at once.
 """
@@ -16,7 +16,6 @@ from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in
 
 _MOST_LISTED = 20  # values, in an error; its cure names every argument
-_UNEVEN_BEYOND = 1.125  # an eighth: lanes usually differ by as much
 
 
 class _Unclear(NamedTuple):
@@ -153,17 +152,6 @@ def _find_sequences(
     for entry, child in zip(node.entries(), node.children(), strict=True):
         yield from _find_sequences(declarations, flat, rows, child, (*path, entry), start)
         start += child.num_leaves
-
-
-def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
-    """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut."""
-    if sizes[0] <= _UNEVEN_BEYOND * largest:
-        return None
-    does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
-    return (
-        f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
-        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} of them"
-    )
 
 
 def _join_places(paths: Iterable[Sequence[Any]]) -> str:

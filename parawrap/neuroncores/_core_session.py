@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from parawrap.engine.call import Entry
-from parawrap.engine.cut import Cutter, balanced_sizes, sizes_in_units
+from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import here
 from parawrap.engine.session import Session
+from parawrap.engine.shard_sizes import balanced_sizes, sizes_in_units
 from parawrap.engine.survey import Survey
 from parawrap.errors import ShapeError, ShardError
 from parawrap.neuroncores._choose_runtime import runtime

@@ -1,8 +1,4 @@
-"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them.
-
-The batches of a stream travel in chunks of about 5 ms of work, by the time that batches took before. Only the schedule
-depends on time, never a value.
-"""
+"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them."""
 
 from __future__ import annotations
 
@@ -32,6 +28,7 @@ from parawrap.errors import SessionError, ShardError
 from parawrap.launch import Platform
 from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
+from parawrap.workers.chunk_size import MOST_BYTES, TARGET_NS, ChunkSize
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel
 from parawrap.workers.packing import Packer
@@ -40,11 +37,7 @@ from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 from parawrap.workers.worker_lanes import Call, Request, WorkerLanes
 
 _CPU = torch.device("cpu")
-_TARGET_NS = 5_000_000  # of work in one message
-_MOST = 64  # batches in one message
-_MOST_BYTES = 256 << 10  # of their tensors; a larger one is the last of its message, so it is not copied
 _LOOK_NS = 200_000  # between two looks for answers while the caller works
-_READ_AHEAD = 3  # chunks per lane that the caller has not read: two in the worker, and one to replace them
 _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
@@ -381,29 +374,18 @@ class StreamCall(Call):
 
 
 class WorkerStream:
-    """Starts the batches of one stream, and reads their outputs. For one thread.
-
-    Without a size of chunks, it adapts to the time that batches take.
-    """
+    """Starts the batches of one stream, and reads their outputs. For one thread."""
 
     def __init__(self, session: WorkerSession, entry: Entry, prepare: Prepare | None, size: StreamSize) -> None:
         self._own: weakref.ref[WorkerStream] = weakref.ref(self)
         self._session = session
-        self._lanes = session.lanes
+        self._lanes = lanes = session.lanes
         self._entry = entry
         self._prepare = prepare
-        count = len(self._lanes.all)
-        self.most = _READ_AHEAD * count * (size.chunksize or _MOST)
-        self._chunksize = size.chunksize
-        if self._chunksize is None and self._lanes.retries == 0:
-            self._chunksize = 1  # the batches of a chunk must not run again because one killed the worker
-        self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * count))
-        self._left = size.total
-        self._size = self._chunksize or self._size_for(self._lanes.each_ns)
-        self._goal = 1  # batches of the open chunk
+        self._size = ChunkSize(len(lanes.all), size, retries=lanes.retries, each_ns=lanes.each_ns)
+        self.most = self._size.most
         self._form: Form | None = None
-        self._chunk: Request | None = None
-        self._until = 0  # the open chunk gets no more batches then
+        self._chunk: Request | None = None  # gets further batches
         self._looked_at = self._read_at = 0
 
     # The interface of streams
@@ -426,10 +408,7 @@ class WorkerStream:
             session.add_whole(chunk, call, entry)
         except Exception as error:  # noqa: BLE001
             return failed(error)
-        if self._left is not None:
-            self._left -= 1
-        is_late = self._chunksize is None and perf_counter_ns() > self._until  # of a source that takes its time
-        if is_late or len(chunk.calls) >= self._goal or chunk.packer.size > _MOST_BYTES:
+        if self._size.is_full(len(chunk.calls), chunk.packer.size):
             self.flush()
         return call
 
@@ -440,9 +419,9 @@ class WorkerStream:
         """
         now = perf_counter_ns()
         self._look(now)
-        if unread >= _READ_AHEAD * len(self._lanes.all) * self._size:
+        if unread >= self._size.ahead:
             return False
-        return not has_output or (self._lanes.wants_more and now - self._read_at < _TARGET_NS)
+        return not has_output or (self._lanes.wants_more and now - self._read_at < TARGET_NS)
 
     def flush(self) -> None:
         """Send the open chunk, which gets no more batches."""
@@ -462,17 +441,9 @@ class WorkerStream:
     # Chunks and outputs
 
     def _open(self, form: Form) -> Request:
-        if self._chunksize is None:
-            self._size = min(self._size_for(self._lanes.each_ns), 4 * self._size)
-        size = self._size
-        if self._chunksize is None and self._left is not None:  # smaller near the end, for all workers to end together
-            size = max(1, min(size, max(size // 4, self._left // (2 * len(self._lanes.all)))))
-        self._chunk = chunk = Request(form, Packer(copied=0 if size == 1 else _MOST_BYTES))
-        self._goal, self._until = size, perf_counter_ns() + _TARGET_NS
+        batches = self._size.open(self._lanes.each_ns)
+        self._chunk = chunk = Request(form, Packer(copied=0 if batches == 1 else MOST_BYTES))
         return chunk
-
-    def _size_for(self, each_ns: float | None) -> int:
-        return 1 if not each_ns else max(1, min(self._most, int(_TARGET_NS / each_ns)))
 
     def read(self, call: StreamCall) -> Any:
         """Return the output of a batch."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.cut import Cutter, balanced_sizes, uneven_sizes
+from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
+from parawrap.engine.shard_sizes import balanced_sizes, uneven_sizes
 from parawrap.tree import flatten, unflatten
 from tests.helpers.properties import given, st
 from tests.helpers.same import assert_same

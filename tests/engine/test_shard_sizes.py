@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from parawrap.engine.cut import balanced_sizes, sizes_in_units, uneven_sizes
+from parawrap.engine.shard_sizes import balanced_sizes, sizes_in_units, uneven_sizes
 from tests.helpers.properties import given, st
 
 EVERY = list(product(range(201), range(1, 17)))

@@ -1,0 +1,56 @@
+"""How many batches of a stream travel in one message: about 5 ms of work, by the time that batches took before."""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+from parawrap.engine.streams import StreamSize
+
+TARGET_NS = 5_000_000  # of work in one message
+MOST_BYTES = 256 << 10  # of the tensors of a message; a larger one is the last of its message, so it is not copied
+_MOST = 64  # batches in one message
+_READ_AHEAD = 3  # chunks per lane that the caller has not read: two in the worker, and one to replace them
+
+
+class ChunkSize:
+    """The size of the chunks of one stream. Only the schedule depends on time, never a value.
+
+    Without retries, each batch travels alone: the batches of a chunk must not run again because one killed the worker.
+
+    Attributes:
+        most: The largest number of batches in flight.
+    """
+
+    def __init__(self, lanes: int, size: StreamSize, *, retries: int, each_ns: float | None) -> None:
+        self._lanes = lanes
+        self._given = size.chunksize or (None if retries else 1)
+        self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * lanes))
+        self._left = size.total
+        self._size = self._given or self._fit(each_ns)
+        self._goal = 1  # batches of the open chunk
+        self._until = 0  # the open chunk gets no more batches then
+        self.most = _READ_AHEAD * lanes * (size.chunksize or _MOST)
+
+    @property
+    def ahead(self) -> int:
+        """The number of batches that keep all lanes busy."""
+        return _READ_AHEAD * self._lanes * self._size
+
+    def open(self, each_ns: float | None) -> int:
+        """Begin a chunk, and return the number of its batches. `each_ns` is what a batch takes; None if not known."""
+        self._goal, self._until = self._size, perf_counter_ns() + TARGET_NS
+        if self._given is None:
+            self._goal = self._size = min(self._fit(each_ns), 4 * self._size)
+            if self._left is not None:  # smaller near the end, for all workers to end together
+                self._goal = max(1, min(self._size, max(self._size // 4, self._left // (2 * self._lanes))))
+        return self._goal
+
+    def is_full(self, batches: int, size: int) -> bool:
+        """True if the open chunk must be sent after another batch. It has so many batches, and bytes of tensors, now."""
+        if self._left is not None:
+            self._left -= 1
+        is_late = self._given is None and perf_counter_ns() > self._until  # of a source that takes its time
+        return is_late or batches >= self._goal or size > MOST_BYTES
+
+    def _fit(self, each_ns: float | None) -> int:
+        return 1 if not each_ns else max(1, min(self._most, int(TARGET_NS / each_ns)))
