@@ -9,7 +9,7 @@ import torch
 from typing_extensions import TypeIs
 
 from parawrap.backends import Devices
-from parawrap.engine.declarations import InDim, Parameters
+from parawrap.engine.in_dims import InDim, Parameters
 from parawrap.engine.patch import original_method
 from parawrap.errors import ShardError
 from parawrap.tree import entries_of

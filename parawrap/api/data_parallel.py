@@ -23,7 +23,7 @@ from parawrap.api.scatter_gather import (
 from parawrap.backends import DeviceLike, best_backend, names_cores, resolve_devices
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
-from parawrap.engine.declarations import Parameters
+from parawrap.engine.in_dims import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import here
 from parawrap.engine.session import Session

@@ -12,7 +12,7 @@ from parawrap.api.scatter_gather import vector
 from parawrap.backends import warn_caller
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
-from parawrap.engine.declarations import Parameters
+from parawrap.engine.in_dims import Parameters
 from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import ShardError
 from parawrap.neuroncores import (

@@ -30,7 +30,7 @@ from parawrap.api._map_and_submit import MapAndSubmit
 from parawrap.backends import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.engine.call import Entry
 from parawrap.engine.cut import Cutter
-from parawrap.engine.declarations import InDim
+from parawrap.engine.in_dims import InDim
 from parawrap.engine.join_rules import JoinRules, OutDims, PadValue, Reduce
 from parawrap.engine.patch import PatchedMethods
 from parawrap.engine.session import Session

@@ -22,8 +22,8 @@ from parawrap.engine.cut_errors import (
     refuse_disagreement,
     refuse_unclear,
 )
-from parawrap.engine.declarations import Declarations, InDim, Parameters
 from parawrap.engine.flat_call import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
+from parawrap.engine.in_dims import InDim, InDims, Parameters
 from parawrap.engine.rules.registry import place_leaf, splitter_of
 from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, uneven_sizes
 from parawrap.errors import GatherError, ShardError
@@ -214,7 +214,7 @@ class Cutter:
         unit: int = 1,
     ) -> None:
         option = "a parallel block with in_dims" if lists_are_shared else "in_dims"
-        self._declarations = Declarations(dim, in_dims or {}, parameters, option)
+        self._declarations = InDims(dim, in_dims or {}, parameters, option)
         self.dim = dim
         self.in_dims = self._declarations.in_dims
         self.lists_are_shared = lists_are_shared

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from parawrap.engine.declarations import Declarations
 from parawrap.engine.flat_call import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
+from parawrap.engine.in_dims import InDims
 from parawrap.engine.rules.registry import registration_of
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in
@@ -26,7 +26,7 @@ class _Unclear(NamedTuple):
     may_be_items: bool = False
 
 
-def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequence[int | None]) -> NoReturn:
+def refuse_disagreement(declarations: InDims, flat: FlatCall, dims: Sequence[int | None]) -> NoReturn:
     """Refuse leaves with different row counts.
 
     The batch has the count of most arguments that are tensors; without such arguments, of most leaves.
@@ -54,7 +54,7 @@ def refuse_disagreement(declarations: Declarations, flat: FlatCall, dims: Sequen
     raise ShardError(msg)
 
 
-def refuse_attributes(declarations: Declarations, flat: FlatCall, cut: Sequence[int]) -> None:
+def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) -> None:
     """Refuse cut tensors with attributes of their own, which their parts would not have."""
     paths = flat.spec.paths()
     found = {paths[index]: flat.leaves[index] for index in cut if list_attributes(flat.leaves[index])}
@@ -69,7 +69,7 @@ def refuse_attributes(declarations: Declarations, flat: FlatCall, cut: Sequence[
         raise ShardError(msg)
 
 
-def refuse_dims_out_of_range(declarations: Declarations, flat: FlatCall, dims: Sequence[int | None]) -> None:
+def refuse_dims_out_of_range(declarations: InDims, flat: FlatCall, dims: Sequence[int | None]) -> None:
     """Refuse a tensor without the dim that `in_dims` names for it, or a call without any tensor that has the dim."""
     beyond = [index for index, extent in enumerate(flat.extents) if extent == BEYOND]
     paths = flat.spec.paths()
@@ -93,7 +93,7 @@ def refuse_broken_units(flat: FlatCall, rows: int, unit: int) -> NoReturn:
     raise ShardError(msg)
 
 
-def refuse_unclear(declarations: Declarations, flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: bool) -> None:
+def refuse_unclear(declarations: InDims, flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: bool) -> None:
     """Refuse values that may or may not be cut, or that parawrap cannot cut, until `in_dims` declares them.
 
     With `is_strict`, refuse every object: a deque or a generator of random numbers would advance or start again in each
@@ -132,7 +132,7 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
 
 
 def _find_sequences(
-    declarations: Declarations, flat: FlatCall, rows: int, node: TreeSpec, path: tuple[Any, ...] = (), start: int = 0
+    declarations: InDims, flat: FlatCall, rows: int, node: TreeSpec, path: tuple[Any, ...] = (), start: int = 0
 ) -> Iterator[_Unclear]:
     """Yield lists and tuples without rows that are as long as the batch, and deques, which each lane would get a copy of.
 

@@ -2,8 +2,8 @@
 
 A replica (`replica.py`) is `copy.deepcopy` of the target with a seeded memo. Lanes on the model's device hold the model's
 own parameters, so gradients, optimizer steps, and ``p.data = ...`` need no care there. Lanes on another device hold copies
-(`away.py`). Each lane has its own buffers and attributes. Before a call, one comparison shows whether the replicas are
-still the model; after it, one comparison per lane shows what forward wrote (`forward_writes.py`).
+(`parameter_copies.py`). Each lane has its own buffers and attributes. Before a call, one comparison shows whether the
+replicas are still the model; after it, one comparison per lane shows what forward wrote (`forward_writes.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import Stream, backend_of, record_use, warn_caller
-from parawrap.engine.away import Away
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 from parawrap.engine.forward_writes import (
     SIMPLE,
@@ -36,6 +35,7 @@ from parawrap.engine.forward_writes import (
     settle_writes,
 )
 from parawrap.engine.holdings import Holdings
+from parawrap.engine.parameter_copies import ParameterCopies
 from parawrap.engine.replica import Replica, clone_all, is_dirty
 from parawrap.engine.survey import Survey, first_tensor
 from parawrap.errors import ReplicaError
@@ -86,7 +86,7 @@ class Replicas:
         self._written: dict[str, None] = {}
         self._warned: set[str] = set()
         self.all: list[Replica] = []
-        self._away = Away((), ())
+        self._away = ParameterCopies((), ())
         self._streams: dict[torch.device, Stream] = {}
         self.forget()
 
@@ -156,7 +156,7 @@ class Replicas:
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
         self._drop()
-        self._away, self._streams = Away((), ()), {}
+        self._away, self._streams = ParameterCopies((), ()), {}
         self._note_survey(Survey(None))
         self._note_versions()
         self.is_quiet = False
@@ -181,7 +181,7 @@ class Replicas:
         devices = {device for device in self.devices if self.home is not None and device != self.home}
         at_home = [tensor for tensor in survey.params if tensor.device == self.home]
         if self._away.devices != devices or [*map(id, self._away.originals)] != [*map(id, at_home)]:
-            self._away = Away(devices, at_home)
+            self._away = ParameterCopies(devices, at_home)
         self._refresh_away()
         known = [{}] * len(self.devices) if self._copies_of_parts is None else self._copies_of_parts(survey)
         self.all = [

@@ -12,7 +12,7 @@ from typing import Any
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.processes.pickling import Packed
-from parawrap.processes.script import SentScript
+from parawrap.processes.script_globals import SentScript
 
 _SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 

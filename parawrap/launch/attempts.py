@@ -20,7 +20,7 @@ from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
 from parawrap.processes.output import Transcript
 from parawrap.processes.pool import Call, Pool
-from parawrap.processes.process import Assignment
+from parawrap.processes.rank_process import Assignment
 
 _log = logging.getLogger("parawrap.launch")
 

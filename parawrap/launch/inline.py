@@ -19,8 +19,8 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
-from parawrap.processes.groups import leave_groups
 from parawrap.processes.preemption import Preemption, RequeueRequested, at_signal
+from parawrap.processes.process_groups import leave_groups
 
 
 def run_inline(job: Job) -> RankResults[Any]:

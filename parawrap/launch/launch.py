@@ -17,9 +17,9 @@ from parawrap.errors import LaunchCancelledError, LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
+from parawrap.processes.fork_server import stop_server
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer, Transcript
-from parawrap.processes.server import stop_server
 
 R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from parawrap.launch._platform import Platform
-from parawrap.processes.groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
-from parawrap.processes.members import Starter
-from parawrap.processes.server import fork_server
+from parawrap.processes.fork_server import fork_server
+from parawrap.processes.pool_members import Starter
+from parawrap.processes.process_groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
 from parawrap.processes.settings import Settings
 
 

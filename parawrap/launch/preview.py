@@ -9,7 +9,7 @@ from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
 from parawrap.launch.machines import uses_port
-from parawrap.processes.groups import LOOPBACK
+from parawrap.processes.process_groups import LOOPBACK
 
 
 @public

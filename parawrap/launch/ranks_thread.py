@@ -31,7 +31,7 @@ from parawrap.launch.machines import Machines
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Pool
-from parawrap.processes.script import SentScript
+from parawrap.processes.script_globals import SentScript
 
 LABEL = "ranks that stay"
 _NEVER = float("inf")  # by the monotonic clock

@@ -22,8 +22,8 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
 from parawrap.launch._world import Place
-from parawrap.processes.groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 from parawrap.processes.preemption import Preemption
+from parawrap.processes.process_groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
 
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 _ANY_PORT = 9  # nothing is sent there

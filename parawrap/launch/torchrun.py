@@ -36,10 +36,10 @@ from parawrap.launch._world import World, find_world
 from parawrap.launch.agreement import Agreement
 from parawrap.launch.launch import Launch
 from parawrap.launch.set_up import groups_of, set_up
-from parawrap.processes.groups import break_links, leave_groups, stay_on_loopback
 from parawrap.processes.outcomes import error_of, is_echo, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
+from parawrap.processes.process_groups import break_links, leave_groups, stay_on_loopback
 
 _LINGER_S = 1.0  # for ranks in a collective of the function to end it before this one, which has returned, leaves it
 _SHORT_S = 0.01

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from parawrap.processes.members import Member, Members, Starter
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -38,7 +37,8 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.output import Transcript
 from parawrap.processes.pickling import Packed
-from parawrap.processes.process import Answer, Assignment, CallHead
+from parawrap.processes.pool_members import Member, Members, Starter
+from parawrap.processes.rank_process import Answer, Assignment, CallHead
 from parawrap.processes.settings import Changes
 from parawrap.processes.wire import Message
 

@@ -18,13 +18,13 @@ from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError, SessionError, add_note
 from parawrap.launch import Place, Platform
 from parawrap.launch.set_up import RankSetUp
+from parawrap.processes.fork_server import fork_server
 from parawrap.processes.outcomes import Died, Ending
 from parawrap.processes.output import Printer, Transcript
 from parawrap.processes.pickling import Packed, map_file
 from parawrap.processes.pool import Call, Pool
-from parawrap.processes.process import Assignment
-from parawrap.processes.script import SentScript
-from parawrap.processes.server import fork_server
+from parawrap.processes.rank_process import Assignment
+from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import Settings
 from parawrap.workers.connection import Connection
 from parawrap.workers.packing import Packer

@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from parawrap._private_names import version_of
 from parawrap._public import public
-from parawrap.engine.away import last_optimizer_step, note_optimizer_steps
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.called_code import captured, names_of_globals
 from parawrap.engine.forward_writes import is_written_unseen
 from parawrap.engine.holdings import Holdings
+from parawrap.engine.parameter_copies import last_optimizer_step, note_optimizer_steps
 from parawrap.engine.replicas import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError

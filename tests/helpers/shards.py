@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parawrap.engine.cut import Cutter
-from parawrap.engine.declarations import Parameters
+from parawrap.engine.in_dims import Parameters
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError

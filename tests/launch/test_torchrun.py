@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
 from parawrap.errors import PlatformError, RankDiedError
 from parawrap.launch._world import find_world
-from parawrap.processes.groups import free_port
+from parawrap.processes.process_groups import free_port
 from tests.helpers import worlds
 from tests.helpers.processes import notes_of
 

@@ -28,7 +28,7 @@ if os.fork():  # Ray kills the children of an actor with it, and the server ends
 gc.disable()
 sys.path[:] = {path!r}
 try:
-    from parawrap.processes.server import serve
+    from parawrap.processes.fork_server import serve
 except BaseException as error:
     text = f"{{socket.gethostname()}}: {{sys.executable}} cannot import parawrap: {{error!r}}"
     os.write(1, text.encode())

@@ -22,8 +22,8 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.ray._node_actor import CONNECTIONS
 from parawrap.launch.ray.reservation import Reservation
-from parawrap.processes.groups import LOOPBACK, open_tcp_store
-from parawrap.processes.server import Connections
+from parawrap.processes.fork_server import Connections
+from parawrap.processes.process_groups import LOOPBACK, open_tcp_store
 from parawrap.processes.settings import Settings
 
 _TOKEN_BYTES = 32

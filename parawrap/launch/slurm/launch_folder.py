@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from parawrap.errors import LaunchError
-from parawrap.processes.groups import StoreAddress
+from parawrap.processes.process_groups import StoreAddress
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"

@@ -34,12 +34,12 @@ from parawrap.launch.agreement import Agreement
 from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder
-from parawrap.processes.groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested
-from parawrap.processes.process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
-from parawrap.processes.script import ScriptOfRank
+from parawrap.processes.process_groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
+from parawrap.processes.rank_process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
+from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes

@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 from parawrap._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.errors import LaunchError
 from parawrap.processes.outcomes import exit_text
-from parawrap.processes.process import leave, run_rank
+from parawrap.processes.rank_process import leave, run_rank
 from parawrap.processes.wire import close_in_forked_children
 
 STATUS = struct.Struct("<ci")
@@ -267,7 +267,7 @@ class ForkServer:
         modules = [name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"]  # most ranks need them
         script = (
             f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "  # collection would take a sixth of the time to import
-            f"from parawrap.processes.server import serve; serve({modules!r})"
+            f"from parawrap.processes.fork_server import serve; serve({modules!r})"
         )
         command = [sys.executable, *interpreter_options(), "-P", "-c", script]
         # Most ranks have one thread. To lower the number after a fork would start the threads first; ranks can raise it.

@@ -95,7 +95,7 @@ def _send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> lis
     return found
 
 
-class Away:
+class ParameterCopies:
     """The copies of parameters on other devices than the model's, shared by the lanes of each device.
 
     With gradients, they are made for each call, and are part of its graph. Without, they are kept until a version, the

@@ -52,7 +52,7 @@ class Parameters:
         return ", ".join(self._positional + ([f"*{self._rest}"] if self._rest else [])) or "none"
 
 
-class Declarations:
+class InDims:
     """The entries of `in_dims` for the arguments of one method.
 
     `option` is how errors name the option: faces with torch's rules do not have it.

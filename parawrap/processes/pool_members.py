@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from parawrap.processes.fork_server import EXITED, STARTED, STATUS, Connections
 from parawrap.processes.main_thread import Status
 from parawrap.processes.outcomes import Died, Ended, Outcome
 from parawrap.processes.output import Transcript
-from parawrap.processes.process import Assignment
-from parawrap.processes.server import EXITED, STARTED, STATUS, Connections
+from parawrap.processes.rank_process import Assignment
 from parawrap.processes.wire import Message, Wire
 
 NEVER = float("inf")

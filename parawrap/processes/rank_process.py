@@ -29,12 +29,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
 from parawrap.errors import LaunchError, add_note
-from parawrap.processes.groups import break_links, count_operations
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, is_echo, outcome_of
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.processes.preemption import Preemption, RequeueRequested
-from parawrap.processes.script import ScriptOfRank
+from parawrap.processes.process_groups import break_links, count_operations
+from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Changes, Settings
 from parawrap.processes.wire import Message, Wire
 
