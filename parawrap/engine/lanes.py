@@ -66,7 +66,7 @@ class Lane:
     """One device slot and, once it was needed, its thread.
 
     `device` is where its tensors lie; `label` names it. `taking` is locked while its thread runs whole calls, or is about
-    to.
+    to. `own` are whole calls for this lane alone, `shared` those for any lane; both oldest first.
     """
 
     def __init__(self, index: int, device: torch.device, label: str, shared: deque[Any] | None = None) -> None:
@@ -80,7 +80,8 @@ class Lane:
         self.tasks = self.rows = self.whole_calls = self.busy_ns = 0
         self.thread: threading.Thread | None = None
         self.streams = LaneStreams(device, index)
-        self._shared = deque() if shared is None else shared  # whole calls, oldest first
+        self.own: deque[Any] = deque()
+        self._shared = deque() if shared is None else shared
 
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
@@ -102,10 +103,10 @@ class Lane:
         """Run whole calls, the oldest first, until none waits, or something else waits for this lane."""
         while self.inbox.empty():
             try:
-                work = self._shared.popleft()
+                work = (self.own or self._shared).popleft()
             except IndexError:
                 self.taking.release()
-                if not (self._shared and self.taking.acquire(blocking=False)):
+                if not ((self.own or self._shared) and self.taking.acquire(blocking=False)):
                     return  # if a call came meanwhile, its sender has put this method into the inbox
                 continue  # a call came, and its sender saw this lane at work
             work(self)
@@ -122,9 +123,9 @@ class Lane:
         while (work := self.inbox.get()) is not None:
             work(self)
             del work  # a waiting lane keeps nothing of its last call alive
-        while self._shared:
+        while calls := self.own or self._shared:
             with suppress(IndexError):  # another lane was quicker
-                self._shared.popleft()(self)
+                calls.popleft()(self)
 
 
 class Job:
@@ -338,7 +339,7 @@ class Lanes:
             if not self.is_open or self.pid != getpid():
                 msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
                 raise SessionError(msg)
-            self._shared.append(work)
+            (self.all[0].own if in_order else self._shared).append(work)
             chosen = None
             for lane in self.all[:1] if in_order else self.all:
                 if not lane.taking.locked():
@@ -353,7 +354,7 @@ class Lanes:
 
     def queued(self) -> list[Any]:
         """Return the work that no lane has begun, oldest first."""
-        return [*self._shared.copy()]  # lanes take from it meanwhile, and only a copy is atomic
+        return [*self.all[0].own.copy(), *self._shared.copy()]  # lanes take from them meanwhile, and only a copy is atomic
 
     # Life
 

@@ -320,7 +320,7 @@ class Replicas:
         """
         survey = Survey(value)
         if not (survey.places or survey.opaque or survey.twins):
-            return [value] * len(self.devices), False
+            return [value] * len(self.devices), bool(survey.generators)
         return [replica.copy_other(survey) for replica in self.all], bool(survey.generators)
 
     def _refuse_cuda_graphs(self) -> None:

@@ -227,6 +227,8 @@ class Survey:
             self.shared.append(function)
             return ()
         self.functions.append(function)
+        named = map(function.__globals__.get, function.__code__.co_names)
+        self.generators += [each for each in named if isinstance(each, torch.Generator)]
         return [(part, f"{path} captures {name}", None, None) for name, part in captured(function) if _is_model(part)]
 
     def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
@@ -347,7 +349,7 @@ def _is_model(part: Any) -> bool:
     """True for a part of a closure that belongs to the model: lanes share all other parts."""
     part = part.__self__ if isinstance(part, types.MethodType) else part
     is_code = isinstance(part, (torch.nn.Module, types.FunctionType, functools.partial))
-    return is_code or (isinstance(part, torch.Tensor) and part.requires_grad)
+    return is_code or isinstance(part, torch.Generator) or (isinstance(part, torch.Tensor) and part.requires_grad)
 
 
 def _is_singleton(value: Any) -> bool:

@@ -50,6 +50,27 @@ def test_many_threads_call_one_model():
             future.result(PATIENCE_S)
 
 
+def test_a_stream_that_draws_beside_another():
+    """Its calls stay in order, in one lane, while calls of the other one keep all lanes at work."""
+    generator, go = torch.Generator().manual_seed(0), threading.Event()
+
+    def draw(_):
+        return torch.rand((), generator=generator)
+
+    def source():
+        for index in range(50):
+            if index == 2:
+                go.set()
+            yield index
+
+    with parallel(lambda x: (go.wait(PATIENCE_S), x)[1], THREE) as p:
+        futures = [p.submit(0) for _ in range(9)]
+        drawn = [*p.map(source(), prepare=draw, buffersize=20)]
+        assert [future.result(PATIENCE_S) for future in futures] == [0] * 9
+    generator.manual_seed(0)
+    assert drawn == [*map(draw, range(50))]
+
+
 def test_work_for_a_lane_that_goes_idle():
     """A call may be sent at any moment of a lane that looks for one: here, at lines of it, in different distances."""
     futures, waits = [], [*range(12)] * 4
