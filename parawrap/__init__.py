@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from parawrap.api.tuplewise import Tuplewise
     from parawrap.api.wrapper import Wrapper, wrapper
     from parawrap.engine.rules.registry import register_split
-    from parawrap.launch import Device, Launch, OneRank, Platform, Preview, Rank, RankResults, Ranks, current_rank
+    from parawrap.launch import Device, Launch, OneRank, Platform, Rank, RankResults, Ranks, current_rank
     from parawrap.workers import build
 
 __all__ = [
@@ -67,7 +67,6 @@ __all__ = [
     "ParawrapError",
     "Platform",
     "PlatformError",
-    "Preview",
     "Rank",
     "RankDiedError",
     "RankResults",
@@ -128,7 +127,6 @@ _NAMES_IN = {
         "Launch",
         "OneRank",
         "Platform",
-        "Preview",
         "Rank",
         "RankResults",
         "Ranks",

@@ -21,7 +21,6 @@ from parawrap.launch import (
     Job,
     Launch,
     Platform,
-    Preview,
     RankResults,
     below_a_rank,
     cancel_launches,
@@ -96,8 +95,8 @@ class Launchable(Decorated, Generic[P, R]):
             _check(job)
         return launch_each(jobs, max_parallel)
 
-    def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> Preview:
-        """Return a preview of the launch without starting it."""
+    def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Describe the launch without starting it: its ranks, where they meet, and for Slurm the batch script."""
         return preview(self._job(args, kwargs))
 
     def inline(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:

@@ -80,7 +80,7 @@ def _launch(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwa
         check_signature(function, args, kwargs)
         launchable = _decorate(function, given)
         if given.dry_run:
-            return str(launchable.dry_run(*args, **kwargs))
+            return launchable.dry_run(*args, **kwargs)
     except (PlatformError, TypeError) as error:  # TypeError: wrong arguments, or a coroutine function, for example
         msg = f"{given.target}: {error}"
         raise argparse.ArgumentError(None, msg) from error

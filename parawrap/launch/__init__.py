@@ -13,7 +13,7 @@ from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch._world import Place
 from parawrap.launch.inline import run_inline
 from parawrap.launch.launch import Launch, cancel_all, cancel_launches
-from parawrap.launch.preview import Preview, preview
+from parawrap.launch.preview import preview
 from parawrap.launch.ranks import OneRank, Ranks
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "OneRank",
     "Place",
     "Platform",
-    "Preview",
     "Rank",
     "RankResults",
     "Ranks",

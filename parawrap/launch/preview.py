@@ -1,10 +1,7 @@
-"""`Preview`: a launch as a text, without starting it."""
+"""A launch as a text, without starting it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from parawrap._public import public
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
@@ -12,55 +9,12 @@ from parawrap.launch.machines import uses_port
 from parawrap.processes.process_groups import LOOPBACK
 
 
-@public
-@dataclass(frozen=True, repr=False)
-class Preview:
-    """A description of a launch that is not started; ``print`` shows it.
+def preview(job: Job) -> str:
+    """Describe the launch of a job: its ranks, where they meet, and for Slurm the batch script.
 
-    Attributes:
-        launcher: The name of the launcher.
-        function: The name of the function.
-        command: How the ranks would be started.
-        meeting: The address of the store where the ranks would meet; None if they form no process group.
-        groups: The process groups that the ranks would form.
-        ranks: One line per rank.
-        payload: The number of bytes that each rank would receive.
-        script: The batch script for the cluster; empty for other launchers.
-
-    >>> from parawrap import Platform, wrapper
-    >>> @wrapper(Platform(device="cpu", n_cpus=2))
-    ... def train(lr):
-    ...     return lr
-    >>> preview = train.dry_run(0.1)
-    >>> preview.launcher, preview.ranks
-    ('local', ('rank 0: node 0, local rank 0, cpu', 'rank 1: node 0, local rank 1, cpu'))
+    Raises:
+        UnsendableError: If an argument cannot be sent.
     """
-
-    launcher: str
-    function: str
-    command: str
-    meeting: str | None
-    groups: str
-    ranks: tuple[str, ...]
-    payload: int
-    script: str = ""
-
-    def __repr__(self) -> str:
-        return f"<Preview of {self.function}: {len(self.ranks)} ranks on launcher {self.launcher!r}>"
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.function} on launcher {self.launcher!r}: {self.command}",
-            f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
-            f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
-            *self.ranks,
-            self.script,
-        ]
-        return "\n".join(lines).rstrip("\n")
-
-
-def preview(job: Job) -> Preview:
-    """Describe the launch of a job without starting it. An argument that cannot be sent raises here too."""
     platform, name, script = job.platform, launcher_name(job.platform), ""
     port = platform.master_port or "(any free port)"
     if name == "env":
@@ -91,13 +45,13 @@ def preview(job: Job) -> Preview:
         node, local_rank = divmod(rank, platform.ranks_per_node)
         device = rank_device(Device(platform.device), local_rank)
         ranks.append(f"rank {rank}: node {node}, local rank {local_rank}, {device}")
-    return Preview(
-        launcher=name,
-        function=job.name,
-        command=command,
-        meeting=meeting if platform.requires_ipc else None,
-        groups=f"process groups {groups}" if groups else "one process group",
-        ranks=tuple(ranks),
-        payload=job.pack().size,
-        script=script,
-    )
+    lines = [
+        f"{job.name} on launcher {name!r}: {command}",
+        f"meeting at {meeting}; {f'process groups {groups}' if groups else 'one process group'}"
+        if platform.requires_ipc
+        else "no process group",
+        f"{job.pack().size:,} bytes of function and arguments for each of {len(ranks)} ranks",
+        *ranks,
+        script,
+    ]
+    return "\n".join(lines).rstrip("\n")

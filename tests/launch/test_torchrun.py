@@ -72,7 +72,7 @@ def joining(rank):
     assert not dist.is_initialized()
     assert type(error_of(current_rank)) is LaunchError
     assert Wrapper(Platform(device="cpu")).start(lambda *place: place[1], ()) == (0, 1)
-    assert f"tcp {find_world().master_addr}:{find_world().master_port}" in str(function.dry_run())
+    assert f"tcp {find_world().master_addr}:{find_world().master_port}" in function.dry_run()
 
 
 @scenario

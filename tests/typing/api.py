@@ -172,7 +172,7 @@ def a_launch_has_the_types_of_its_function() -> None:
     assert_type(results[0], str)
     assert_type(train.submit(1, name="x"), Launch[str])
     assert_type(train.inline(1), RankResults[str])
-    assert_type(train.dry_run(1), parawrap.Preview)
+    assert_type(train.dry_run(1), str)
     assert_type(train.platform, Platform)
     assert_type(wrapper(TWO)(lambda: 3)(), RankResults[int])
 
