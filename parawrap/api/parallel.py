@@ -38,7 +38,7 @@ from parawrap.engine.shard_sizes import Sizes, balanced_sizes, uneven_sizes
 from parawrap.engine.stats import Stats
 from parawrap.engine.trace import Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.tree import UNDECLARED
+from parawrap.tree import UNDECLARED, entries_of
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -182,7 +182,9 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         else:
             self._devices = on = resolve_devices(devices)
             opens = partial(Session, target, on)
-        cutters = {method: Cutter(dim, in_dims, taken, sizes=sizes, unit=unit) for method, taken in parameters.items()}
+        warns = all(each is UNDECLARED or each == dim for each in entries_of(rules.out_dims))
+        make_cutter = partial(Cutter, dim, in_dims, sizes=sizes, unit=unit, warns=warns)
+        cutters = {method: make_cutter(taken) for method, taken in parameters.items()}
         self._new_session = partial(opens, cutters=cutters, rules=rules, output_device=output)
         self.target = target
         self._methods = tuple(dict.fromkeys(methods))

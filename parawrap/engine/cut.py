@@ -25,7 +25,7 @@ from parawrap.engine.cut_errors import (
 from parawrap.engine.flat_call import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
 from parawrap.engine.in_dims import InDim, InDims, Parameters
 from parawrap.engine.rules.registry import place_leaf, splitter_of
-from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, uneven_sizes
+from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
 
@@ -199,8 +199,8 @@ def _move(leaf: Any, device: torch.device) -> Any:
 class Cutter:
     """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
 
-    `sizes` gives the sizes of the shards, in units of `unit` rows. With `lists_are_shared`, the rules are those of
-    torch.nn.DataParallel: every lane gets the same list or object.
+    `sizes` gives the sizes of the shards, in units of `unit` rows; with `warns`, plans with a large shard have a hint. With
+    `lists_are_shared`, the rules are those of torch.nn.DataParallel: every lane gets the same list or object.
     """
 
     def __init__(
@@ -212,6 +212,7 @@ class Cutter:
         lists_are_shared: bool = False,
         sizes: Sizes = balanced_sizes,
         unit: int = 1,
+        warns: bool = False,
     ) -> None:
         option = "a parallel block with in_dims" if lists_are_shared else "in_dims"
         self._declarations = InDims(dim, in_dims or {}, parameters, option)
@@ -220,6 +221,7 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit
+        self._warns = warns
         self._dims: dict[TreeSpec, tuple[int | None, ...]] = {}  # of each leaf
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
@@ -290,7 +292,7 @@ class Cutter:
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
         largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
-        hint = hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven_sizes else None
+        hint = hint_of_sizes(sizes, largest, lanes, self.dim) if self._warns else None
         return ShardPlan(spec, leaves, cut, sizes, hint)
 
     def _dims_of(self, spec: TreeSpec) -> tuple[int | None, ...]:

@@ -61,6 +61,8 @@ class Declared(NamedTuple):
         reductions = _children("reduce", self.reduce, None, entries)
         pad_values = _children("pad_value", self.pad_value, None, entries)
         names_reduce = is_tree(self.reduce)
+        if is_tree(self.out_dim) and not names_reduce:  # a None that names a place comes before a reduction for all numbers
+            reductions = [None if out_dim is None else each for out_dim, each in zip(out_dims, reductions, strict=True)]
         return [Declared(*each, names_reduce) for each in zip(out_dims, reductions, pad_values, strict=True)]
 
 

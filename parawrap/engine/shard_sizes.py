@@ -57,12 +57,15 @@ def sizes_in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
     return (*full, last - (units * unit - rows))
 
 
-def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
-    """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut."""
+def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int, dim: int) -> str | None:
+    """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut.
+
+    It names what balances the cut if all outputs have their rows on `dim`.
+    """
     if sizes[0] <= _UNEVEN_BEYOND * largest:
         return None
     does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
         f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
-        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} of them"
+        f"outputs follow the rows. With out_dims={dim}, the largest shard has {largest} of them"
     )

@@ -124,7 +124,8 @@ def test_cures_of_numbers():
     assert_same(call(lambda x: {"y": -x, "mean": x.mean()}, X, reduce={"mean": "mean"}), {"y": -X, "mean": X.mean()})
     with says(r'out_dims=\{"key": None\} for one of several outputs'):
         call(lambda x: {"y": -x, "one": 1}, X, reduce="mean")
-    assert_same(call(lambda x: {"y": -x, "one": 1}, X, out_dims={"one": None}), {"y": -X, "one": 1})
+    for options in ({}, {"reduce": "mean"}):
+        assert_same(call(lambda x: {"y": -x, "one": 1}, X, out_dims={"one": None}, **options), {"y": -X, "one": 1})
     with says(r'Return a 0-d tensor, .*or use parallel\(model, devices, reduce="sum"\)'):
         DataParallel(Calls(len), TWO)(X)
 

@@ -227,3 +227,5 @@ def test_unbalanced_shards_warn_once(options):
     assert "With out_dims=0, the largest shard has 4 of them" in message
     (message,) = warnings_of(lambda: use(4))
     assert message.startswith("a call of 4 rows on 2 lanes runs whole")
+    with parallel(lambda x: {"a": x, "b": 1}, TWO, out_dims={"a": 0, "b": None}) as p:
+        assert warnings_of(lambda: p(torch.zeros(8, 3))) == []  # no option would balance it
