@@ -176,7 +176,9 @@ def compare(
     for name, times in seconds.items():
         outputs, gradients = map(difference, answers[name], answers["plain"])
         rows.append(Way(name, tuple(times), outputs, gradients if train else None))
-    comparison = Comparison(f"{block!r}: {compared}, {rounds} rounds of {calls} calls", tuple(rows))
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    title = f"{repr(block)[:-1]}{given}): {compared}, {rounds} rounds of {calls} calls"
+    comparison = Comparison(title, tuple(rows))
     if show:
         print(comparison)  # noqa: T201
     return comparison

@@ -182,7 +182,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         else:
             self._devices = on = resolve_devices(devices)
             opens = partial(Session, target, on)
-        warns = all(each is UNDECLARED or each == dim for each in entries_of(rules.out_dims))
+        warns = rules.needs_proof and all(each is UNDECLARED or each == dim for each in entries_of(rules.out_dims))
         make_cutter = partial(Cutter, dim, in_dims, sizes=sizes, unit=unit, warns=warns)
         cutters = {method: make_cutter(taken) for method, taken in parameters.items()}
         self._new_session = partial(opens, cutters=cutters, rules=rules, output_device=output)

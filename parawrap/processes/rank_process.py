@@ -213,7 +213,8 @@ class _Rank:
         if self._has_regrouped and is_echo(error):
             note = (
                 "the process groups of these ranks were made again after a failed call: groups from before, and models in "
-                "DistributedDataParallel, no longer work. Make them again"
+                "DistributedDataParallel, no longer work. Make them again, and send one rank's state of the optimizer to "
+                "all: the ranks may have stopped one step apart, and would train on with different weights"
             )
             add_note(error, note)
         return outcome_of(error)
