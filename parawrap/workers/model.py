@@ -150,9 +150,7 @@ class SentModel:
 
     def _survey_target(self) -> None:
         survey = Survey(self.target)
-        if survey.generators:
-            msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
-            raise SessionError(msg)
+        refuse_generators(survey, "the model")
         self._tensors = [*survey.params, *survey.tensors]
         self._holdings = Holdings(survey.places, lambda owner: owner)
         self._state = self._read_state()
@@ -186,6 +184,13 @@ class SentModel:
             found += [part for _, part in captured(each)]
             found += [each.__globals__.get(name, _ABSENT) for name in names]
         return found
+
+
+def refuse_generators(survey: Survey, who: str) -> None:
+    """Refuse a callable that draws from a generator: each worker would have a copy, and draw the same numbers."""
+    if survey.generators:
+        msg = f"{who} uses a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+        raise SessionError(msg)
 
 
 class _NotingPickler(ValuePickler):

@@ -23,6 +23,7 @@ from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Modes, here, without_autocast
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, timed
 from parawrap.errors import SessionError, ShardError
 from parawrap.launch import Platform
@@ -30,7 +31,7 @@ from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
 from parawrap.workers.chunk_size import MOST_BYTES, TARGET_NS, ChunkSize
 from parawrap.workers.local_workers import LocalWorkers
-from parawrap.workers.model import Build, SentModel
+from parawrap.workers.model import Build, SentModel, refuse_generators
 from parawrap.workers.packing import Packer
 from parawrap.workers.ray_workers import RayWorkers
 from parawrap.workers.worker import GRADIENTS, Form, pack_modes
@@ -304,9 +305,12 @@ class WorkerSession:
 
         Raises:
             UnsendableError: If the target, or `prepare`, cannot be pickled.
+            SessionError: If one of them draws from a generator of its own.
         """
-        modes = Modes.capture(self._backend.type)
-        packed = None if prepare is None else pack(prepare, "prepare").to_bytes()
+        modes, packed = Modes.capture(self._backend.type), None
+        if prepare is not None:
+            refuse_generators(Survey(prepare), "prepare")
+            packed = pack(prepare, "prepare").to_bytes()
         with self._reading:
             model = self._model.read()
             self.lanes.start()

@@ -77,11 +77,13 @@ def test_model_that_cannot_be_unpickled():
 
 
 def test_generators_are_refused():
-    """The state of a generator in the model, or among the arguments, would stay in the worker."""
-    model = nn.Identity()
-    model.generator = torch.Generator()
-    with processes(model) as p, pytest.raises(SessionError, match=r"the model holds a torch\.Generator"):
+    """The state of a generator in the model, `prepare`, or the arguments would stay in the worker."""
+    model, generator = nn.Identity(), torch.Generator()
+    model.generator = generator
+    with processes(model) as p, pytest.raises(SessionError, match=r"the model uses a torch\.Generator"):
         p(torch.zeros(9, 2))
+    with processes(nn.Identity()) as p, pytest.raises(SessionError, match=r"prepare uses a torch\.Generator"):
+        list(p.map([torch.zeros(9, 2)], prepare=lambda x: x + torch.rand(9, 2, generator=generator)))
     with processes(lambda x, g: x) as p, pytest.raises(SessionError, match=r"an argument is a torch\.Generator"):
         p(torch.zeros(9, 2), torch.Generator())
 
