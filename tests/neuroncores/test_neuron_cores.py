@@ -9,28 +9,10 @@ import pytest
 
 from parawrap import DeviceListError, DeviceUnavailableError
 from parawrap.backends import _neuron_devices, read_core_numbers
-from parawrap.neuroncores import NeuronCore, resolve_cores
+from parawrap.neuroncores import resolve_cores
 
 # Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
 DEVICES = [{"neuron_device": number, "nc_count": 2, "memory_size": 34359738368} for number in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("nc", [0, 1, 2, 3]),
-        ("neuron:2", [2]),
-        (3, [3]),
-        (str(NeuronCore(3)), [3]),
-        (["nc:3", 0, "neuron:1", NeuronCore(2)], [3, 0, 1, 2]),
-        (range(1, 3), [1, 2]),
-    ],
-    ids=str,
-)
-def test_cores_keep_the_given_order(devices, expected):
-    """Indices and "nc:#" mean the same. A single entry is a list of one, and None means all cores of the process."""
-    assert [core.index for core in resolve_cores(devices, 4)] == expected
 
 
 @pytest.mark.parametrize("entry", ["gpu:0", "", "nc:", "nc:x", "nc:-1", "nc: 1", "nc:²", "0", -1, True, 1.0, None, "nc"])
@@ -60,28 +42,6 @@ def test_cores_of_other_processes(devices, visible, error, said):
 
 
 @pytest.mark.parametrize(
-    ("visible", "number", "cores"),
-    [
-        ("0-6", None, 7),
-        ("3", None, 1),
-        (" 0 , 2-4 ", None, 4),
-        ("0-3", "nonsense", 4),
-        ("  ", " 8 ", 8),
-        (None, "0", None),
-        (None, "", None),
-    ],
-)
-def test_variables_set_the_cores(monkeypatch, visible, number, cores):
-    """The list takes precedence over the number, as in the Neuron runtime. Without a value, or with 0, all are used."""
-    for name, value in (("NEURON_RT_VISIBLE_CORES", visible), ("NEURON_RT_NUM_CORES", number)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    numbers = read_core_numbers()
-    assert (None if numbers is None else len(numbers)) == cores
-
-
-@pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
         *(("NEURON_RT_VISIBLE_CORES", each, f"'{each}' is neither") for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
@@ -101,7 +61,10 @@ def test_malformed_variables(variable, value, said):
 
 @pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 def test_variables_precede_the_tool(recorded, tmp_path, monkeypatch):
-    """Also malformed ones. The tool is searched on PATH, and in the vendor's folder."""
+    """Also malformed ones. The list precedes the number. Without a value, or with 0, the tool counts all cores.
+
+    The tool is searched on PATH, and in the vendor's folder.
+    """
     runtime, tool = recorded.runtime, tmp_path / "neuron-ls"
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -112,10 +75,14 @@ def test_variables_precede_the_tool(recorded, tmp_path, monkeypatch):
     tool.write_text(f"#!{sys.executable}\nprint({json.dumps(DEVICES)!r})")
     tool.chmod(0o755)
     assert runtime.core_count() == 4
-    monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
-    assert runtime.core_count() == 3
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-1")
-    assert runtime.core_count() == 2
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "  ")
+    for number, cores in (("", 4), ("0", 4), (" 8 ", 8)):
+        monkeypatch.setenv("NEURON_RT_NUM_CORES", number)
+        assert runtime.core_count() == cores
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "nonsense")
+    for listed, cores in (("0-6", 7), ("3", 1), (" 0 , 2-4 ", 4)):
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", listed)
+        assert runtime.core_count() == cores
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3-1")
     with pytest.raises(DeviceListError, match=r"NEURON_RT_VISIBLE_CORES='3-1'"):
         runtime.core_count()

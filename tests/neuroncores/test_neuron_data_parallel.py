@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parawrap import ShapeError, ShardError, neuron
+from parawrap.neuroncores import NeuronCore
 from tests.helpers.neuron_doubles import assert_equal, counts
 
 FREE = [0] * 4
@@ -33,9 +34,19 @@ def net_of(batch=1, device_ids=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("device_ids", "indices"), [(None, [0, 1, 2, 3]), ([2], [2]), ([1, "nc:2"], [1, 2]), ([3, 0], [3, 0])], ids=str
+    ("device_ids", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("nc", [0, 1, 2, 3]),
+        ("neuron:2", [2]),
+        (3, [3]),
+        (["nc:3", 0, "neuron:1", NeuronCore(2)], [3, 0, 1, 2]),
+        (range(1, 3), [1, 2]),
+    ],
+    ids=str,
 )
 def test_device_ids_select_the_cores(host, device_ids, indices):
+    """Indices and "nc:#" mean the same. A single entry is a list of one, and None means all cores of the process."""
     plain, _, net = net_of(device_ids=device_ids)
     x = torch.randn(8, 3)
     torch.testing.assert_close(net(input=x), plain(x))
