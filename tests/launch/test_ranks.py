@@ -9,10 +9,8 @@ import os
 import pickle
 import random
 import re
-import socket
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,17 +164,6 @@ def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
     assert world(around) == before
 
 
-def test_a_default_timeout_of_sockets_is_harmless(monkeypatch):
-    """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never counts as a result."""
-    default = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(0.05)
-    try:
-        with ranks().open() as opened:
-            assert opened(lambda: time.sleep(0.2) or 1) == (1, 1)
-    finally:
-        socket.setdefaulttimeout(default)
-
-
 def test_tensors_have_their_own_device(world):
     """A default device of the caller or the rank does not apply to arguments and results."""
     with torch.device("meta"):
@@ -292,12 +279,6 @@ def test_a_fork_cannot_use_them(world):
 
 
 # -- displays and the end
-
-
-def test_ranks_show_their_state(world):
-    assert (repr(world), repr(world[1])) == ("<2 ranks of cpu: idle>", "<rank 1 of <2 ranks of cpu: idle>>")
-    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", world._repr_html_())]
-    assert rows == [["rank", "device", "state"], ["0", "cpu", "idle"], ["1", "cpu", "idle"]]
 
 
 def test_closed_ranks_refuse_calls():

@@ -7,13 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
-
-import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, RankDiedError, current_rank, wrapper
 from tests.helpers.processes import failure_of, is_gone, notes_of, pids_in, ranks
-from tests.helpers.waiting import PATIENCE_S, eventually
+from tests.helpers.waiting import PATIENCE_S
 
 
 def test_killed_process_is_named():
@@ -100,20 +97,3 @@ def test_stubborn_process_ends():
 
     (pid,) = wrapper(ranks(1))(starts)()
     assert is_gone(pid)
-
-
-def test_leaked_memory_is_freed():
-    """Python's resource tracker frees the memory at the end of a rank, also of one that dies."""
-
-    def forgets():
-        from multiprocessing import shared_memory
-
-        print(*(shared_memory.SharedMemory(create=True, size=100).name for _ in range(3)), flush=True)
-        dist.barrier()  # the first rank to die ends the other, after its tracker has registered the memory
-        os._exit(3)
-
-    launch = wrapper(ranks())(forgets).submit()
-    eventually(launch.done, "the end of the launch")
-    names = [name for rank in range(2) for name in launch.logs(rank).splitlines()[0].split()]
-    assert len(names) == 6
-    eventually(lambda: not any(Path("/dev/shm", name).exists() for name in names), "the removal of the shared memory")

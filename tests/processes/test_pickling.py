@@ -1,10 +1,6 @@
-"""Values arrive unchanged: tensors and arrays with their memory, streams, and modules."""
+"""Values arrive unchanged: tensors and arrays with their memory, and modules."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parawrap.processes.pickling import pack, unpack
 from tests.helpers.packing import sent
 
 DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
@@ -100,14 +95,6 @@ def test_arrays_arrive(array):
     assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
     assert got.flags.writeable == array.flags.writeable
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
-
-
-def test_streams_are_the_readers(monkeypatch):
-    with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
-        monkeypatch.setattr(sys, "stdout", ours)
-        block = pack([ours], "value").to_bytes()
-        monkeypatch.setattr(sys, "stdout", theirs)
-        assert unpack(block) == [theirs]
 
 
 def test_modules_are_sent_by_name():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 
 import psutil
@@ -48,18 +47,6 @@ def test_ports_open_only_on_request(fields, tmp_path):
     assert {each.raddr.ip.removeprefix("::ffff:") for _, each in found if each.raddr} == {LOOPBACK}
     of_parent = {address.port for pid, address in listening if pid in {process.pid for process in processes}}
     assert of_parent == ({port} if fields else set())
-
-
-def test_ranks_meet_in_a_private_folder(tmp_path, monkeypatch):
-    """The folder is removed afterwards."""
-
-    def looks(folder):
-        (place,) = folder.glob("parawrap-*")
-        return place.stat().st_mode & 0o777, all_sum()
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert wrapper(ranks(ipc_protocol="file"))(looks)(tmp_path) == ((0o700, 2.0),) * 2
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_port_in_use_is_named():
