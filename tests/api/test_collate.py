@@ -34,15 +34,10 @@ def plain(samples):
 
 
 class Collator:
-    """Has decorated methods of every kind."""
+    """Has a decorated method."""
 
     @tp_collate(2)
     def collate(self, samples):
-        return plain(samples)
-
-    @tp_collate(2)
-    @classmethod
-    def of_class(cls, samples):
         return plain(samples)
 
 
@@ -94,10 +89,9 @@ def test_metadata_and_arguments():
     [
         tp_collate(2)(plain),
         Collator().collate,
-        Collator().of_class,
         default_collate(2),
     ],
-    ids=["function", "method", "classmethod", "default"],
+    ids=["function", "method", "default"],
 )
 def test_copies_still_cut(collate):
     for duplicate in (

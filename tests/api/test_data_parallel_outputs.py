@@ -23,7 +23,6 @@ def labels(x):
 JOINED = {
     "tensors": lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]},  # as many layers as rows
     "two layers": lambda x: [x, x * 2],
-    "three layers": lambda x: [x, x * 2, x * 3],
     "heads": lambda x: [None, x, x.long()[:, :1]],
     "lists": lambda x: [x, x.sum(1, keepdim=True), [x * 2]],
     "nothing": lambda x: (None, [None, None], [], x),

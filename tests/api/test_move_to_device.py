@@ -23,15 +23,6 @@ def movable(*methods):
     return value
 
 
-class Forgetful:
-    """A value with `to` and `cuda` methods that return None."""
-
-    def to(self, device):
-        self.device = device
-
-    cuda = to
-
-
 class Pair(Batch):
     def __init__(self, x, y) -> None:
         self.x, self.y = x, y
@@ -76,7 +67,7 @@ def test_cuda_attrs_moves_in_place():
     obj = SimpleNamespace(a=movable("cuda"), b=[movable("cuda")], c="text")
     assert cuda_attrs(obj, 0, non_blocking=True) is obj
     assert obj.a.mock_calls == obj.b[0].mock_calls == [call.cuda(0, non_blocking=True)]
-    obj = SimpleNamespace(a=[1], b=Forgetful())
+    obj = SimpleNamespace(a=[1], b=SimpleNamespace(cuda=lambda device: None))
     before = obj.a
     with pytest.raises(TypeError):
         cuda_attrs(obj, 0)

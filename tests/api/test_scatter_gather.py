@@ -171,15 +171,6 @@ def test_replicas_are_new_modules():
     assert not any(each(torch.ones(1, 2)).requires_grad for each in replicate(model, TWO, detach=True))
 
 
-def test_first_replica_updates_buffers():
-    """As torch promises, writes in place into buffers of the first replica reach the module; others do not."""
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    first, second = replicate(model, TWO)
-    for replica, count in ((second, 0), (first, 1)):
-        replica(torch.randn(8, 3))
-        assert int(model[0].num_batches_tracked) == count
-
-
 # --- parallel_apply ---
 
 

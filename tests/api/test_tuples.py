@@ -7,8 +7,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from parawrap import cat, transpose
@@ -99,8 +97,3 @@ def test_transpose_keeps_types():
     fixed = transpose([MappingProxyType({"x": 1})])
     assert (type(fixed), fixed["x"]) == (MappingProxyType, (1,))
     assert transpose([]) == ()
-
-
-@given(st.integers(1, 5).flatmap(lambda n: st.lists(st.tuples(*[st.integers()] * n), min_size=1)))
-def test_transpose_is_its_own_inverse(rows):
-    assert transpose(transpose(rows)) == tuple(rows)

@@ -31,12 +31,6 @@ def bare(a: int) -> int:
 decorated_elsewhere = launched(bare)
 
 
-class Trainer:
-    @launched
-    def train(self, x):
-        """Train the model."""
-
-
 def local():
     """Return a decorated function that can only be pickled by value."""
     return launched(lambda x: x + 1)

@@ -37,11 +37,12 @@ def test_ddp_model_is_no_result():
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The launches of three functions: one that returns, one that raises, and one that is killed."""
-    folder = tmp_path_factory.mktemp("ended")
-    (folder / "user_module.py").write_text("VALUE = 'imported'")
+def test_ranks_know_surroundings(tmp_path, monkeypatch):
+    """Environment, working directory, import path, and `sys.argv` are those of the parent at the call.
+
+    The exception, and the signal that killed a rank, arrive also if the parent ignores SIGCHLD, as some servers do.
+    """
+    (tmp_path / "user_module.py").write_text("VALUE = 'imported'")
 
     def looks():
         import user_module
@@ -51,34 +52,22 @@ def ended(tmp_path_factory):
         return total.sum(), torch.get_num_threads(), user_module.VALUE, os.environ["MINE"], Path.cwd(), sys.argv
 
     functions = {"looks": looks, "raises": lambda: 1 / 0, "killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("MINE", "zweit\u00e9\udc80")
-        patch.syspath_prepend(folder)
-        patch.setattr(sys, "argv", ["script.py", "--lr", "0.1"])
-        patch.delenv("OMP_NUM_THREADS", raising=False)
-        torch.rand(1 << 22).sum()  # starts this process's own threads
-        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as in some servers
-        launches = {
-            name: wrapper(ranks(2 if name == "looks" else 1))(function).submit() for name, function in functions.items()
-        }
-        for launch in launches.values():
-            eventually(launch.done, "the end of the launch")
-        signal.signal(signal.SIGCHLD, before)
-    return launches, folder
-
-
-def test_ranks_know_surroundings(ended):
-    """Environment, working directory, import path, and `sys.argv` are those of the parent at the call."""
-    launches, folder = ended
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINE", "zweit\u00e9\udc80")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.1"])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.rand(1 << 22).sum()  # starts this process's own threads
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    launches = {
+        name: wrapper(ranks(2 if name == "looks" else 1))(function).submit() for name, function in functions.items()
+    }
+    for launch in launches.values():
+        eventually(launch.done, "the end of the launch")
+    signal.signal(signal.SIGCHLD, before)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    expected = float(2 << 22), threads, "imported", "zweit\u00e9\udc80", folder, ["script.py", "--lr", "0.1"]
+    expected = float(2 << 22), threads, "imported", "zweit\u00e9\udc80", tmp_path, ["script.py", "--lr", "0.1"]
     assert launches["looks"].results() == (expected,) * 2
-
-
-def test_failure_is_named(ended):
-    """The exception, and the signal that killed a rank, arrive also if the parent ignores SIGCHLD."""
-    launches, _ = ended
     with pytest.raises(ZeroDivisionError) as raised:
         launches["raises"].results()
     assert "rank 0 of 1" in notes_of(raised.value)

@@ -61,7 +61,6 @@ SENDABLE = [
     (KeyError(("a", 1)), []),
     (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
     (ImportError("no", name="a", path="b"), ["name", "path"]),
-    (NameError("no", name="c"), ["name"]),
     (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), ["encoding", "object", "start", "reason"]),
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
