@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parawrap import Platform, current_rank, neuron, wrapper
+from parawrap import DeviceListError, Platform, current_rank, neuron, wrapper
 from parawrap.neuroncores import using
 from parawrap.testing import NeuronHost
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_each_rank_has_its_own_core(monkeypatch):
-    """A rank gets one core of the process, and its models see only that core. Torch has `n_cpus` threads."""
+    """Its models see only that core, and torch has `n_cpus` threads. A platform refuses core numbers that are malformed."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4,6")
 
@@ -32,6 +32,9 @@ def test_each_rank_has_its_own_core(monkeypatch):
     results = list(serve(x))
     assert [result[:4] for result in results] == [(core, 1, [0], ("cpu", 3)) for core in ("4", "6")]
     assert all(torch.equal(result[4], x.relu()) for result in results)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "first")
+    with pytest.raises(DeviceListError, match="NEURON_RT_VISIBLE_CORES='first': 'first' is neither a core nor a range"):
+        Platform(device="neuron")
 
 
 @pytest.fixture
