@@ -9,8 +9,10 @@ import os
 import pickle
 import random
 import re
+import socket
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +164,17 @@ def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
         patch.syspath_prepend(tmp_path)
         assert world(around) == ((str(tmp_path), "yes", str(tmp_path)),) * 2
     assert world(around) == before
+
+
+def test_a_default_timeout_of_sockets_is_harmless():
+    """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never counts as a result."""
+    default = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.05)
+    try:
+        with ranks().open() as opened:
+            assert opened(lambda: time.sleep(0.2) or 1) == (1, 1)
+    finally:
+        socket.setdefaulttimeout(default)
 
 
 def test_tensors_have_their_own_device(world):
