@@ -20,7 +20,7 @@ from torch import nn
 
 from parawrap import parallel
 from parawrap.errors import ParawrapError
-from tests.fuzz.changes import CHANGES, WRITES_DATA
+from tests.fuzz.changes import CHANGES, WRITES_OTHERS, WRITES_PARAMETERS
 from tests.fuzz.models import OUTPUT_TREES, WIDTH, Counter, RowWise, Spec, build, drawn_body, drawn_output, float64_on
 
 FORMS = ("positional", "keyword", "list", "nested", "items")
@@ -299,7 +299,7 @@ class Run:
             torch.manual_seed(number)
             with float64_on(self.home):
                 CHANGES[name](built, Random(number))
-        if name == "buffer_data" or (name in WRITES_DATA and set(self.case.devices) != {self.case.home}):
+        if name in WRITES_OTHERS or (name in WRITES_PARAMETERS and set(self.case.devices) != {self.case.home}):
             self.p.refresh()
 
     def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:

@@ -11,7 +11,11 @@ from torch import nn
 
 from tests.fuzz.models import Buffers, Built, Holder, Keeper, Mode
 
-WRITES_DATA = frozenset({"held_data", "data_mul", "data_new", "buffer_data"})
+WRITES_PARAMETERS = frozenset({"data_mul", "data_new"})
+"""Changes through ``.data`` that lanes on the model's own device see, because they hold its parameters."""
+
+WRITES_OTHERS = frozenset({"held_data", "buffer_data"})
+"""Changes through ``.data`` that no lane sees."""
 
 
 def scaled(module: nn.Module, args: Any, output: Any) -> Any:
