@@ -235,6 +235,7 @@ class _Blank:
     names: tuple[Attribute, ...]
     plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
     factory: Any = dataclasses.field(compare=False, repr=False)  # the text of a function differs between processes
+    is_namespace: bool = False  # its items are its attributes: ``self.__dict__ = self``
 
 
 def _as_whole(value: Any) -> tuple[Any, ...]:
@@ -262,7 +263,8 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
         others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
     plain = tuple((name, type(each), each) for name, each in others.items() if type(each) in _PLAIN)
     names = tuple(Attribute(name) for name, each in others.items() if type(each) not in _PLAIN)
-    blank = _Blank(type(value), keys, names, plain, getattr(value, "default_factory", None))
+    factory = value.default_factory if isinstance(value, defaultdict) else None
+    blank = _Blank(type(value), keys, names, plain, factory, attributes is value)
     return (*items, *(others[name] for name in names)), blank, (*keys, *names)
 
 
@@ -285,6 +287,8 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
         built.default_factory = blank.factory
     if issubclass(kind, UserDict):
         attributes["data"] = {}
+    if blank.is_namespace:
+        built.__dict__ = built
     _set_attributes(built, attributes)
     if issubclass(kind, Mapping):
         for key, item in items.items():  # __setitem__ keeps the attributes of a ModelOutput equal to its items

@@ -73,6 +73,16 @@ class Batch(UserDict):
     """A Mapping that is not a dict, like BatchEncoding of transformers."""
 
 
+class GetDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+class AttrDict(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
 class Bag(defaultdict):
     """A subclass of defaultdict."""
 
@@ -123,6 +133,8 @@ def test_containers_keep_what_they_are():
         assert rebuilt(value) == value
         assert [*rebuilt(value)] == [*value]
         assert type(rebuilt(value)) in (type(value), dict)
+    for cls in (GetDict, AttrDict):
+        assert rebuilt(cls(a=1)).a == 1
     value = Checked(1)
     runs = Checked.runs
     assert rebuilt(value).note == "beside the fields"

@@ -60,7 +60,9 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
         return tuple(items.values())
     if not isinstance(like, (list, MutableMapping)):
         return type(like)(items)
-    clone = copy.copy(like)  # a subclass may carry more than its items
+    clone: Any = copy.copy(like)  # a subclass may carry more than its items
+    if getattr(like, "__dict__", None) is like:  # its items are its attributes
+        clone.__dict__ = clone
     for key, item in items.items():
         clone[key] = item
     return clone

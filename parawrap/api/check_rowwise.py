@@ -11,9 +11,10 @@ import torch
 from parawrap.api.compare import difference
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
+from parawrap.engine.join import is_array
 from parawrap.engine.streams import as_call
 from parawrap.errors import ShardError, VerifyError
-from parawrap.tree import addresses, flatten, unflatten
+from parawrap.tree import WholeLeaf, addresses, flatten, tensors_in, unflatten
 
 _LANES = (2, 3, 8)
 _MOST_NAMED = 4  # differences in a message: more would not fit a terminal
@@ -101,15 +102,28 @@ def _results(model: torch.nn.Module, method: str, batch: Any, loss: Callable[[An
     total = _weigh(leaves) if loss is None else loss(output)
     if total is not None and total.requires_grad:
         total.backward()
-    values = dict(zip(addresses(spec, ("output",)), leaves, strict=True))
+    values = {
+        name: part
+        for place, leaf in zip(addresses(spec, ("output",)), leaves, strict=True)
+        for name, part in _parts(place, leaf)
+    }
     values |= {f"the gradient of {name!r}": parameter.grad for name, parameter in model.named_parameters()}
     values |= {f"the gradient of input {index}": leaf.grad for index, leaf in enumerate(inputs)}
+    values |= {f"input {index} after the call": leaf for index, leaf in enumerate(inputs)}
     values |= {f"buffer {name!r}": buffer for name, buffer in model.named_buffers()}
     return {
         name: torch.as_tensor(value).detach().clone() if isinstance(value, torch.Tensor | bool | int | float) else value
         for name, value in values.items()
         if value is not None
     }
+
+
+def _parts(place: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is compared of a leaf of an output: the tensors of a cache, an array as a tensor, or the leaf itself."""
+    if isinstance(leaf, WholeLeaf):
+        yield from ((f"{place}, tensor {index}", tensor) for index, tensor in enumerate(tensors_in(leaf)))
+    else:
+        yield place, torch.from_numpy(leaf) if is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
 
 
 def _weigh(leaves: list[Any]) -> torch.Tensor | None:
@@ -130,6 +144,8 @@ def _problems(found: dict[str, Any], expected: dict[str, Any], rtol: float | Non
             continue
         ours, plain = found[name], expected[name]
         if not isinstance(plain, torch.Tensor):
+            if isinstance(plain, str | bytes) and ours != plain:
+                yield f"{name} is {ours!r}, not {plain!r}"
             continue
         gap = difference([ours], [plain])
         exact = not (plain.is_floating_point() or plain.is_complex())

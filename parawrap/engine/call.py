@@ -36,6 +36,7 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import Backend, device_of, record_use, warn_caller
+from parawrap.engine.called_code import draws_from_generator
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
 from parawrap.engine.flat_call import FlatCall
@@ -226,7 +227,7 @@ class Calls:
 
         # The parts of a device run in turns if gradients or random numbers need an order
         tensors = leaves if only_tensors else [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        shares_generator = not only_tensors and torch.Generator in map(type, leaves)
+        shares_generator = not only_tensors and draws_from_generator(leaves)
         turns = self._decide_turns(tensors, shares_generator=shares_generator) if lanes.count > 1 else None
 
         # Facts that a comparison cannot show: read for each new plan, and after each change of the model
@@ -362,7 +363,7 @@ class Calls:
     def apply(self, calls: Sequence[Callable[[], Any]], leaves: Sequence[Any]) -> list[Any]:
         """Run call i in lane i, and return their values in lane order. `leaves` are the arguments of all calls."""
         with self._lock:
-            turns = self._decide_turns((), shares_generator=torch.Generator in map(type, leaves))
+            turns = self._decide_turns((), shares_generator=draws_from_generator(leaves))
             return apply_tasks(self.lanes, calls, leaves, turns, self.replicas.home, self.output_device)
 
     def _decide_turns(self, tensors: Sequence[torch.Tensor], *, shares_generator: bool) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import random
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,17 @@ def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     held = [*cells, *(("a default", part) for part in defaults), *vars(function).items()]
     return [(name, part) for name, part in held if part is not ABSENT]
+
+
+def is_generator(value: Any) -> bool:
+    """True for a generator of random numbers, of torch, Python, or numpy."""
+    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+
+
+def draws_from_generator(values: Sequence[Any]) -> bool:
+    """True if a value is a generator of random numbers, or a function that holds one."""
+    held = (part for value in values if isinstance(value, types.FunctionType) for _, part in captured(value))
+    return any(map(is_generator, chain(values, held)))
 
 
 def _refuse_held(what: str, value: Any) -> None:

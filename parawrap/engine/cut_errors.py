@@ -126,7 +126,10 @@ def _find_objects(flat: FlatCall, rows: int | None, *, is_cut: bool, is_strict: 
             yield _Unclear(
                 path, f"{is_a}, which holds tensors, and parawrap does not know how to cut it. Use {rules} to cut it"
             )
-        elif extent == OBJECT and (is_strict or (is_cut and isinstance(leaf, Iterator))):
+        elif extent == OBJECT and isinstance(leaf, Iterator) and (is_strict or is_cut):
+            msg = f"{is_a}, and lanes would take its items from each other. Pass a list of them"
+            raise ShardError(msg)
+        elif extent == OBJECT and is_strict:
             says = f"{is_a}, which may have one item per row, or a state that each lane would change"
             yield _Unclear(path, says, may_be_items=has_items(leaf))
 

@@ -116,7 +116,7 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
     """Copy the buffers that lane 0 wrote to the model."""
     with lasting():
         for index, tensor in enumerate(survey.tensors):
-            if (index in written or is_written_unseen(tensor)) and survey.is_buffer(tensor):
+            if (index in written or survey.in_turns or is_written_unseen(tensor)) and survey.is_buffer(tensor):
                 value = first.tensors[index]
                 if value.device != tensor.device:
                     record_use([value])

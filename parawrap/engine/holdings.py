@@ -17,11 +17,13 @@ from itertools import chain, compress, repeat
 from operator import is_not
 from typing import Any, NamedTuple
 
+from parawrap._private_names import PARAMETERS
 from parawrap.tree import names_of_slots
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 LISTS = (list, deque, set)
 _BORDER = ((),)  # between two containers, so that an object that moves from one to the next is noticed
+_keys, _last_key_first, _NO_KEY = dict.keys, dict.__reversed__, repeat(None)
 
 
 def _addresses(things: list[Any]) -> Any:
@@ -173,6 +175,10 @@ class Holdings:
         plain = [each.own for each in self._lists if isinstance(each.own, LISTS)]
         self._views = [each.own for each in self._lists if not isinstance(each.own, LISTS)]
         self._empty = [*[each.own for each in self._hollow], *[each for each in plain if not each]]
+        # The garbage collector may leave out keys. The last attribute of a module tells if one has got another name
+        self._modules = [each.own for each in self._full if each.place.kind == "vars" and PARAMETERS in each.before]
+        in_modules = set(map(id, self._modules))
+        self._named = [each.own for each in self._full if id(each.own) not in in_modules]
         # The garbage collector finds the class and the ``__dict__`` of an owner
         roots = [each.own for each in self._full] + [each for each in plain if each] + [each.owner for each in self._owned]
         self._roots: list[Any] = [*chain.from_iterable(zip(roots, repeat(_BORDER), strict=False))]
@@ -184,10 +190,11 @@ class Holdings:
         self._known = addresses(self._held)
 
     def is_same(self) -> bool:
-        """True if the containers hold the very same objects."""
+        """True if the containers hold the very same objects. It reads them in place, without a call of `read_held`."""
         now = get_referents(*self._roots)
-        if self._views:
-            now += chain.from_iterable(self._views)
+        now += chain.from_iterable(map(_keys, self._named))
+        now += map(next, map(_last_key_first, self._modules), _NO_KEY)
+        now += chain.from_iterable(self._views)
         if not _has_layout:
             return bool(_addresses_anywhere(now) == self._known and not any(self._empty))
         items = _address_at(id(now) + _ITEMS).value
@@ -229,6 +236,8 @@ class Holdings:
     def read_held(self) -> list[Any]:
         """Return the objects that are held now."""
         now = get_referents(*self._roots)
+        now += chain.from_iterable(map(_keys, self._named))
+        now += map(next, map(_last_key_first, self._modules), _NO_KEY)
         now += chain.from_iterable(self._views)
         return now
 
@@ -265,13 +274,14 @@ class Holdings:
         """Return the containers that hold other objects."""
         found = [*compress(self._hollow, self._empty)]
         sizes = [len(each.before) for each in self._full]
-        if [dict.__len__(each.own) for each in self._full] == sizes:
-            now = chain.from_iterable([[*dict.values(each.own)] for each in self._full])
-            before = chain.from_iterable([each.before.values() for each in self._full])
-            of_values = chain.from_iterable(map(repeat, self._full, sizes))
-            found += dict.fromkeys(compress(of_values, map(is_not, now, before)))
-        else:
-            found += [each for each in self._full if _differ([*dict.values(each.own)], [*each.before.values()])]
+        for read in (dict.values, dict.keys):
+            if [dict.__len__(each.own) for each in self._full] == sizes:
+                now = chain.from_iterable([[*read(each.own)] for each in self._full])
+                before = chain.from_iterable([read(each.before) for each in self._full])
+                found += compress(chain.from_iterable(map(repeat, self._full, sizes)), map(is_not, now, before))
+            else:
+                found += [each for each in self._full if _differ([*read(each.own)], [*read(each.before)])]
+        found = [*dict.fromkeys(found)]
         return found + [each for each in self._lists if _differ(each.own, each.before)]
 
 

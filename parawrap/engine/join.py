@@ -191,7 +191,7 @@ class _Join:
                     "out_dims=0 leaves numbers to reduce"
                 )
             return self._take_equal(column)
-        if are_tensors or _is_array(first):
+        if are_tensors or is_array(first):
             return self._join_arrays(column, declared)
         return self._join_numbers(column, declared) if is_number(first) else self._take_one(column)
 
@@ -239,7 +239,9 @@ class _Join:
             refuse(f"the shapes {shapes_of(parts)} have no dim {dim} in common. {CURE}")
         try:
             if not isinstance(first, torch.Tensor):
-                return sys.modules["numpy"].concatenate(parts, axis=dim)
+                numpy = sys.modules["numpy"]
+                library = numpy.ma if isinstance(first, numpy.ma.MaskedArray) else numpy  # which keeps the masks
+                return library.concatenate(parts, axis=dim)
             if first.is_quantized:
                 refuse("the lanes returned quantized tensors, which may have different scales. Return tensor.dequantize()")
             if (names := list_attributes(first)) and not self.rules.as_torch:
@@ -266,8 +268,8 @@ class _Join:
         refuse_tree("pad_value", value, torch.Tensor)
         is_float = dtype.is_floating_point or dtype.is_complex
         if value is not None:
-            if not is_float and value != int(value.real):
-                refuse(f"pad_value={value!r} is not a value of {dtype}. Give this output a whole number")
+            if not (is_float or _fits(value, dtype)):
+                refuse(f"pad_value={value!r} is not a value of {dtype}. Give this output another one")
             return value
         self.padded += 1
         if self.padded > 1 or not is_float:
@@ -493,7 +495,15 @@ def _move(value: Any, device: torch.device | None) -> Any:
     return unflatten(spec, [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in moved])
 
 
-def _is_array(value: Any) -> bool:
+def _fits(value: Any, dtype: torch.dtype) -> bool:
+    """True if a dtype has this value."""
+    try:
+        return bool(torch.full((), value, dtype=dtype).item() == value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def is_array(value: Any) -> bool:
     """True for an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
@@ -512,7 +522,7 @@ def _are_equal(one: Any, other: Any) -> bool:
                 return False
             other = other.to(one.device)
             return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-        if _is_array(one):  # by value: the bytes of objects and of long texts are addresses
+        if is_array(one):  # by value: the bytes of objects and of long texts are addresses
             array_equal, has_nan = sys.modules["numpy"].array_equal, one.dtype.kind in "fc"
             return one.dtype == other.dtype and bool(array_equal(one, other, equal_nan=has_nan))
         return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))

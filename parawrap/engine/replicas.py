@@ -289,7 +289,8 @@ class Replicas:
         self.tracked = [tensor for tensor in every if not tensor.is_inference()]
         self.versions = [*map(version_of, self.tracked)]
         unseen = self.survey.trains and any(map(is_written_unseen, filter(self.survey.is_buffer, tensors)))
-        self.renews_always = unseen or any(tensor.is_inference() for tensor in tensors)
+        through_data = self.survey.in_turns and bool(tensors)
+        self.renews_always = unseen or through_data or any(tensor.is_inference() for tensor in tensors)
         if self.renews_always:
             self.must_refresh = True
         self._suspects_buffers = False

@@ -307,9 +307,11 @@ class Session(Calls):
         """Let the lanes finish, and end them. A call in flight finishes too."""
         self.lanes.close()
         if here.lane is None and self.lanes.pid == getpid():
-            self.replicas.warn()
-            with self._lock, self.lanes.idle():
-                self.replicas.forget()
+            try:
+                self.replicas.warn()
+            finally:
+                with self._lock, self.lanes.idle():
+                    self.replicas.forget()
 
     def stats(self) -> Stats:
         """Return the counters."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import datetime as dt
 import enum
 import functools
@@ -18,6 +19,7 @@ import multiprocessing.synchronize
 import numbers
 import pathlib
 import queue
+import random
 import re
 import socket
 import string
@@ -41,7 +43,7 @@ from parawrap._private_names import (
     is_compiled_function,
     is_compiled_module,
 )
-from parawrap.engine.called_code import captured, may_write_weights
+from parawrap.engine.called_code import captured, is_generator, may_write_weights
 from parawrap.engine.holdings import ABSENT, LISTS, Place, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import names_of_slots
@@ -60,14 +62,15 @@ _ATOMS = (
 )
 # Objects with a life outside the model. All lanes use the same one.
 _SHARED = (
-    *(types.ModuleType, torch.Generator, torch.jit.ScriptModule, io.IOBase, socket.socket),
+    *(types.ModuleType, torch.Generator, random.Random, torch.jit.ScriptModule, torch.jit.ScriptFunction),
+    *(io.IOBase, socket.socket, contextvars.ContextVar),
     *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
     *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
     *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
     *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
     *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
 )
-_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
+_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda", "numpy.random")
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
 
 # Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do: LazyLinear, spectral norms.
@@ -119,7 +122,7 @@ class Survey:
         self.params: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.modules: list[torch.nn.Module] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []  # of random numbers
         self.shared: list[Any] = []
         self.scripts: list[torch.jit.ScriptModule] = []
         self.opaque: list[Any] = []  # instances that only `copy.deepcopy` knows how to copy
@@ -228,7 +231,7 @@ class Survey:
             return ()
         self.functions.append(function)
         named = map(function.__globals__.get, function.__code__.co_names)
-        self.generators += [each for each in named if isinstance(each, torch.Generator)]
+        self.generators += filter(is_generator, named)
         return [(part, f"{path} captures {name}", None, None) for name, part in captured(function) if _is_model(part)]
 
     def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
@@ -245,7 +248,7 @@ class Survey:
         if isinstance(value, Iterator) and not isinstance(value, _SHARED):
             msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
             raise ReplicaError(msg)
-        if isinstance(value, torch.Generator):
+        if is_generator(value):
             self.generators.append(value)
         is_shared = isinstance(value, _SHARED) or cls is object or cls.__module__.startswith(_SHARED_BY_MODULE)
         if is_shared or _is_singleton(value):
@@ -349,7 +352,7 @@ def _is_model(part: Any) -> bool:
     """True for a part of a closure that belongs to the model: lanes share all other parts."""
     part = part.__self__ if isinstance(part, types.MethodType) else part
     is_code = isinstance(part, (torch.nn.Module, types.FunctionType, functools.partial))
-    return is_code or isinstance(part, torch.Generator) or (isinstance(part, torch.Tensor) and part.requires_grad)
+    return is_code or is_generator(part) or (isinstance(part, torch.Tensor) and part.requires_grad)
 
 
 def _is_singleton(value: Any) -> bool:

@@ -27,6 +27,9 @@ from parawrap.processes.pickling import Packed, ValuePickler, pack
 SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
 _ABSENT = object()
 
+GENERATOR_STAYS = "a random generator, which cannot be shared with workers. Use a default generator, such as torch's"
+"""How the message of a SessionError ends."""
+
 
 class Build(NamedTuple):
     """A function that returns the model, and its arguments."""
@@ -189,7 +192,7 @@ class SentModel:
 def refuse_generators(survey: Survey, who: str) -> None:
     """Refuse a callable that draws from a generator: each worker would have a copy, and draw the same numbers."""
     if survey.generators:
-        msg = f"{who} uses a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+        msg = f"{who} uses {GENERATOR_STAYS}"
         raise SessionError(msg)
 
 

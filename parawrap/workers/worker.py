@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
+from parawrap.engine.called_code import is_generator
 from parawrap.engine.forward_writes import is_written_unseen
 from parawrap.engine.lanes import Modes
 from parawrap.engine.replicas import Replicas
@@ -24,7 +25,7 @@ from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.tree import WholeLeaf, flatten, unflatten
-from parawrap.workers.model import Build
+from parawrap.workers.model import GENERATOR_STAYS, Build
 from parawrap.workers.packing import Packer, restore
 from parawrap.workers.writes import Contents, Written
 
@@ -189,8 +190,8 @@ class Server:
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
         given = args if is_plain else flatten((args, kwargs))[0]
-        if not is_plain and any(isinstance(leaf, torch.Generator) for leaf in given):  # its new state would stay here
-            msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+        if not is_plain and any(map(is_generator, given)):  # its new state would stay here
+            msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
         contents = None if is_plain else _contents_of(given, args, kwargs, is_whole=form.is_whole)
         versions = [*map(_version_of, given)]

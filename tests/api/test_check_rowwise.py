@@ -37,8 +37,9 @@ def test_row_wise_model_passes(function):
         (lambda y: {"a": y, "b": y - y.mean(0)}, 'output["b"] differs by up to '),
         (lambda y: y.cumsum(0) > 0, "output differs by up to 1.0e+00"),
         (lambda y: torch.arange(len(y)) + 2**60, "output differs by up to 1.0e+00"),
+        (lambda y: (y - y.mean(0)).detach().numpy(), "output differs by up to "),
     ],
-    ids=["dict", "bools", "large integers"],
+    ids=["dict", "bools", "large integers", "array"],
 )
 def test_mixed_rows_are_refused(function, place):
     """The message names the output, the cut, and the greatest difference."""

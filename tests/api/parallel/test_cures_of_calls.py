@@ -81,7 +81,9 @@ def test_cures_of_padding():
         call(two, X, join="pad")
     with says("holds torch.bool.*pad_value"):
         call(two, X, join="pad", pad_value={"logits": -1.0})
-    assert_same(call(two, X, join="pad", pad_value=-1)["logits"], PADDED)
+    with says("pad_value=-1 is not a value of torch.bool. Give this output another one"):
+        call(two, X, join="pad", pad_value=-1)
+    assert_same(call(two, X, join="pad", pad_value=0)["logits"], PADDED.clamp(min=0))
     padded = call(two, X, join="pad", pad_value={"logits": -1.0, "mask": False})
     assert_same(padded, {"logits": PADDED, "mask": PADDED > 0})
 
@@ -90,8 +92,9 @@ def test_cures_of_padding():
 
     with says("holds torch.int64"):
         call(whole, X, join="pad")
-    with says("pad_value=0.5 is not a value of torch.int64. Give this output a whole number"):
-        call(whole, X, join="pad", pad_value=0.5)
+    for wrong in (0.5, float("inf"), 2**64):
+        with says(f"pad_value={wrong} is not a value of torch.int64"):
+            call(whole, X, join="pad", pad_value=wrong)
     assert_same(call(whole, X, join="pad", pad_value=-1), PADDED.long())
     with says("pad_value='x' is not supported"):
         parallel(whole, TWO, join="pad", pad_value="x")
@@ -289,6 +292,8 @@ def test_cures_of_globals_and_closures():
 
 
 def test_cures_of_attributes():
+    with says(r"args\[1\] is a list_iterator, and lanes would take its items from each other. Pass a list of them"):
+        call(lambda x, items: x, X, iter([1, 2]))
     with says("'source' is an iterator .*Keep its items in a list"):
         call(Stateful(lambda model, x: x, source=iter([1])), X)
     assert_same(call(Stateful(lambda model, x: x * model.source[0], source=[3]), X), 3 * X)

@@ -89,7 +89,6 @@ ITEMS = {
 
 OTHERS = {
     "short array": lambda: np.arange(3),
-    "iterator": lambda: iter("abcdefghi"),
     "set": lambda: {1, 2},
     "object in a dict": lambda: {"a": {"b": Spy()}},
     "tensor in an object": lambda: types.SimpleNamespace(held=[{"layer": SlottedBox((torch.zeros(ROWS),))}]),

@@ -33,9 +33,11 @@ class Net(nn.Module):
         self.table, self.other, self.bonus = torch.ones(4), torch.ones(4), 1.0
         self.options, self.space, exponent = {"factor": 1.0}, SimpleNamespace(offset=0.0), 1.0
         self.power = lambda x: x**exponent
+        self.heads, self.tail.off = nn.ModuleDict({"old": nn.Identity(), "new": nn.Softsign()}), True
 
     def forward(self, x):
-        y = self.dropout(self.linear(x)) * self.options["factor"] + self.shift
+        y = self.dropout(self.linear(x)) * self.options.get("factor", 5.0) + self.shift
+        y = self.heads["old"](y) + hasattr(self.tail, "on")
         return self.power(self.tail(y) * self.table * self.other) + self.space.offset + getattr(self, "bonus", 0)
 
 
@@ -51,6 +53,9 @@ CHANGES = {
     ),
     "resized buffer": lambda model: setattr(model, "shift", torch.ones(1)),
     "item of a dict": lambda model: model.options.update(factor=3.0),
+    "key of a dict": lambda model: model.options.update(other=model.options.pop("factor")),
+    "names of submodules": lambda model: model.heads.update({"new": model.heads.pop("old"), "old": model.heads.pop("new")}),
+    "name of an attribute": lambda model: (setattr(model.tail, "on", True), delattr(model.tail, "off")),
     "attribute of an object": lambda model: setattr(model.space, "offset", 3.0),
     "variable of a function": lambda model: setattr(model.power.__closure__[0], "cell_contents", 2.0),
     "order": lambda model: model.tail._modules.update({"0": model.tail._modules.pop("0")}),

@@ -94,6 +94,11 @@ def test_hidden_states(kind, layers):
         assert_joined(kind(3, 2, layers), lambda rows: torch.randn(5, rows, 3), rows=(2, 9), dim=1, out_dims=1)
 
 
+def test_masked_arrays():
+    with parallel(lambda x: np.ma.masked_greater(x.numpy(), 3), TWO) as p:
+        assert p(torch.arange(6.0)).tolist() == [0, 1, 2, 3, None, None]
+
+
 def test_outputs_that_hold_a_layer():
     """A lane's copy of a layer ends with the block. The rule holds in calls, `map`, and `submit`."""
 

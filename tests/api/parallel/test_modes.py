@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import random
 import threading
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from parawrap import parallel
 from tests.helpers.caller_warnings import warnings_of
+from tests.helpers.calling import Calls
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
@@ -161,6 +164,19 @@ def test_lanes_that_share_a_generator(source):
         outputs = [model(x, *([generator] if source == "argument" else [])) for _ in range(3)]
     generator.manual_seed(5)
     assert_close(outputs, [torch.rand(x.shape, generator=generator) for _ in range(3)])
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng, np.random.RandomState])
+def test_generators_of_python_and_numpy(make):
+    """Lanes share them too, in turns, as attributes and in `prepare`."""
+    generator, x = make(3), torch.zeros(5)
+    model = Calls(lambda x: x + torch.tensor([generator.random() for _ in x]))
+    with torch.no_grad(), parallel(model, FOUR) as p:
+        outputs = [model(x), model(x), *p.map([x] * 3, prepare=lambda x: x - generator.random())]
+    generator = make(3)
+    for output in outputs[:2]:
+        assert_close(output, model(x))
+    assert len(torch.stack(outputs).unique()) == 25
 
 
 def messages_of(target, mode=torch.enable_grad):
