@@ -220,6 +220,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int) and 0 <= value < 1 << 16,
         "give a port number below 65536, or 0 for any free one",
     ),
+    "seed": (
+        lambda value: value in (None, "script") or (type(value) is int and -(1 << 63) <= value < 1 << 64),
+        "give a whole number of 64 bits, 'script', or None",
+    ),
     "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
     "launcher": (lambda value: value in (None, "env", "local", "ray", "slurm"), "give env, local, ray or slurm, or None"),
     "ipc_protocol": (lambda value: value in (None, "tcp", "file"), "give tcp or file, or None"),

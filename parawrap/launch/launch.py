@@ -130,7 +130,7 @@ class Launch(Generic[R]):
                 self._known = self._read_results(self._known)
         if isinstance(self._known, BaseException):
             if self._run is not None:  # else it was raised in this process
-                self._known.__traceback__ = None  # otherwise each call would add its frames
+                self._known.with_traceback(None)  # otherwise each call would add its frames
             raise self._known
         assert isinstance(self._known, RankResults)
         return self._known

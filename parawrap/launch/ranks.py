@@ -115,9 +115,7 @@ class Ranks:
         job = self._check(function, args, kwargs)
         launch: Launch[R] = Launch(replace(job, platform=self.platform), None)
         with self._packing:
-            launch._run = request = self._pack(job, self._all)
-            assert request.call.packed is not None
-            request.call.packed.detach()  # the caller may change the arguments
+            launch._run = request = self._pack(job, self._all, detaches=True)
             request.call.transcripts = dict(enumerate(launch._transcripts))
             request.ending.add_done_callback(lambda ending: launch.end(ending.exception() or ending.result()))
             self._thread.submit(request)
@@ -173,9 +171,15 @@ class Ranks:
         self._check_open(job.name)
         return job
 
-    def _pack(self, job: Job, ranks: Sequence[int]) -> RanksCall:
-        """Pickle a call. Calls must be submitted in the order of their pickles."""
+    def _pack(self, job: Job, ranks: Sequence[int], *, detaches: bool = False) -> RanksCall:
+        """Pickle a call. Calls must be submitted in the order of their pickles. `detaches` copies its tensors."""
         packed = job.pack(self._thread.script)
+        try:
+            if detaches:
+                packed.detach()
+        except BaseException:  # Ctrl-C, or no memory
+            self._thread.script.forget(self._thread.script.last_sent)
+            raise
         call = Call(job.name, ranks, packed, changes=self._surroundings.changes())
         return RanksCall(self._thread, call, self._thread.script.last_sent)
 

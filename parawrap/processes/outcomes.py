@@ -76,7 +76,7 @@ def is_echo(error: BaseException) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if link is None:
             return False
-        if isinstance(link, (RuntimeError, OSError, dist.DistError)) and _ECHO.search(summary_of(link)):
+        if isinstance(link, (RuntimeError, dist.DistError)) and _ECHO.search(summary_of(link)):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False

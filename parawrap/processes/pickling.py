@@ -190,6 +190,21 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
 
 
+class IdentityPickler(pickle.Pickler):
+    """Pickles objects of some classes as their identities, to compare contents. `met` gets them, and keeps them alive."""
+
+    def __init__(self, stream: io.BytesIO, met: list[Any], *classes: type) -> None:
+        super().__init__(stream, 5)
+        self._met = met
+        self._classes = (type, types.FunctionType, *classes)  # plain pickle finds these two by their names
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, self._classes):
+            self._met.append(obj)
+            return id(obj)
+        return None
+
+
 # -- classes and modules
 
 received_classes: set[type] = set()
@@ -344,7 +359,7 @@ def _set_exception_state(error: BaseException, parts: tuple[tuple[Any, ...], dic
     for name, value in state.items():
         object.__setattr__(error, name, value)
     if cause is not None:
-        error.__cause__ = cause
+        object.__setattr__(error, "__cause__", cause)  # also if the class is a frozen dataclass
 
 
 # -- the part of a value that cannot be pickled

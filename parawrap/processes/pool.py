@@ -72,7 +72,7 @@ class Call:
     number: int = 0  # from 1, once it was sent; the set-up has number 0
     is_cancelled: bool = False  # interrupted by `Pool.interrupt`, and to have no results
     has_output: bool = False  # a rank wrote output during the call
-    has_loaded: bool = True  # False if a rank could not unpickle the call
+    has_loaded: bool = True  # False if a rank could not unpickle the call, or was interrupted before
     departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
     last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
     looked_at: float = 0.0  # when the pool last looked at the ranks
@@ -185,7 +185,8 @@ class Pool(Members):
         ending = self._supervise(call)
         operations = {member.operations for member in self._members}
         is_out_of_step = call.is_halting and len(operations) > 1
-        self._must_regroup = self._has_groups and (call.is_broken or None in operations or is_out_of_step)
+        has_old_groups = generation is not None and not call.has_loaded
+        self._must_regroup = self._has_groups and (call.is_broken or None in operations or is_out_of_step or has_old_groups)
         return ending
 
     def interrupt(self, call: Call, *, cancels: bool = False) -> None:

@@ -74,7 +74,7 @@ class Answer(NamedTuple):
     outcome: Outcome  # the value travels next to it
     owned: tuple[list[Any], list[Any]] | None  # globals that functions of this rank have assigned, and have deleted
     operations: int | None  # collectives that the rank has begun; None without a process group
-    has_loaded: bool  # False if the rank could not unpickle the call
+    has_loaded: bool  # False if the rank could not unpickle the call, or was interrupted before
 
 
 def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> int:
@@ -146,6 +146,9 @@ class _Rank:
                 return _FORCED
             while (message := self._wire.receive()) is not None:
                 head: CallHead = message.body
+                self._has_loaded = False
+                if head.changes is not None:  # here, where no interrupt arrives: the next call does not bring them again
+                    head.changes.apply()
                 if not self._answer(head.number, partial(self._call, message, head)):
                     return _FORCED
                 del message  # with the memory of the arguments
@@ -155,13 +158,10 @@ class _Rank:
 
     def _call(self, message: Message, head: CallHead) -> Any:
         """Run the function of a call, and return its value."""
-        if head.changes is not None:
-            head.changes.apply()
         if head.generation is not None:
             self._has_regrouped = True
             self._assignment.regroup(head.generation)
         assert message.value is not None
-        self._has_loaded = False
         try:
             function, args, kwargs = self._script.take(unpack(message.value))
             self._has_loaded = True

@@ -16,7 +16,6 @@ import functools
 import importlib
 import io
 import linecache
-import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 from parawrap._private_names import goes_by_name, id_of_class, names_in_code
-from parawrap.processes.pickling import Packed, ValuePickler, is_importable, pack, received_classes
+from parawrap.processes.pickling import IdentityPickler, Packed, ValuePickler, is_importable, pack, received_classes
 
 _MAIN = "__main__"
 _IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
@@ -52,7 +51,7 @@ class SentScript:
     def __init__(self, *, imports: bool = False) -> None:
         self._imports = imports
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
-        self._sent: dict[Name, tuple[Any, Any]] = {}  # the object, and the contents of a small container
+        self._sent: dict[Name, tuple[Any, _Contents | None]] = {}  # the object, and the contents of a container
         self._owned: set[Name] = set()
         self.last_sent: list[Name] = []  # the globals that came with the last call
 
@@ -121,7 +120,7 @@ class SentScript:
         if name in self._owned or name[0].startswith(_IMPORTED):
             return False
         sent, contents = self._sent.get(name, (_MISSING, None))
-        return sent is not value or (contents is not None and contents != _contents_of(value))
+        return sent is not value or (contents is not None and contents.differ_from(value))
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
         """Yield the globals that a function uses, also through functions and classes that travel by value.
@@ -156,32 +155,34 @@ class SentScript:
                 todo += {type(module) for module in value.modules()}
             elif not isinstance(value, (types.ModuleType, *_PLAIN)):
                 todo.append(type(value))
-                if "__wrapped__" in getattr(value, "__dict__", ()):  # decorated
-                    todo.append(value.__wrapped__)
+                own = [*getattr(value, "__dict__", {}).items()]
+                todo += [part for name, part in own if name == "__wrapped__" or isinstance(part, types.FunctionType)]
 
 
-def _contents_of(value: Any) -> Any:
-    """Return the contents of a small container, to compare them later. None for any other value."""
-    if not isinstance(value, _CONTAINERS) or len(value) > _LARGEST_COMPARED:
-        return None
-    try:
-        contents = pickle.dumps(value, 5)
-    except Exception:  # noqa: BLE001 (classes may raise anything)
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(key, part if isinstance(part, _PLAIN) else _Same(part)) for key, part in items]
-    return contents if len(contents) <= _LARGEST_COMPARED else None
-
-
-class _Same:
-    """Equals another one with the same object."""
+class _Contents:
+    """The contents of a small container, to compare them later; of a larger one its length."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._length = len(value)
+        self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
+        self._pickled = None if self._length > _LARGEST_COMPARED else self._read(value)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+    def differ_from(self, value: Any) -> bool:
+        """True if the container has other contents now."""
+        is_compared = self._pickled is not None and len(value) == self._length
+        return len(value) != self._length or (is_compared and _Contents(value)._pickled != self._pickled)
 
-    __hash__ = None  # type: ignore[assignment]
+    def _read(self, value: Any) -> bytes | None:
+        stream = io.BytesIO()
+        try:
+            IdentityPickler(stream, self._met, types.ModuleType).dump(value)
+        except Exception:  # noqa: BLE001 (classes may raise anything)
+            return None
+        return stream.getvalue() if stream.tell() <= _LARGEST_COMPARED else None
+
+
+def _contents_of(value: Any) -> _Contents | None:
+    return _Contents(value) if isinstance(value, _CONTAINERS) else None
 
 
 class _Notes:

@@ -267,10 +267,11 @@ def _contents_of(leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str,
     also in threads.
     """
     registered = [leaf.value for leaf in leaves if isinstance(leaf, WholeLeaf)]
+    returned = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if is_whole:
-        return Contents((*args, *kwargs.values()), registered)
+        return Contents((*args, *kwargs.values()), registered, returned)
     caches = [value for value in registered if splitter_of(value).update is not None]
-    return Contents((*caches, *(leaf for leaf in leaves if not isinstance(leaf, WholeLeaf))), caches)
+    return Contents((*caches, *(leaf for leaf in leaves if not isinstance(leaf, WholeLeaf))), caches, returned)
 
 
 def _version_of(leaf: Any) -> int | None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Iterable, Sequence
-from types import FunctionType
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from parawrap._private_names import version_of
 from parawrap.errors import SessionError
+from parawrap.processes.pickling import IdentityPickler
 from parawrap.tree import flatten, tensors_in
 
 Written = Sequence[torch.Tensor | None]
 """For each leaf of the arguments its new value, or None if the call has not written it."""
 
 _ATOMS = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
-_BY_IDENTITY = (torch.Tensor, type, FunctionType)  # plain pickle finds no class or function of the script by its name
 _INTO_OTHERS = (
     "the model wrote into an argument that is not a tensor, and such writes stay in the worker. Return the new value from "
     "the call instead, or run the model in threads"
@@ -33,10 +31,11 @@ class Contents:
     """The contents of the containers among some arguments, and the versions of tensors in values with registered rules.
 
     They are compared by their pickles, with tensors, classes, and functions by identity. An argument that plain pickle
-    cannot handle, such as a lock, is not compared.
+    cannot handle, such as a lock, is not compared. `returned` are the ids of the tensors that writes come back from.
     """
 
-    def __init__(self, values: Iterable[Any], registered: Sequence[Any]) -> None:
+    def __init__(self, values: Iterable[Any], registered: Sequence[Any], returned: Container[int]) -> None:
+        self._returned = returned
         self._values = [each for each in values if not isinstance(each, _ATOMS)]
         self._inner = [*tensors_in(registered)]
         self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
@@ -51,28 +50,29 @@ class Contents:
                 raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
-        return [_pickle(each, self._met) for each in self._values] + [*map(version_of, self._inner)]
+        return [self._pickle(each) for each in self._values] + [*map(version_of, self._inner)]
+
+    def _pickle(self, value: Any) -> bytes | None:
+        stream = io.BytesIO()
+        try:
+            _Pickler(stream, self._met, self._returned).dump(value)
+        except Exception:  # noqa: BLE001 (classes may raise anything)
+            return None
+        return stream.getvalue()
 
 
-def _pickle(value: Any, met: list[Any]) -> bytes | None:
-    stream = io.BytesIO()
-    try:
-        _PartsByIdentity(stream, met).dump(value)
-    except Exception:  # noqa: BLE001 (classes may raise anything)
-        return None
-    return stream.getvalue()
+class _Pickler(IdentityPickler):
+    """Pickles tensors as their identities; those that are not `returned` to the caller with their versions."""
 
+    def __init__(self, stream: io.BytesIO, met: list[Any], returned: Container[int]) -> None:
+        super().__init__(stream, met, torch.Tensor)
+        self._returned = returned
 
-class _PartsByIdentity(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, met: list[Any]) -> None:
-        super().__init__(stream, 5)
-        self._met = met
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, _BY_IDENTITY):
-            self._met.append(obj)
-            return id(obj)
-        return None
+    def persistent_id(self, obj: Any) -> Any:
+        found = super().persistent_id(obj)
+        if isinstance(obj, torch.Tensor) and found not in self._returned and not obj.is_inference():
+            return found, version_of(obj)
+        return found
 
 
 def write_back(written: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ VALUES = [
     ("n_nodes", [0, "2", 1.5], "give a number of machines, at least 1", [1]),
     ("n_cpus", [0, None], "give a number of ranks or threads, at least 1", [2]),
     ("master_port", [-1, 1 << 16, "29500", None], "give a port number below 65536, or 0 for any free one", [0, 29500]),
+    ("seed", ["abc", 1.5, 2**70], "give a whole number of 64 bits, 'script', or None", [0, None, "script"]),
     ("max_restarts", [-1, None], "give a number of restarts, at least 0", [0, 1]),
     ("ipc_protocol", ["udp", 1], "give tcp or file, or None", ["tcp", "file", None]),
     ("grace_s", [-0.1, NAN, None, INF], "give a number of seconds, at least 0", [9, 1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import threading
@@ -51,6 +52,11 @@ class Slotted(Exception):
         self.code = code
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
 class WithLock(Exception):
     def __init__(self, message):
         super().__init__(message)
@@ -65,6 +71,7 @@ SENDABLE = [
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
     (Slotted(code=4), ["code"]),
+    (Frozen(3), ["code"]),
     (MissingFile("no", "a"), ["path"]),
     (WithLock("busy"), ["code"]),
     (NamedGroup("several", [OtherArgs(1, reason="v")]), ["message"]),
@@ -106,6 +113,9 @@ def test_chains_and_circles_of_causes():
         got = got.__cause__
     assert repr(got) == repr(first)
     first.__cause__ = first
+    frozen = Frozen(3)
+    object.__setattr__(frozen, "__cause__", KeyError("cause"))
+    assert repr(sent(frozen).__cause__) == "KeyError('cause')"
     circle = sent(first)
     assert circle.__cause__ is circle
 

@@ -66,9 +66,8 @@ def test_unreadable_error_is_told():
         RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:6534: Connection reset by peer. This is"),
         dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
         dist.DistBackendError("socketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"),
-        ConnectionResetError("Connection reset by peer"),
     ],
-    ids=["gloo", "store", "NCCL", "socket"],
+    ids=["gloo", "store", "NCCL"],
 )
 def test_lost_connection_is_echo(error):
     """So is an error that it causes. An error of the user with similar words is not one."""
@@ -77,5 +76,6 @@ def test_lost_connection_is_echo(error):
     assert is_echo(error)
     assert is_echo(wrapping)
     assert not is_echo(ValueError("connection closed by peer"))
+    assert not is_echo(ConnectionRefusedError(111, "Connection refused"))  # by a database, for example
     assert not is_echo(RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"))
     assert not is_echo(RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"))

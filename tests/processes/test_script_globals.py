@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.processes import run_script
 
 HEAD = """
-import copy, dataclasses, enum, json, math, threading, time, traceback
+import copy, dataclasses, enum, json, math, os, threading, time, traceback, types
 import torch, torch.distributed as dist
 from parawrap import Platform, UnsendableError, current_rank
 
@@ -287,6 +287,38 @@ with platform.open() as ranks:
     launch = ranks.submit(pick)
     VALUE = 6
     same([launch.results(), ranks(pick)], [(5, 5), (6, 6)])
+""",
+    # A function under the same key, a list that was too large to compare, and globals of functions in attributes.
+    "contents of containers": """
+registry, rows, scale = {"loss": lambda: 1}, [0] * 10_000, 1
+holder = types.SimpleNamespace(loss=lambda: scale)
+
+def read():
+    return registry["loss"](), len(rows), holder.loss()
+
+with platform.open() as ranks:
+    same(ranks(read)[0], (1, 10_000, 1))
+    registry["loss"], scale = lambda: 2, 2
+    rows.clear()
+    same(ranks(read)[0], (2, 0, 2))
+""",
+    # Rank 0 fails at once, and the other one is interrupted before it begins the call, which brings globals and settings.
+    "call that fails at once": """
+class Slow:  # keeps rank 1 at work after its answer
+    def __del__(self):
+        time.sleep(0.5 if os.environ.get("RANK") == "1" else 0)
+
+late, TASK = 1, "TASK"
+
+def fail():
+    if current_rank().global_rank == 0:
+        raise ValueError(late)
+
+with platform.open() as ranks:
+    ranks(Slow)
+    os.environ[TASK], late = "7", 2
+    assert type(error_of(ranks, fail)) is ValueError
+    same(ranks(lambda: (os.environ.get(TASK), late)), (("7", 2),) * 2)
 """,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ CHANGES = {
     "set": ({"given"}, lambda names: names.add("added")),
     "bytes": (bytearray(b"abc"), lambda raw: raw.append(1)),
     "dataclass": (Setting("old", [1]), lambda setting: setattr(setting, "name", "new")),
+    "tensor in an object": (SimpleNamespace(kept=torch.zeros(1)), lambda held: held.kept.add_(1)),
     "tensor in a list": ([torch.zeros(1)], lambda tensors: tensors.append(torch.ones(1))),
 }
 

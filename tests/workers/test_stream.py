@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from parawrap.workers import chunk_size
 from parawrap.workers.worker_lanes import WorkerLanes
 from tests.helpers.pools import processes
 
@@ -40,8 +41,9 @@ def firsts(outputs):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_small_batches_share_messages(sizes, ordered):
-    """The size grows with the first answers. A later stream starts with it."""
+def test_small_batches_share_messages(sizes, ordered, monkeypatch):
+    """The size grows with the first answers. A later stream starts with it, whatever else runs."""
+    monkeypatch.setattr(chunk_size, "TARGET_NS", 10**12)
     with processes(nn.Identity()) as p:
         for _ in range(2):
             sizes.clear()
