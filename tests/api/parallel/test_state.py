@@ -410,20 +410,15 @@ class Overwriting(nn.Linear):
         return y
 
 
-class CountingQuietly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.tensor(0))
-
-    def forward(self, x):
-        self.calls.data += 1
-        return x + self.calls
-
-
 @pytest.mark.parametrize(("training", "seen"), [(True, [1, 2, 3]), (False, [1, 1, 1])])
 def test_buffers_written_through_data(training, seen):
     """They follow the rules of other writes, although torch counts no version."""
-    model = CountingQuietly().train(training)
+
+    def count(model, x):
+        model.calls.data += 1
+        return x + model.calls
+
+    model = Stateful(count, {"calls": torch.tensor(0)}).train(training)
     with torch.no_grad(), parallel(model, TWO) as p:
         assert_close([p(torch.zeros(5)) for _ in range(3)], [torch.full((5,), float(count)) for count in seen])
     assert model.calls == (3 if training else 0)
