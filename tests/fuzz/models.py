@@ -502,7 +502,9 @@ OUTPUT_TREES: dict[str, Callable[[list[Any]], Any]] = {
 def drawn_output(random: Random, depth: int = 2) -> Spec:
     if depth == 0 or random.random() < 0.4:
         return (random.choice(("rows", "rows", "half", "vector", *LEAF_OUTPUTS)),)
-    return (random.choice(list(OUTPUT_TREES)), *(drawn_output(random, depth - 1) for _ in range(random.randint(1, 3))))
+    name = random.choice(list(OUTPUT_TREES))
+    parts = [drawn_output(random, depth - 1) for _ in range(random.randint(1, 3))]
+    return (name, parts[0], parts[-1]) if name == "pair" else (name, *parts)
 
 
 def summed(x: Any) -> torch.Tensor:
