@@ -100,6 +100,7 @@ def evaluate(global_rank: int, local_rank: int, group: Any, args: tuple[int, Dat
 
 def main() -> None:
     """Train on most of the digits, evaluate on the rest."""
+    torch.manual_seed(0)
     digits: Any = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)

@@ -21,6 +21,7 @@ def ran(*arguments):
     command = [sys.executable, "-W", "error", *arguments]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD)
     assert found.returncode == 0, found.stderr
+    assert "ignored" not in found.stderr, found.stderr  # "Exception ignored in ..."
     return found.stdout
 
 

@@ -164,7 +164,8 @@ class _Server:
             kept = (*self._ranks.values(), *(status for status, _ in self._ended.values()))
             for file in (self._woken, status, *kept):
                 os.close(file)
-            code = run_rank(socket.socket(fileno=data), socket.socket(fileno=control), streams)
+            connections = socket.socket(fileno=data), socket.socket(fileno=control)  # open until this process exits
+            code = run_rank(*connections, streams)
             with contextlib.suppress(OSError):  # the server has ended
                 os.write(self._waker, bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules))
             leave(code)
