@@ -165,19 +165,21 @@ class _Contents:
     def __init__(self, value: Any) -> None:
         self._length = len(value)
         self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
-        self._pickled = None if self._length > _LARGEST_COMPARED else self._read(value)
+        self._read = None if self._length > _LARGEST_COMPARED else self._read_contents(value)
 
     def differ_from(self, value: Any) -> bool:
         """True if the container has other contents now."""
-        is_compared = self._pickled is not None and len(value) == self._length
-        return len(value) != self._length or (is_compared and _Contents(value)._pickled != self._pickled)
+        is_compared = self._read is not None and len(value) == self._length
+        return len(value) != self._length or (is_compared and _Contents(value)._read != self._read)
 
-    def _read(self, value: Any) -> bytes | None:
+    def _read_contents(self, value: Any) -> Any:
         stream = io.BytesIO()
         try:
             IdentityPickler(stream, self._met, types.ModuleType).dump(value)
         except Exception:  # noqa: BLE001 (classes may raise anything)
-            return None
+            parts = [*value, *value.values()] if isinstance(value, dict) else [*value]
+            self._met += parts
+            return [*map(id, parts)]
         return stream.getvalue() if stream.tell() <= _LARGEST_COMPARED else None
 
 
