@@ -160,10 +160,11 @@ class _Container:
 class Holdings:
     """The objects that the containers of one model or replica hold.
 
-    `copy_of` returns the copy of an owner of containers; None to leave the owner out.
+    `copy_of` returns the copy of an owner of containers; None to leave the owner out. With `compares_names`, an object that
+    gets another name in its container is a change too. That takes a third longer.
     """
 
-    def __init__(self, places: Iterable[Place], copy_of: Callable[[Any], Any]) -> None:
+    def __init__(self, places: Iterable[Place], copy_of: Callable[[Any], Any], *, compares_names: bool = False) -> None:
         owners = [(place, copy_of(place.owner)) for place in places]
         found = [_Container(place, owner) for place, owner in owners if owner is not None]
         self._at = {each.place.key: each for each in found}
@@ -175,10 +176,11 @@ class Holdings:
         plain = [each.own for each in self._lists if isinstance(each.own, LISTS)]
         self._views = [each.own for each in self._lists if not isinstance(each.own, LISTS)]
         self._empty = [*[each.own for each in self._hollow], *[each for each in plain if not each]]
-        # The garbage collector may leave out keys. The last attribute of a module tells if one has got another name
-        self._modules = [each.own for each in self._full if each.place.kind == "vars" and PARAMETERS in each.before]
-        in_modules = set(map(id, self._modules))
-        self._named = [each.own for each in self._full if id(each.own) not in in_modules]
+        # The garbage collector may leave out keys. A new attribute of a module is its last one
+        named = self._full if compares_names else []
+        of_modules = [each.place.kind == "vars" and PARAMETERS in each.before for each in named]
+        self._modules = [each.own for each in compress(named, of_modules)]
+        self._named = [each.own for each, is_module in zip(named, of_modules, strict=True) if not is_module]
         # The garbage collector finds the class and the ``__dict__`` of an owner
         roots = [each.own for each in self._full] + [each for each in plain if each] + [each.owner for each in self._owned]
         self._roots: list[Any] = [*chain.from_iterable(zip(roots, repeat(_BORDER), strict=False))]
@@ -192,9 +194,11 @@ class Holdings:
     def is_same(self) -> bool:
         """True if the containers hold the very same objects. It reads them in place, without a call of `read_held`."""
         now = get_referents(*self._roots)
-        now += chain.from_iterable(map(_keys, self._named))
-        now += map(next, map(_last_key_first, self._modules), _NO_KEY)
-        now += chain.from_iterable(self._views)
+        if self._named or self._modules:
+            now += chain.from_iterable(map(_keys, self._named))
+            now += map(next, map(_last_key_first, self._modules), _NO_KEY)
+        if self._views:
+            now += chain.from_iterable(self._views)
         if not _has_layout:
             return bool(_addresses_anywhere(now) == self._known and not any(self._empty))
         items = _address_at(id(now) + _ITEMS).value

@@ -200,7 +200,7 @@ class Replicas:
         self.generators = survey.generators
         self.learners = [*survey.params]
         self.params = [tensor for tensor in survey.params if not (survey.is_lazy or tensor.is_inference())]
-        self.model = Holdings(survey.places, lambda owner: owner)
+        self.model = Holdings(survey.places, lambda owner: owner, compares_names=True)
         self.is_new = True
 
     def _renew(self) -> None:

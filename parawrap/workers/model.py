@@ -155,7 +155,7 @@ class SentModel:
         survey = Survey(self.target)
         refuse_generators(survey, "the model")
         self._tensors = [*survey.params, *survey.tensors]
-        self._holdings = Holdings(survey.places, lambda owner: owner)
+        self._holdings = Holdings(survey.places, lambda owner: owner, compares_names=True)
         self._state = self._read_state()
         self._function = None
         if not (survey.modules or self._tensors):
