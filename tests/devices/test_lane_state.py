@@ -10,6 +10,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from tests.fuzz.cases import Case, Outcome, run
+from tests.helpers.calling import Stateful
 from tests.helpers.device_models import SIMS, rows
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
@@ -40,14 +41,11 @@ def test_batch_norm_statistics(home, devices):
 def test_writes_of_parameters(write, home):
     """They are refused, also in lanes that would write their own copy."""
 
-    class Counter(nn.Linear):
-        def forward(self, x):
-            write(self.calls)
-            return super().forward(x)
+    def forward(self, x):
+        write(self.calls)
+        return x
 
-    model = Counter(5, 5, dtype=torch.float64)
-    model.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
-    model.to(home)
+    model = Stateful(forward, calls=nn.Parameter(torch.zeros(()), requires_grad=False)).to(home)
     with parallel(model, SIMS):
         for _ in range(2):
             with pytest.raises(ReplicaError, match="the parameter 'calls' was written during a call"):

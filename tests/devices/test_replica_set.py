@@ -11,6 +11,7 @@ from torch import nn
 
 from parawrap import parallel
 from tests import simdevice
+from tests.helpers.calling import Stateful
 from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
@@ -94,18 +95,12 @@ def assert_follows(p, model):
 def test_cpu_tensors_of_a_device_model():
     """If a model on a device holds a CPU tensor, the tensor is on the CPU in every lane."""
 
-    class Table(nn.Linear):
-        def __init__(self):
-            super().__init__(5, 3, dtype=torch.float64)
-            self.lengths = torch.tensor([1, 2])
+    def forward(self, x):
+        return (x * self.factor)[:, : int(self.lengths.numpy().sum())]
 
-        def forward(self, x):
-            return super().forward(x)[:, : int(self.lengths.numpy().sum())]
-
-    model = Table().to("sim:0")
-    x = rows()
+    model, x = Stateful(forward, {"factor": torch.ones(5)}, lengths=torch.tensor([1, 2])).to("sim:0"), rows()
     with torch.no_grad(), parallel(model, SIMS):
-        torch.testing.assert_close(model(x), Table.forward(model, x.to("sim:0")))
+        torch.testing.assert_close(model(x), x[:, :3].to("sim:0"))
 
 
 def test_only_changes_are_copied():
@@ -161,24 +156,18 @@ def test_small_tensors_travel_together():
         torch.testing.assert_close(p(x), model.forward(x))
 
 
-class Keeps(nn.Linear):
-    """Stores its last output in an attribute and a buffer."""
-
-    def __init__(self):
-        super().__init__(5, 3)
-        self.register_buffer("ema", torch.zeros(3))
+@HOMES
+@pytest.mark.filterwarnings("ignore:the model wrote 'last', 'ema':UserWarning")
+def test_memory_does_not_grow(home):
+    """Also if forward stores its last output in an attribute and a buffer."""
 
     def forward(self, x):
-        y = super().forward(x)
+        y = self.layer(x)
         self.last = y.detach()
         self.ema = 0.9 * self.ema + 0.1 * self.last.mean(0)
         return y
 
-
-@HOMES
-@pytest.mark.filterwarnings("ignore:the model wrote 'last', 'ema':UserWarning")
-def test_memory_does_not_grow(home):
-    model = Keeps().to(home)
+    model = Stateful(forward, {"ema": torch.zeros(3)}, layer=nn.Linear(5, 3)).to(home)
     optimizer = torch.optim.Adam(model.parameters())
     levels = []
     with parallel(model, SIMS):
@@ -186,7 +175,7 @@ def test_memory_does_not_grow(home):
             optimizer.zero_grad()
             model(torch.randn(9, 5)).square().mean().backward()
             optimizer.step()
-            model.weight.data = model.weight.data * 2
+            model.layer.weight.data = model.layer.weight.data * 2
             with torch.no_grad():
                 model(torch.randn(9, 5))
             gc.collect()

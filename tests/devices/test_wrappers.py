@@ -22,7 +22,7 @@ from parawrap import (
     tuple_fn,
 )
 from tests import simdevice
-from tests.helpers.device_models import SIMS, assert_same_gradients, devices_of, mlp, rows
+from tests.helpers.device_models import SIMS, assert_same_gradients, assert_same_steps, devices_of, mlp, rows
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,9 @@ from tests.helpers.device_models import SIMS, assert_same_gradients, devices_of,
 def test_data_parallel_training(device_ids, ids):
     first = torch.device("sim", ids[0])
     model = mlp().to(first)
-    plain = copy.deepcopy(model)
     wrapped = DataParallel(model, device_ids)
     assert (wrapped.device_ids, wrapped.output_device, wrapped.src_device_obj) == (ids, ids[0], first)
-    x = rows()
-    for _ in range(2):
-        model.zero_grad()
-        plain.zero_grad()
-        output, expected = wrapped(x), plain(x.to(first))
-        torch.testing.assert_close(output, expected)
-        output.square().sum().backward()
-        expected.square().sum().backward()
-        assert_same_gradients(model, plain)
+    assert_same_steps(wrapped, model, copy.deepcopy(model), rows())
 
 
 @pytest.mark.parametrize("output_device", [None, -1, 3, "cpu"], ids=str)
@@ -118,16 +109,11 @@ def test_auto_uses_every_device():
             return super().forward(x)
 
     model = Model(5, 3, dtype=torch.float64)
-    plain = copy.deepcopy(model)
     net = ParallelWrapper(model, "auto")
     assert (net.device, lanes_of(net)) == ("sim:0", [0, 1, 2, 3])
-    x = rows(9)
-    output = net(x)
+    net(rows(9))
     assert sorted(seen) == SIMS
-    torch.testing.assert_close(output.cpu(), plain(x))
-    output.square().sum().backward()
-    plain(x).square().sum().backward()
-    torch.testing.assert_close([p.grad.cpu() for p in model.parameters()], [p.grad for p in plain.parameters()])
+    assert_same_steps(net, model, copy.deepcopy(model), rows(9))
 
 
 def test_moves_between_auto_and_one():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import deque
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ import torch
 from parawrap.engine.cut import Cutter
 from parawrap.errors import ShardError
 from tests.helpers.same import assert_same
-from tests.helpers.shards import cut, cutter, planned
+from tests.helpers.shards import Output, cut, cutter, planned
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
@@ -27,12 +25,6 @@ def test_one_row_is_broadcast(rows):
     for shard in cut(Cutter(dim=1), columns, scale, one[0]):  # tensors without the dim
         assert shard.args[1] is scale
         assert shard.args[2].shape == (3,)
-
-
-@dataclasses.dataclass
-class Batch:
-    x: Any = None
-    texts: Any = None
 
 
 class Names(list):
@@ -59,7 +51,7 @@ IN_DIMS = {
     "items in a dict": ("items", {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
     "part of a tree": ({"t": "items"}, {"x": X, "t": TEXTS}, {"x": X[:2], "t": TEXTS[:2]}, {"x": X[2:], "t": TEXTS[2:]}),
     "list": ([None, "items"], [5, TEXTS], [5, TEXTS[:2]], [5, TEXTS[2:]]),
-    "dataclass": (Batch(0, "items"), Batch(X, TEXTS), Batch(X[:2], TEXTS[:2]), Batch(X[2:], TEXTS[2:])),
+    "dataclass": (Output(0, "items"), Output(X, TEXTS), Output(X[:2], TEXTS[:2]), Output(X[2:], TEXTS[2:])),
 }
 """The entry of a parameter, its argument, and the parts of two shards of 2 rows and 1 row."""
 

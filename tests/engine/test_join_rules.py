@@ -127,11 +127,7 @@ def test_trees_must_fit_the_output():
         ((rows(3), rows(1)), {"out_dims": {0: 0}}, "out_dims declares a dict here, and the lanes returned a tuple"),
         (rows(3, 1), {"out_dims": (0, 0)}, "out_dims declares a tuple here, and the lanes returned a Tensor"),
         ((rows(3), rows(1)), {"out_dims": deque([0, 0])}, "out_dims declares 2 items, and the output has 1 here"),
-        (
-            (torch.ones(5), torch.ones(5)),
-            {"reduce": {"a": "sum"}},
-            "reduce declares a dict here, and the lanes returned a Tensor",
-        ),
+        (rows(5, 5), {"reduce": {"a": "sum"}}, "reduce declares a dict here, and the lanes returned a Tensor"),
         (
             (torch.ones(3, 2), torch.ones(1, 3)),
             {"join": "pad", "pad_value": {"a": 0}},

@@ -31,5 +31,9 @@ class Stateful(nn.Module):
         return self.run(self, x)
 
 
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
 def lane_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]

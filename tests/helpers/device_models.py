@@ -100,14 +100,18 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 def assert_same_training_step(model: nn.Module, x: Tensor, devices: Any) -> None:
     """Assert that a training step in a block has the output, the output device, and the gradients of a plain copy."""
-    home = next(model.parameters()).device
     plain = copy.deepcopy(model)
-    expected = plain(x.to(home))
-    expected.square().sum().backward()
     with parallel(model, devices):
-        for _ in range(2):  # the first call makes the replicas, the second reuses them
-            model.zero_grad()
-            output = model(x)
-            output.square().sum().backward()
-            torch.testing.assert_close(output, expected)
-            assert_same_gradients(model, plain)
+        assert_same_steps(model, model, plain, x)
+
+
+def assert_same_steps(called: nn.Module, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Assert that steps with calls of `called` have the plain output and its device, and give `model` the gradients."""
+    expected = plain(x.to(next(plain.parameters()).device))
+    expected.square().sum().backward()
+    for _ in range(2):  # the first call makes the replicas, the second reuses them
+        model.zero_grad()
+        output = called(x)
+        output.square().sum().backward()
+        torch.testing.assert_close(output, expected)
+        assert_same_gradients(model, plain)

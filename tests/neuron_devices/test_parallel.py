@@ -23,11 +23,7 @@ def named(p):
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [
-        (["neuron:3", 1, "neuron:3"], ["neuron:3", "neuron:1", "neuron:3"]),
-        ("neuron", ALL),
-        (None, ALL),
-    ],
+    [(["neuron:3", 1, "neuron:3"], ["neuron:3", "neuron:1", "neuron:3"]), (None, ALL)],
     ids=str,
 )
 def test_plain_models_on_devices(devices, expected):

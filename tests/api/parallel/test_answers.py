@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from parawrap import parallel
 from parawrap.tree import flatten
+from tests.helpers.calling import mlp
 from tests.helpers.same import assert_same
 
 pytestmark = [
@@ -24,10 +25,6 @@ pytestmark = [
 ]
 THREE = ["cpu"] * 3
 Pair = namedtuple("Pair", ["left", "right"])
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 class Held(nn.Module):

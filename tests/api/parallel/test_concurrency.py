@@ -17,16 +17,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
-from tests.helpers.calling import Stateful, lane_threads
+from tests.helpers.calling import Stateful, lane_threads, mlp
 from tests.helpers.processes import run_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def test_many_threads_call_one_model():

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, TupleParallel, parallel, register_split
+from tests.helpers.calling import Stateful
 from tests.helpers.cures import cures_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
@@ -25,18 +26,6 @@ def refused(error, target, *args, options=None, **kwargs):
 
 
 # Rows that lanes write into
-
-
-class Adds(nn.Module):
-    """Writes into its input, as a first layer with ``inplace=True`` does."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
-        self.write = write
-
-    def forward(self, x):
-        return self.write(self, x)
 
 
 def write_under_no_grad(model, x):
@@ -60,13 +49,18 @@ INPUTS = {
 }
 
 
+def model_that(write):
+    """Return a model that writes into its input, as a first layer with ``inplace=True`` does."""
+    return Stateful(WRITES[write], bias=nn.Parameter(torch.tensor([0.5, -1.0, 2.0])))
+
+
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("source", INPUTS)
 def test_writes_into_rows(write, source):
     """Output, gradients, also of what made the rows, and the changed argument are those of the plain call."""
     found = []
     for lanes in (1, 2, 3):
-        model, start = Adds(WRITES[write]), torch.arange(-10.0, 11).view(7, 3).requires_grad_()
+        model, start = model_that(write), torch.arange(-10.0, 11).view(7, 3).requires_grad_()
         x = INPUTS[source](start)
         with parallel(model, ["cpu"] * lanes):
             y = model(x)
@@ -77,8 +71,7 @@ def test_writes_into_rows(write, source):
 
 
 def test_writes_into_a_leaf_are_refused_by_torch():
-    x = torch.zeros(7, 3, requires_grad=True)
-    model = Adds(WRITES["a parameter"])
+    model, x = model_that("a parameter"), torch.zeros(7, 3, requires_grad=True)
     with parallel(model, TWO), pytest.raises(RuntimeError, match="leaf Variable"):
         model(x)
 
@@ -244,14 +237,12 @@ def test_all_lists_are_named_at_once():
     def target(x, names, flags):
         return x * len(names) + len(flags)
 
-    x, names, flags = torch.zeros(7), list("abcdefg"), [object()] * 7
+    x, names, flags = torch.ones(7), list("abcdefg"), [object()] * 7
     message = refused(ShardError, target, x, names, flags)
     assert cures_of(message) == [{"names": "items", "flags": "items"}, {"names": None, "flags": None}]
-    with parallel(target, TWO, in_dims=cures_of(message)[0]) as p:
-        assert p(x, names, flags).tolist() == [4.0] * 4 + [3.0] * 3
-    for cure in cures_of(message)[1:]:
+    for cure, expected in zip(cures_of(message), ([8.0] * 4 + [6.0] * 3, [14.0] * 7), strict=True):
         with parallel(target, TWO, in_dims=cure) as p:
-            assert_close(p(x, names, flags), target(x, names, flags))
+            assert p(x, names, flags).tolist() == expected
 
 
 def test_masks_per_head():
@@ -294,27 +285,23 @@ def positive(x):
 
 
 BUILT = {
-    "text": lambda x: f"{positive(x)} positive",
-    "dict": lambda x: {"y": x, "summary": f"{positive(x)} positive"},
-    "tuple": lambda x: (x, f"{positive(x)} positive"),
-    "list": lambda x: ["dog"] * positive(x),
-    "list in a dict": lambda x: {"y": x, "found": ["dog"] * positive(x)},
-    "dicts": lambda x: [{"label": "dog"}] * positive(x),
-    "set": lambda x: {f"{positive(x)} positive"},
+    # a target, and `out_dims` that declare equality
+    "text": (lambda x: f"{positive(x)} positive", None),
+    "dict": (lambda x: {"y": x, "summary": f"{positive(x)} positive"}, {"y": 0, "summary": None}),
+    "tuple": (lambda x: (x, f"{positive(x)} positive"), (0, None)),
+    "list": (lambda x: ["dog"] * positive(x), None),
+    "list in a dict": (lambda x: {"y": x, "found": ["dog"] * positive(x)}, {"found": None}),
+    "dicts": (lambda x: [{"label": "dog"}] * positive(x), None),
+    "set": (lambda x: {f"{positive(x)} positive"}, None),
 }
 
 
-@pytest.mark.parametrize("kind", BUILT)
-def test_texts_that_are_equal_by_chance(kind):
+@pytest.mark.parametrize(("target", "declared"), BUILT.values(), ids=BUILT)
+def test_texts_that_are_equal_by_chance(target, declared):
     """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive". `out_dims` declares equality."""
     x = torch.tensor([[1.0], [0], [0], [0], [0], [1], [0], [0]])
-    message = refused(GatherError, BUILT[kind], x)
+    message = refused(GatherError, target, x)
     assert "out_dims" in message
     assert "None for one value" in message
-    declared = {
-        "dict": {"y": 0, "summary": None},
-        "tuple": (0, None),
-        "list in a dict": {"found": None},
-    }
-    with parallel(BUILT[kind], TWO, out_dims=declared.get(kind)) as p:
+    with parallel(target, TWO, out_dims=declared) as p:
         assert p(x) is not None

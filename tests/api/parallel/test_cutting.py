@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime as dt
 import decimal
 import enum
@@ -27,6 +26,7 @@ from tests.fuzz.models import SlottedBox
 from tests.helpers.caller_warnings import warnings_of
 from tests.helpers.cures import cures_of
 from tests.helpers.same import assert_same
+from tests.helpers.shards import Output
 from tests.helpers.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
@@ -52,12 +52,6 @@ class Spy:
         return [rows for _, rows, _ in lanes], [extra for *_, extra in lanes]
 
 
-@dataclasses.dataclass
-class Record:
-    x: object
-    more: object
-
-
 WHOLE = [
     *(3, 2.5, True, 1j, np.int64(2), decimal.Decimal("0.5"), fractions.Fraction(1, 2), None, ..., Color.RED, Color, int),
     *("text", b"bytes", pathlib.Path("a/b"), re.compile("a"), slice(1, ROWS), torch.relu, types, uuid.UUID(int=1)),
@@ -71,7 +65,7 @@ WHOLE = [
 def test_values_that_every_lane_gets(value):
     spy, x = Spy(), torch.arange(float(ROWS))
     with parallel(spy, TWO) as p:
-        for extra in (value, {"short": [(value, [value])], "record": Record(value, (value, value))}):
+        for extra in (value, {"short": [(value, [value])], "output": Output(value, (value, value))}):
             for call in (lambda extra=extra: p(x, extra), lambda extra=extra: p(x=x, extra=extra)):
                 assert_close(call(), x + 1)
                 sizes, found = spy.in_row_order()
@@ -159,11 +153,6 @@ def test_texts_without_tensors():
             assert p.stats().shards == shards
 
 
-class OnPacked(nn.LSTM):
-    def forward(self, packed):
-        return super().forward(packed)[0]
-
-
 class OnRows(nn.LSTM):
     def forward(self, rows, lengths):
         packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
@@ -174,11 +163,11 @@ def test_packed_sequences_are_refused():
     """They run whole in `map`. The cures of the errors work: forward packs rows, and returns rows."""
     rows, lengths = torch.randn(7, 5, 3), torch.tensor([1, 4, 2, 5, 3, 1, 4])
     packed = rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
-    model, on_rows = OnPacked(3, 4), OnRows(3, 4, batch_first=True)
+    model, on_rows = nn.LSTM(3, 4), OnRows(3, 4, batch_first=True)
     with torch.no_grad(), parallel(model, TWO) as p:
         with pytest.raises(ShardError, match="Pass padded rows and their lengths, and pack them in forward"):
             model(packed)
-        assert_same(next(p.map([packed])), model.__class__.forward(model, packed))
+        assert_same(next(p.map([packed])), nn.LSTM.forward(model, packed))
     block = parallel(lambda x: rnn.pack_sequence([*x]), TWO)
     with torch.no_grad(), block as p, pytest.raises(GatherError, match=r"Return rnn\.pad_packed_sequence"):
         p(rows)

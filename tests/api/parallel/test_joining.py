@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from parawrap import GatherError, parallel
+from tests.helpers.calling import Stateful
 from tests.helpers.same import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
@@ -101,15 +102,10 @@ def test_masked_arrays():
 
 def test_outputs_that_hold_a_layer():
     """A lane's copy of a layer ends with the block. The rule holds in calls, `map`, and `submit`."""
-
-    class Returns(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), self
-
-    x = torch.ones(5, 2)
-    with torch.no_grad(), parallel(Returns(2, 2), TWO, join="list") as p:
+    model, x = Stateful(lambda self, x: (self.layer(x), self), layer=nn.Linear(2, 2)), torch.ones(5, 2)
+    with torch.no_grad(), parallel(model, TWO, join="list") as p:
         for use in (lambda: p(x), lambda: next(p.map([x])), lambda: p.submit(x).result()):
-            with pytest.raises(GatherError, match="holds a Returns, which is a lane's"):
+            with pytest.raises(GatherError, match="holds a Stateful, which is a lane's"):
                 use()
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from parawrap import ResumeError, parallel
 from parawrap.engine.resume import digest_value
 from tests.helpers.processes import run_script, running_script
+from tests.helpers.shards import Output
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 TWO = ["cpu"] * 2
@@ -78,27 +79,21 @@ def test_a_failed_batch_runs_again(tmp_path):
         assert [output[0].item() for output in p.map(batches(3), resume=tmp_path)] == [0, 2, 4]
 
 
-@dataclass
-class Boxes:
-    corners: torch.Tensor
-    names: list[str]
-
-
 def test_outputs_of_any_kind_come_back(tmp_path):
     """A part of a large tensor is saved alone, although torch.save would write the whole storage."""
     outputs = [
         {"logits": torch.randn(2, 3), "names": ["a", "b"], "count": 2, "none": None},
         (torch.randn(2, dtype=torch.bfloat16), torch.empty(0, 4)),
-        Boxes(torch.randn(2, 4), ["cat", "dog"]),
+        Output(torch.randn(2, 4), ["cat", "dog"]),
         [np.arange(3), torch.eye(4).to_sparse()],
         torch.randn(100_000)[:2],
     ]
-    outputs[2].corners.mark = "a"
+    outputs[2].logits.mark = "a"
     for _ in range(2):
         with torch.no_grad(), parallel(lambda x: outputs[int(x[0])], TWO) as p:
             found = list(p.map(batches(len(outputs)), resume=tmp_path))
         assert [(type(each), repr(each)) for each in found] == [(type(each), repr(each)) for each in outputs]
-        assert found[2].corners.mark == "a"
+        assert found[2].logits.mark == "a"
     assert p.stats().calls == 0
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 30_000
 
