@@ -52,6 +52,18 @@ def test_writes_of_parameters(write, home):
                 model(rows())
 
 
+@HOMES
+def test_later_writes_of_parameters(home):
+    """A write that torch counts is refused at any call."""
+    calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+    model = Stateful(lambda self, x: x + self.calls.add_(1) if self.writes else x, calls=calls, writes=False).to(home)
+    with parallel(model, SIMS):
+        model(rows())
+        model.writes = True
+        with pytest.raises(ReplicaError, match="the parameter 'calls' was written during a call"):
+            model(rows())
+
+
 PLAIN = ("plain",)
 SPECS = {
     "hook of the module": ("reads_hook", PLAIN),
