@@ -123,7 +123,7 @@ def _parts(place: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(leaf, WholeLeaf):
         yield from ((f"{place}, tensor {index}", tensor) for index, tensor in enumerate(tensors_in(leaf)))
     else:
-        yield place, torch.from_numpy(leaf) if is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
+        yield place, torch.from_numpy(leaf.copy()) if is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
 
 
 def _weigh(leaves: list[Any]) -> torch.Tensor | None:

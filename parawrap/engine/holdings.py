@@ -161,7 +161,7 @@ class Holdings:
     """The objects that the containers of one model or replica hold.
 
     `copy_of` returns the copy of an owner of containers; None to leave the owner out. With `compares_names`, an object that
-    gets another name in its container is a change too. That takes a third longer.
+    gets another name in its container is a change too, and a look takes 1.4 times as long.
     """
 
     def __init__(self, places: Iterable[Place], copy_of: Callable[[Any], Any], *, compares_names: bool = False) -> None:

@@ -19,7 +19,6 @@ import multiprocessing.synchronize
 import numbers
 import pathlib
 import queue
-import random
 import re
 import socket
 import string
@@ -62,15 +61,14 @@ _ATOMS = (
 )
 # Objects with a life outside the model. All lanes use the same one.
 _SHARED = (
-    *(types.ModuleType, torch.Generator, random.Random, torch.jit.ScriptModule, torch.jit.ScriptFunction),
-    *(io.IOBase, socket.socket, contextvars.ContextVar),
+    *(types.ModuleType, torch.jit.ScriptModule, torch.jit.ScriptFunction, contextvars.ContextVar, io.IOBase, socket.socket),
     *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
     *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
     *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
     *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
     *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
 )
-_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda", "numpy.random")
+_SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
 
 # Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do: LazyLinear, spectral norms.
@@ -248,10 +246,10 @@ class Survey:
         if isinstance(value, Iterator) and not isinstance(value, _SHARED):
             msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
             raise ReplicaError(msg)
-        if is_generator(value):
+        if draws := is_generator(value):
             self.generators.append(value)
         is_shared = isinstance(value, _SHARED) or cls is object or cls.__module__.startswith(_SHARED_BY_MODULE)
-        if is_shared or _is_singleton(value):
+        if draws or is_shared or _is_singleton(value):
             self.shared.append(value)
             return ()
         if vars_of(value) is None and not names_of_slots(cls):

@@ -169,8 +169,9 @@ class _Contents:
 
     def differ_from(self, value: Any) -> bool:
         """True if the container has other contents now."""
-        is_compared = self._read is not None and len(value) == self._length
-        return len(value) != self._length or (is_compared and _Contents(value)._read != self._read)
+        if self._read is None or len(value) != self._length:
+            return len(value) != self._length
+        return bool(_Contents(value)._read != self._read)
 
     def _read_contents(self, value: Any) -> Any:
         stream = io.BytesIO()

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -25,7 +25,7 @@ from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, timed
-from parawrap.errors import SessionError, ShardError
+from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.launch import Platform
 from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
@@ -309,7 +309,8 @@ class WorkerSession:
         """
         modes, packed = Modes.capture(self._backend.type), None
         if prepare is not None:
-            refuse_generators(Survey(prepare), "prepare")
+            with suppress(ReplicaError):  # of lanes in threads: each worker has its own copy of everything
+                refuse_generators(Survey(prepare), "prepare")
             packed = pack(prepare, "prepare").to_bytes()
         with self._reading:
             model = self._model.read()

@@ -76,6 +76,13 @@ def test_model_that_cannot_be_unpickled():
         assert_close(p(x), x @ model.weight.T + model.bias)
 
 
+def test_prepare_holds_a_list_of_layers():
+    """Lanes in threads refuse it, and each worker has its own copy."""
+    layers = [nn.Linear(2, 2)]
+    with torch.no_grad(), processes(nn.Identity()) as p:
+        assert_close([*p.map([torch.ones(3, 2)], prepare=lambda x: layers[0](x))], [layers[0](torch.ones(3, 2))])
+
+
 def test_generators_are_refused():
     """The state of a generator in the model, `prepare`, or the arguments would stay in the worker."""
     model, generator = nn.Identity(), torch.Generator()
