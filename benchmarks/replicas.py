@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks._measure import Result, Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
-from parawrap.engine.holdings import Holdings
+from parawrap.engine.model_state import Snapshot
 from parawrap.engine.survey import Survey
 
 __all__ = ["count", "rows"]
@@ -49,8 +49,8 @@ def _unchanged(rounds: int) -> Row:
 def _checked(rounds: int) -> Row:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 12)
     modules = sum(1 for _ in model.modules())
-    holdings = Holdings(Survey(model).places, lambda owner: owner)
-    arms = take_turns({"check": holdings.is_same}, rounds=rounds, calls=5)
+    snapshot = Snapshot(Survey(model).places, lambda owner: owner, is_model=True)
+    arms = take_turns({"check": snapshot.is_same}, rounds=rounds, calls=5)
     each = arms["check"].median_us / modules
     name = f"replicas: check of the structure, {modules} modules"
     return Row(name, arms, [Result("check, per module", each, "us").held_to("at most", _MOST_PER_MODULE_US)])

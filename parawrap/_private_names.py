@@ -57,6 +57,13 @@ NOT_CALLED = frozenset(
         "_non_persistent_buffers_set",
     }
 )
+# The entries of each module's ``__dict__`` that torch makes. The training flag is set by users
+MODULE_ENTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
+# Dictionaries of hooks that calls run
+HOOK_TABLES = frozenset(name for name in MODULE_ENTRIES - NOT_CALLED if "_hooks" in name)
+PRE_HOOKS = "_forward_pre_hooks"
+# The name of the attribute that a hook of torch.nn.utils.prune computes
+pruned_name_of: Callable[[Any], Any] = attrgetter("_tensor_name")
 
 # Copies tensors into others, faster than a loop over `Tensor.copy_`
 copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_name("torch._foreach_copy_")

@@ -31,6 +31,7 @@ _ITEMS_OF_ROWS = "_encodings"  # in a BatchEncoding of transformers, a UserDict:
 # Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few and long-lived.
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
 _nodes: set[type] = set()
+_whole: set[type] = set()  # of the nodes, those that are kept whole
 _learning = threading.Lock()
 _claims: list[Callable[[type], bool]] = []
 
@@ -66,9 +67,33 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
 
 
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
-    """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
+    """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``.
+
+    Without another part, it is `value` itself.
+    """
     leaves, spec = flatten(value, chosen)
-    return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
+    made = [replace(leaf) if chosen(leaf) else leaf for leaf in leaves]
+    if all(new is leaf for new, leaf in zip(made, leaves, strict=True)):
+        return value  # the same containers: forward may write into those of an argument
+    return unflatten(spec, made)
+
+
+def parts_below(value: Any) -> list[Any] | None:
+    """Return the values one level below a container; None for a leaf. The part of a class kept whole is a `WholeLeaf`."""
+    kind = type(value)
+    if kind is dict:
+        return [*value.values()]
+    if kind is list or kind is tuple:
+        return [*value]
+    if kind in _known_leaves:
+        return None
+    parts, spec = flatten(value, lambda node: node is not value)
+    return None if spec.is_leaf() else parts
+
+
+def is_kept_whole(cls: type) -> bool:
+    """True if every instance of a class is one leaf, though it is a container or has parts."""
+    return cls in _whole
 
 
 def keep_whole(cls: type) -> None:
@@ -99,14 +124,21 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         if isinstance(each, torch.Tensor):
             yield each
             continue
-        if isinstance(each, Mapping):
-            waiting += each.values()
-        elif isinstance(each, (list, tuple, deque, AbstractSet)):
-            waiting += each
-        elif isinstance(each, types.MethodType):
-            waiting.append(each.__self__)
-        names = {*getattr(each, "__dict__", ()), *names_of_slots(type(each))}
-        waiting += [getattr(each, name) for name in names if isinstance(name, str) and hasattr(each, name)]
+        waiting += held_by(each)
+
+
+def held_by(value: Any) -> list[Any]:
+    """Return what an object holds in attributes, slots, and as a container."""
+    found: list[Any] = []
+    if isinstance(value, Mapping):
+        found += value.values()
+    elif isinstance(value, (list, tuple, deque, AbstractSet)):
+        found += value
+    elif isinstance(value, types.MethodType):
+        found.append(value.__self__)
+    names = {*getattr(value, "__dict__", ()), *names_of_slots(type(value))}
+    found += [getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)]
+    return found
 
 
 def list_attributes(tensor: torch.Tensor) -> list[str]:
@@ -220,6 +252,8 @@ def _register(cls: type, down: Callable[[Any], Any]) -> None:
         warnings.simplefilter("ignore", UserWarning)
         optree.register_pytree_node(cls, down, _rebuild, namespace=_NAMESPACE)
     _nodes.add(cls)
+    if down is _as_whole:
+        _whole.add(cls)
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)

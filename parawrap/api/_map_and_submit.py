@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from parawrap.engine.call import Entry
+from parawrap.engine.fingerprint import fingerprint_of
 from parawrap.engine.resume import OutputFolder
 from parawrap.engine.session import Session
 from parawrap.engine.streams import StreamSize, stream
@@ -32,6 +34,9 @@ class MapAndSubmit:
         The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with the least pending work.
         ``future.result()`` raises the exception of the call. ``future.cancel()`` cancels a call that has not started. If an
         exception leaves the block, all calls that have not started are cancelled.
+
+        The future belongs to the model as it was at the call. After a later change of the model, a call that has not
+        started may raise ReplicaError: read the results first.
 
         Raises:
             SessionError: If the block is closed.
@@ -60,6 +65,7 @@ class MapAndSubmit:
         chunksize: int | Literal["auto"] = "auto",
         resume: str | Path | None = None,
         key: Callable[[Any], Any] | None = None,
+        check_model: bool = True,
         progress: bool = False,
         total: int | None = None,
         desc: str | None = None,
@@ -68,7 +74,10 @@ class MapAndSubmit:
 
         Each batch runs whole in one lane, without cutting or joining. A tuple batch is ``model(*batch)``, a dict batch
         ``model(**batch)``, any other batch ``model(batch)``. If a batch raises, the generator raises in its place, with a
-        note on the number of the batch. Closing the generator drops the batches that no lane has started.
+        note on the number of the batch. Closing the generator drops the batches that no lane has started. Batches that have
+        started run to their end, so write the model after `close` or the end of the block.
+
+        If the model adds to a dict, a list, or another object of a batch, the batch that `batches` gave has the addition.
 
         Args:
             batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
@@ -76,17 +85,20 @@ class MapAndSubmit:
             with_inputs: Yield ``(batch, output)``, with the batch as `batches` gave it.
             return_exceptions: Yield the exception of a batch in place of its output, and continue.
             ordered: Yield in the order of the batches. With False, yield each output as soon as it is computed.
-            buffersize: The number of batches in flight, which bounds the memory: 2 per lane by default, and 3 chunks per
+            buffersize: The number of batches in flight, which bounds the memory: 4 per lane by default, and 3 chunks per
                 lane with workers.
             chunksize: With workers, the number of batches that travel in one message, as in concurrent.futures. By default,
                 a message holds about 5 ms of work, by the time that batches took before: at most 64 batches and 256 KiB;
                 one batch with ``retries=0``. With threads it changes nothing.
             resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
                 outputs without computing them. The source must give the same batches in the same order in every run:
-                a batch with another pickle is refused. Weights are not compared: use a new folder after you change them.
-                Use only folders that you trust: outputs are loaded with pickle.
+                a batch with another pickle is refused. So are outputs of other weights, buffers, or training flags, and of
+                other options that change a whole output. Code is not compared: use a new folder after you change it.
+                Outputs are loaded with pickle, so folders and files of other users are refused.
             key: With `resume`, a function of one batch that returns its name or its number, to be compared in place of the
                 batch. For batches that cannot be pickled, or that take long to compare. It runs in the caller's thread.
+            check_model: With `resume`, compare the model with the model of the saved outputs, once per stream. With
+                False, saved outputs of any weights are taken.
             progress: Draw a tqdm bar (``pip install 'parawrap-torch[cli]'``).
             total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
             desc: The text in front of the bar.
@@ -94,11 +106,13 @@ class MapAndSubmit:
         Raises:
             ShardError: If `batches` is a tensor, a mapping, or a text.
             ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, if
-                `key` is given without `resume`, or if `methods` names several methods. Use ``p.method(name).map(...)``.
+                `key` or `check_model` is given without `resume`, or if `methods` names several methods. Use
+                ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
-            ResumeError: If the folder cannot be made; from the generator, if it holds outputs of another target or of
-                other batches than the source gives, if a batch cannot be pickled and there is no `key`, or if an output
-                cannot be saved.
+            ReplicaError: From the generator, if the model changes before the stream ends.
+            ResumeError: If the folder cannot be made, or belongs to another user; from the generator, if it holds outputs
+                of another target, of other weights, or of other batches than the source gives, if a batch cannot be
+                pickled and there is no `key`, or if an output cannot be saved.
 
         Example:
             >>> import torch
@@ -122,7 +136,14 @@ class MapAndSubmit:
         if key is not None and resume is None:
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
+        if not check_model and resume is None:
+            msg = "check_model=False is given without resume=. Give resume= a folder, or drop check_model="
+            raise ShardError(msg)
         session, entry, name = self._open_method()
+        folder = None
+        if resume is not None:
+            find = partial(fingerprint_of, session.target, session.rules)
+            folder = OutputFolder(Path(resume), name, key, find if check_model else None)
         total = _length_of(batches) if total is None else total
         size = StreamSize(None if chunksize == "auto" else chunksize, buffersize, total)
         outputs = stream(
@@ -133,7 +154,7 @@ class MapAndSubmit:
             with_inputs=with_inputs,
             return_exceptions=return_exceptions,
             ordered=ordered,
-            folder=None if resume is None else OutputFolder(Path(resume), name, key),
+            folder=folder,
         )
         return _draw_bar(outputs, total, desc) if progress else outputs
 

@@ -35,7 +35,7 @@ def check_rowwise(
     ``x - x.mean(0)``; this check finds both.
 
     The check uses copies of the model, and does not change the model. It runs on the model's device, in the modes of the
-    caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 3 rows: without `out_dims`, fewer rows are not cut.
+    caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 5 rows: without `out_dims`, fewer are not cut.
 
     Args:
         model: The model, in train or eval mode. Random numbers differ between cuts, so use eval mode for dropout.
@@ -47,7 +47,7 @@ def check_rowwise(
 
     Raises:
         VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut, and the difference.
-        ShardError: If no call was cut, for instance because the batch has fewer than 3 rows; and as for `parallel`.
+        ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and as for `parallel`.
         GatherError, ReplicaError: As for `parallel`.
 
     Example:
@@ -82,7 +82,7 @@ def check_rowwise(
                 msg += ". It draws random numbers, which differ between cuts. Use eval mode"
             raise VerifyError(msg)
     if not is_cut:
-        msg = "the batch was not cut, so there was nothing to compare. Give a batch of 3 rows or more, as tensors"
+        msg = "the batch was not cut, so there was nothing to compare. Give a batch of 5 rows or more, as tensors"
         raise ShardError(msg)
 
 

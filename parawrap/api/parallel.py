@@ -34,7 +34,7 @@ from parawrap.engine.in_dims import InDim
 from parawrap.engine.join_rules import JoinRules, OutDims, PadValue, Reduce
 from parawrap.engine.patch import PatchedMethods
 from parawrap.engine.session import Session
-from parawrap.engine.shard_sizes import Sizes, balanced_sizes, uneven_sizes
+from parawrap.engine.shard_sizes import Sizes, sizes_of_block
 from parawrap.engine.stats import Stats
 from parawrap.engine.trace import Trace
 from parawrap.errors import SessionError, ShardError
@@ -64,8 +64,11 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     of a function under ``@parallel(model)`` runs inside the block.
 
     Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so each call shows which
-    outputs follow the rows; 4 rows on 2 lanes run plainly. With `out_dims`, the sizes are balanced. With gradients, lanes
-    that share a device run one after another, so a seed gives the same random numbers every time.
+    outputs follow the rows; calls of up to 4 rows run plainly. With `out_dims`, the sizes are balanced. With gradients,
+    lanes that share a device run one after another, so a seed gives the same random numbers every time.
+
+    Arguments are borrowed: writes into tensors, and what the target adds to a dict, list, dataclass, or registered object,
+    reach the caller's own objects. New entries are joined like outputs. Outputs are handed over: no later call writes them.
 
     Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement. A
     `Parallel` is thread-safe. It is reentrant, and reusable after its block has ended.
@@ -85,7 +88,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         dim: The dim of inputs and outputs that the rows lie on.
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
             "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items". A dict,
-            tuple, or dataclass of these declares the parts of an argument: ``{"batch": {"mask": None}}``.
+            tuple, or dataclass of these declares the parts of an argument: ``{"batch": {"mask": None}}``. Name a tensor
+            that has as many rows as the batch by chance: ``{"weights": None}``.
         out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
             with one item per row, and "ragged" any number of rows in order. Give a tuple, dict, or dataclass of these to
             match a nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
@@ -110,7 +114,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.
         DeviceUnavailableError: If this machine does not have one of `devices`.
         ShardError: If `in_dims` or `methods` names a parameter or method that the target does not have; at the call, if an
-            argument cannot be cut.
+            argument cannot be cut, or if the target changes an argument and the change cannot be joined.
         GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
         ReplicaError: At the first call, if the module cannot be replicated.
 
@@ -160,7 +164,7 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         in_dims = check_in_dims(in_dims, parameters.values(), target)
         rules = JoinRules(dim, out_dims, reduce, join, pad_value)
         output = None if output_device is None else resolve_device(output_device)
-        sizes: Sizes = uneven_sizes if rules.needs_proof else balanced_sizes
+        sizes: Sizes = sizes_of_block(unit, are_uneven=rules.needs_proof)
         opens: Callable[..., Session | WorkerSession]
         self._devices: tuple[torch.device, ...] | tuple[NeuronCore, ...]
         if is_platform(devices):
@@ -211,17 +215,27 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         return f"parallel({name}, {[str(device) for device in self._devices]})"
 
     def __enter__(self) -> Parallel[TargetT]:
-        self._enter()
-        return self
+        try:
+            self._enter()
+            return self
+        except BaseException:
+            # Ctrl-C may come between the two lines, and then Python does not call `__exit__`
+            self.close()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._lock:
-            self._leave()
-            session = self._detach_session() if self._depth == 0 else None
-        if session is not None:
-            if error is not None:
-                session.cancel()
-            session.close()
+        try:
+            with self._lock:
+                self._leave()
+                session = self._detach_session() if self._depth == 0 else None
+            if session is not None:
+                if error is not None:
+                    session.cancel()
+                session.close()
+        except BaseException:
+            # After Ctrl-C in the middle, the model must not stay parallel. `close` does nothing twice
+            self.close()
+            raise
 
     def close(self) -> None:
         """Restore the model, wait for running tasks, and end the lanes. A second call does nothing."""

@@ -15,7 +15,7 @@ from parawrap.engine.cut import Cutter
 from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Lanes
-from parawrap.engine.replicas import Replicas
+from parawrap.engine.replicas import CopyOptions, Replicas
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.tree import flatten
 
@@ -112,10 +112,10 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     places = list(map(device_named, devices))
     if not places:
         return []
-    made = Replicas(network, places, detach=detach, shares_hooks=True)
+    made = Replicas(network, places, CopyOptions(detach=detach, shares_hooks=True))
     made.refresh()
     made.share_buffers()
-    return [replica.target for replica in made.all]
+    return [replica.target for replica in made.state.lanes]
 
 
 @public

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from parawrap._private_names import indices_of, values_of
 from parawrap.backends._backend_registry import backend_of
-from parawrap.tree import WholeLeaf
+from parawrap.tree import WholeLeaf, tensors_in
 
 _STAGED_FROM = 64 << 10
 """Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
@@ -60,8 +59,7 @@ def record_use(leaves: Iterable[Any]) -> None:
 def _tensors(leaf: Any) -> Sequence[torch.Tensor]:
     if isinstance(leaf, torch.Tensor):
         return (leaf,)
-    packed = leaf.value if isinstance(leaf, WholeLeaf) else None
-    return [part for part in packed if isinstance(part, torch.Tensor)] if isinstance(packed, PackedSequence) else ()
+    return [*tensors_in(leaf.value)] if isinstance(leaf, WholeLeaf) else ()
 
 
 def _record(tensor: torch.Tensor) -> None:

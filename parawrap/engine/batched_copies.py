@@ -1,7 +1,8 @@
 """Many tensors to another device in few copies.
 
-A copy between devices costs some microseconds of the host's time, and a model has hundreds of small tensors. The small
-tensors of one dtype travel as one; large tensors travel alone, since packing would copy them once more.
+A copy between devices costs some microseconds of the host's time, and a model has hundreds of small
+tensors. The small tensors of one dtype travel as one; large tensors travel alone, since packing
+would copy them once more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap._private_names import copy_all
+from parawrap._private_names import InferenceMode, copy_all, set_grad_enabled
 from parawrap.backends import transfer, transfer_into
 
 _SMALL = 1 << 20  # bytes; a copy of more takes longer than the call that starts it
@@ -20,23 +21,37 @@ _MOST = 32 << 20  # bytes of one packed tensor, which exists twice for a moment
 def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return lasting copies of tensors on another device. Plain tensors travel together."""
     with lasting():
-        tensors = [tensor.detach() for tensor in tensors]
-        copies = [
-            torch.empty_like(tensor, device=device) if _can_be_written(tensor) else tensor.to(device, copy=True)
-            for tensor in tensors
-        ]
-        plain = [(tensor, each) for tensor, each in zip(tensors, copies, strict=True) if _can_be_written(tensor)]
-        packs = pack_small([tensor for tensor, _ in plain])
-        for index in {*range(len(plain))} - {index for pack in packs for index in pack}:
-            transfer_into(plain[index][1], plain[index][0])
+        copies: list[torch.Tensor] = []
+        plain: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []  # the copies of the plain ones, which are written below
+        for tensor in tensors:
+            original = tensor.detach()
+            if _can_be_written(original):
+                copied = torch.empty_like(original, device=device)
+                plain.append(original)
+                empty.append(copied)
+            else:
+                copied = original.to(device, copy=True)
+            copies.append(copied)
+        packs = pack_small(plain)
+        alone = set(range(len(plain)))
         for pack in packs:
-            copy_all([plain[index][1] for index in pack], send_packed([plain[index][0] for index in pack], device))
+            alone.difference_update(pack)
+        for index in alone:
+            transfer_into(empty[index], plain[index])
+        for pack in packs:
+            # The pieces of a pack share its memory and its version. Each copy gets its own, so that
+            # a write to one of them does not count as a write to all.
+            pieces = send_packed([plain[index] for index in pack], device)
+            copy_all([empty[index] for index in pack], pieces)
     return copies
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
-    """True if an empty copy of the tensor can be made and written later: a plain, strided tensor."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    """True for a plain, strided tensor: an empty copy of it can be made, and written later."""
+    if type(tensor) is not torch.Tensor or tensor.is_quantized:
+        return False
+    return tensor.layout is torch.strided
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -45,36 +60,64 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def pack_small(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that travel together: small tensors of one dtype, up to a number of bytes."""
+    """Return the indices of tensors that travel together.
+
+    These are small tensors of one dtype, up to a number of bytes.
+    """
     packs: list[list[int]] = []
-    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    filling: dict[torch.dtype, list[int]] = {}  # the newest pack of each dtype
+    sizes: dict[torch.dtype, int] = {}  # in bytes, of these packs
     for index, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided or tensor.nbytes > _SMALL:
+        if tensor.layout is not torch.strided:
             continue
-        pack, size = filling.get(tensor.dtype, ([], _MOST))
-        if size + tensor.nbytes > _MOST:
-            pack, size = [], 0
+        size = tensor.nbytes
+        if size > _SMALL:
+            continue
+        dtype = tensor.dtype
+        # A dtype without a pack counts as one with a full pack.
+        pack = filling.get(dtype, [])
+        total = sizes.get(dtype, _MOST) + size
+        if total > _MOST:
+            pack = []
             packs.append(pack)
+            total = size
         pack.append(index)
-        filling[tensor.dtype] = pack, size + tensor.nbytes
+        filling[dtype] = pack
+        sizes[dtype] = total
+    # A pack of one tensor would only be copied once more.
     return [pack for pack in packs if len(pack) > 1]
 
 
 def send_packed(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Send tensors of one dtype in one copy. The results share memory, and gradients flow through them."""
-    packed = transfer(torch.cat([tensor.reshape(-1) for tensor in tensors]), device)
+    """Send tensors of one dtype in one copy.
+
+    The results share memory, and gradients flow through them.
+    """
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    packed = transfer(torch.cat(flat), device)
     pieces = packed.split([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class lasting:  # noqa: N801
-    """Inside the block, new tensors have no graph and are not inference tensors, whatever the caller's modes."""
+    """Inside the block, new tensors are not inference tensors, whatever the caller's modes.
+
+    Without `grad`, they have no graph either.
+    """
+
+    def __init__(self, *, grad: bool = False) -> None:
+        self._grad = grad
+        self._guard = InferenceMode(False)
 
     def __enter__(self) -> None:
-        self._modes = torch.inference_mode(False), torch.no_grad()
-        for mode in self._modes:
-            mode.__enter__()
+        # One guard restores both modes when it exits. With one guard per mode, Ctrl-C between the
+        # two would leave the thread in a mode of ours
+        try:
+            self._guard.__enter__()
+            set_grad_enabled(self._grad)
+        except BaseException:
+            self._guard.__exit__(None, None, None)
+            raise
 
     def __exit__(self, *error: object) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(*error)
+        self._guard.__exit__(None, None, None)

@@ -1,68 +1,109 @@
-"""The code that a call of a model leads to: what it reads outside of the model, and whether it may write shared weights."""
+"""The code that a call of a model leads to: what it reads outside of the model, and what it writes.
+
+Code is read by the names in it, as compiled: attributes for what it writes, globals for what it
+calls.
+"""
 
 from __future__ import annotations
 
 import dis
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any
+from functools import cache
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.engine.holdings import ABSENT, read_slot
+from parawrap.engine.places import ABSENT, read_slot
 from parawrap.errors import ReplicaError
 
-_LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
-_WRITERS = frozenset({"data", "set_"})  # attributes through which code may write a parameter without a new version
-_CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
+# Attributes through which code may write a parameter, and leave its version alone
+_WRITERS = frozenset({"data", "set_"})
+# Attributes through which code writes gradients and flags of parameters, which lanes share
+_LEARNERS = frozenset({"grad", "backward", "zero_grad", "requires_grad_"})
+_FUNCTIONAL = frozenset(
+    {"autograd", "func"}
+)  # torch.autograd.grad and torch.func.grad return gradients, and write none
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
+
+# Libraries whose code finds no module of the user's by a global. Their forward is read like any
+# other.
+_LIBRARIES = ("torch", "torchvision", "transformers", "timm")
+_CURE = (
+    "every lane would use the same one. Make it an attribute of the model, or an argument of "
+    "functools.partial"
+)
 
 
-def may_write_weights(
+class Writes(NamedTuple):
+    """What the code of a model may write besides its own buffers and attributes.
+
+    Attributes:
+        weights: True if it may write parameters without a new version.
+        gradients: True if it may write gradients, or flags of parameters.
+    """
+
+    weights: bool
+    gradients: bool
+
+
+def find_writes(
     classes: Iterable[type],
     functions: Sequence[types.FunctionType],
     methods: Iterable[str],
     paths: Mapping[int, str],
-) -> bool:
-    """Read the code that a call leads to. Return True if it names ``data`` or ``set_``: it may write shared weights.
+) -> Writes:
+    """Read the code that a call leads to, and return what it may write into what lanes share.
 
-    `classes` are those of the objects in the model, `functions` what these hold, `methods` the methods that are called, and
-    `paths` the paths of functions by their id. Methods are followed by their names, and functions by the globals that name
-    them.
+    `classes` are those of the objects in the model, `functions` what these hold, `methods` the
+    methods that are called, and `paths` the paths of functions by their id. Methods are followed by
+    their names, and functions by the globals that name them.
 
     Raises:
         ReplicaError: If code of the user's finds modules outside of the model.
     """
     by_name: dict[str, list[types.FunctionType]] = {}
     for cls in classes:
-        for name, value in [*vars(cls).items()] if not _is_of_library(cls.__module__) else ():
+        if _is_of_library(cls.__module__):
+            continue
+        for name, value in [*vars(cls).items()]:
             _refuse_held(f"the class attribute {cls.__qualname__}.{name}", value)
             by_name.setdefault(name, []).extend(_functions(value))
-    called = [each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ())]
-    waiting = [*called, *functions]
-    seen, own, writes = set(waiting), set(functions), False
+    entered = [each for name in ("forward", "__call__", *methods) for each in by_name.get(name, ())]
+    waiting = [*entered, *functions]
+    seen, own = set(waiting), set(functions)
+    weights = gradients = False
     while waiting:
         function = waiting.pop()
         place = paths.get(id(function)) or function.__qualname__
-        outside = [(f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)]
+        outside = [
+            (f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)
+        ]
         called = [value for _, value in outside if isinstance(value, types.FunctionType)]
         if function not in own:  # lanes have their own closures of those
             outside += [(f"{place} captures {name!r}", value) for name, value in captured(function)]
-        for what, value in outside if not _is_of_library(function.__module__) else ():
-            _refuse_held(what, value)
+        if not _is_of_library(function.__module__):
+            for what, value in outside:
+                _refuse_held(what, value)
         for code in _codes(function.__code__):
-            writes = writes or not _WRITERS.isdisjoint(code.co_names)
+            weights = weights or not _WRITERS.isdisjoint(code.co_names)
+            gradients = gradients or _writes_gradients(code)
             called += [each for name in code.co_names for each in by_name.get(name, ())]
         waiting += set(called) - seen
         seen.update(called)
-    return writes
+    return Writes(weights, gradients)
 
 
 def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
     """Return what a function holds: its closure, its defaults, and its attributes."""
-    cells = zip(function.__code__.co_freevars, map(read_slot, function.__closure__ or ()), strict=True)
+    cells = zip(
+        function.__code__.co_freevars, map(read_slot, function.__closure__ or ()), strict=True
+    )
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     held = [*cells, *(("a default", part) for part in defaults), *vars(function).items()]
     return [(name, part) for name, part in held if part is not ABSENT]
@@ -70,29 +111,61 @@ def captured(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 def is_generator(value: Any) -> bool:
     """True for a generator of random numbers, of torch, Python, or numpy."""
-    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith(
+        "numpy.random"
+    )
 
 
 def draws_from_generator(values: Sequence[Any]) -> bool:
     """True if a value is a generator of random numbers, or a function that holds one."""
-    held = (part for value in values if isinstance(value, types.FunctionType) for _, part in captured(value))
+    held = (
+        part
+        for value in values
+        if isinstance(value, types.FunctionType)
+        for _, part in captured(value)
+    )
     return any(map(is_generator, chain(values, held)))
+
+
+def _writes_gradients(code: types.CodeType) -> bool:
+    """True if code uses an attribute that writes gradients, or flags of parameters."""
+    if _LEARNERS.isdisjoint(code.co_names):
+        return False
+    names = [step.argval for step in dis.get_instructions(code) if step.opname in _ATTRIBUTES]
+    return any(
+        name in _LEARNERS and before not in _FUNCTIONAL for before, name in pairwise([None, *names])
+    )
 
 
 def _refuse_held(what: str, value: Any) -> None:
     """Refuse a value that is a module with tensors, or a container that holds one."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else [value]
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple, set))
+        else [value]
+    )
     for held in parts:
-        if isinstance(held, torch.nn.Module) and next(chain(held.parameters(), held.buffers()), None) is not None:
+        if (
+            isinstance(held, torch.nn.Module)
+            and next(chain(held.parameters(), held.buffers()), None) is not None
+        ):
             msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
             raise ReplicaError(msg)
 
 
 def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function reads, if they hold modules or are functions of the user's."""
+    """Yield the globals that a function reads: containers, modules, and functions of users."""
     for code in _codes(function.__code__):
-        found = {name: value for name in code.co_names if _is_followed(value := function.__globals__.get(name))}
-        loaded = _find_loaded_globals(code) if found else set()  # names of attributes are among co_names too
+        found = {
+            name: value
+            for name in code.co_names
+            if _is_followed(value := function.__globals__.get(name))
+        }
+        loaded = (
+            _find_loaded_globals(code) if found else set()
+        )  # names of attributes are among co_names too
         for name in found.keys() & loaded:
             yield name, found[name]
 
@@ -109,7 +182,11 @@ def names_of_globals(code: types.CodeType) -> set[str]:
 
 
 def _find_loaded_globals(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -121,10 +198,46 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _functions(value: Any) -> list[types.FunctionType]:
     """Return the functions behind an entry of a class: of a method, a static method, a property."""
-    found = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    found = (
+        [value.fget, value.fset]
+        if isinstance(value, property)
+        else [getattr(value, "__func__", value)]
+    )
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 
-def _is_of_library(module: str | None) -> bool:
-    root = (module or "").partition(".")[0]
-    return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
+@cache
+def _folders_of_libraries() -> tuple[Path, tuple[Path, ...], tuple[Path, ...]]:
+    """Return the folders of parawrap, of the standard library, and of installed packages."""
+    paths = sysconfig.get_paths()
+    standard = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib")}
+    installed = {Path(paths[name]).resolve() for name in ("purelib", "platlib")}
+    installed.add(Path(torch.__file__).resolve().parents[1])
+    return Path(__file__).resolve().parents[1], tuple(standard), tuple(installed)
+
+
+@cache
+def _is_library_file(file: str) -> bool:
+    """True for a file of the standard library, of parawrap, or of a listed package."""
+    path = Path(file).resolve()
+    parawrap, standard, installed = _folders_of_libraries()
+    if path.is_relative_to(parawrap):
+        return True
+    for folder in installed:
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).parts[0].removesuffix(".py") in _LIBRARIES
+    return any(map(path.is_relative_to, standard))
+
+
+def _is_of_library(name: str | None) -> bool:
+    """True for a module of a library.
+
+    A file of the user's with the name of a library is not one: the path decides.
+    """
+    if name == "__main__":
+        return False
+    module = sys.modules.get(name or "")
+    file = getattr(module, "__file__", None)
+    if file is None:  # compiled into Python, or no longer imported
+        return module is not None and name in sys.builtin_module_names
+    return _is_library_file(file)

@@ -10,7 +10,23 @@ import torch
 
 from parawrap.engine.join_rules import SAME, Reduce, refuse
 
+_NO_SUM = "which has no sum. Use a function as reduce, such as torch.any"
+_MOST_LISTED = 4  # values in an error: enough to see how they differ
+_MOST_CHARACTERS = 60  # of each of them
+
 # Tensors
+
+
+def shape_of(value: object) -> tuple[int, ...] | None:
+    """Return the shape of a tensor or an array; None for a nested tensor and for other values."""
+    try:
+        shape = getattr(value, "shape", None)
+    except Exception:  # noqa: BLE001 -- of a nested tensor, or of a property of the user's
+        return None
+    # A class of the user may have a method, or anything else, under this name.
+    if not isinstance(shape, tuple) or not all(isinstance(size, int) for size in shape):
+        return None
+    return tuple(shape)
 
 
 def shapes_of(parts: Sequence[Any]) -> str:
@@ -28,29 +44,40 @@ def other_sizes(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 def are_alike(parts: Sequence[Any], dim: int) -> bool:
     """True if tensors or arrays have the same sizes on all dims but one."""
-    return len({other_sizes(part.shape, dim) for part in parts}) == 1
+    kinds = {other_sizes(part.shape, dim) for part in parts}
+    return len(kinds) == 1
 
 
 def pad(parts: Sequence[torch.Tensor], dim: int, value: Any) -> list[torch.Tensor]:
     """Pad every dim except `dim` at its end, to the longest part."""
-    dim %= parts[0].ndim
-    longest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+    dims = range(parts[0].ndim)
+    row_dim = dim % parts[0].ndim
+    longest = [max(part.shape[each] for part in parts) for each in dims]
     padded = []
     for part in parts:
-        missing = [0 if each == dim else longest[each] - part.shape[each] for each in range(part.ndim)]
-        ends = [pad for size in reversed(missing) for pad in (0, size)]
-        padded.append(torch.nn.functional.pad(part, ends, value=value) if any(missing) else part)
+        ends: list[int] = []
+        for each in reversed(dims):  # torch takes the last dim first, with its start and its end
+            missing = 0 if each == row_dim else longest[each] - part.shape[each]
+            ends += [0, missing]
+        padded.append(torch.nn.functional.pad(part, ends, value=value) if any(ends) else part)
     return padded
 
 
 def are_of_one_form(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> bool:
-    """True if parts from elsewhere can be written into one tensor: their rows alone differ, and no graph records it."""
+    """True if parts from elsewhere can be written into one tensor on the device."""
     if all(part.device == device for part in parts):
+        return False  # torch.cat reads each part once too
+    if not are_alike(parts, dim):
         return False
-    return are_alike(parts, dim) and all(
-        type(part) is torch.Tensor and part.is_contiguous() and not (part.requires_grad and torch.is_grad_enabled())
-        for part in parts
-    )
+    records = torch.is_grad_enabled()
+    for part in parts:
+        # The copy would drop a subclass.
+        if type(part) is not torch.Tensor or not part.is_contiguous():
+            return False
+        # The copy into the tensor would not be part of the graph.
+        if records and part.requires_grad:
+            return False
+    return True
 
 
 def write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
@@ -59,8 +86,10 @@ def write_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device
     shape = list(parts[0].shape)
     shape[dim] = sum(sizes)
     joined = torch.empty(shape, dtype=parts[0].dtype, device=device)
+    # A copy to the CPU that does not block may end after the caller has read the tensor.
+    may_return_early = device.type != "cpu"
     for place, part in zip(joined.split(sizes, dim), parts, strict=True):
-        place.copy_(part, non_blocking=device.type != "cpu")
+        place.copy_(part, non_blocking=may_return_early)
     return joined
 
 
@@ -71,11 +100,11 @@ def is_number(value: Any) -> bool:
     """True for Python numbers, 0-d tensors, and the scalars of other libraries."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0
-    return isinstance(value, numbers.Number) or getattr(value, "shape", None) == ()
+    return isinstance(value, numbers.Number) or shape_of(value) == ()
 
 
 def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | None) -> Any:
-    """One value from the numbers of the lanes. The mean weighs each shard by its rows, as a mean over rows does."""
+    """Return one value from the numbers of the lanes."""
     first = parts[0]
     kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
 
@@ -84,28 +113,50 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
 
     if reduce is None:
         refuse_number(
-            'and no reduction is right for every number. Use reduce="mean" for a mean over rows, "sum" for sums and '
-            'counts, "stack" for one value per lane, or a function of the vector; a dict, such as reduce={"key": "mean"}, '
-            "for one of several outputs"
+            'and no reduction is right for every number. Use reduce="mean" for a mean over rows, '
+            '"sum" for sums and counts, "stack" for one value per lane, or a function of the '
+            'vector; a dict, such as reduce={"key": "mean"}, for one of several outputs'
         )
     if reduce == "sum":
-        if kind in ("bool", "torch.bool"):
-            refuse_number("which has no sum. Use a function as reduce, such as torch.any")
-        return sum(parts[1:], start=first)
+        # Without a 0 to start with: the first number decides about the type and the device.
+        if kind in ("bool", "torch.bool"):  # True and True are not 2
+            refuse_number(_NO_SUM)
+        try:
+            return sum(parts[1:], start=first)
+        except TypeError:  # an object that only looks like a number
+            refuse_number(_NO_SUM)
     if reduce == "mean":
         if not _has_mean(first):
             refuse_number(
-                'which has no mean over lanes. Use reduce="sum" for a count, reduce="stack" for one value per lane, or a '
-                "function of the vector"
+                'which has no mean over lanes. Use reduce="sum" for a count, reduce="stack" for '
+                "one value per lane, or a function of the vector"
             )
-        rows = sum(sizes)
-        mean = first * (sizes[0] / rows)
-        for part, size in zip(parts[1:], sizes[1:], strict=True):
-            is_tensor = isinstance(mean, torch.Tensor)
-            mean = torch.add(mean, part, alpha=size / rows) if is_tensor else mean + part * (size / rows)
-        return mean
-    vector = torch.stack(list(parts)) if isinstance(first, torch.Tensor) else torch.tensor(parts)
-    return vector if reduce == "stack" else reduce(vector)
+        return _weigh(parts, sizes)
+    try:
+        if isinstance(first, torch.Tensor):
+            vector = torch.stack(list(parts))
+        else:
+            vector = torch.tensor(parts)
+    except (RuntimeError, TypeError, ValueError):
+        refuse_number("which torch cannot put into a tensor. Return a number or a tensor")
+    if reduce == "stack":
+        return vector
+    return reduce(vector)
+
+
+def _weigh(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Return the mean. Each shard counts by its rows, as in a mean over rows."""
+    if len(parts) == 1:
+        return parts[0]  # also of no rows
+    rows = sum(sizes)
+    mean = parts[0] * (sizes[0] / rows)
+    for part, size in zip(parts[1:], sizes[1:], strict=True):
+        weight = size / rows
+        if isinstance(mean, torch.Tensor):
+            mean = torch.add(mean, part, alpha=weight)  # no tensor of the product
+        else:
+            mean = mean + part * weight  # not in place: the type may keep the caller's object
+    return mean
 
 
 def _has_mean(value: Any) -> bool:
@@ -116,5 +167,5 @@ def _has_mean(value: Any) -> bool:
 
 def list_values(values: Sequence[Any]) -> str:
     """Return the first values, for an error."""
-    shown = ", ".join(repr(value)[:60] for value in values[:4])
-    return shown + (", ..." if len(values) > 4 else "")
+    shown = ", ".join(repr(value)[:_MOST_CHARACTERS] for value in values[:_MOST_LISTED])
+    return f"{shown}, ..." if len(values) > _MOST_LISTED else shown

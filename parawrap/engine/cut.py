@@ -1,7 +1,7 @@
 """From a call to its shards: take it apart, plan the cut, and scatter it.
 
-A plan depends on the structure of the call, on the classes of leaves, and on their rows; never on values or earlier
-calls. It is made once per combination and cached.
+A plan depends on the structure of the call, on the classes of leaves, and on their rows; never on
+values or earlier calls. It is made once per combination and cached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.backends import transfer
+from parawrap.backends import record_use, transfer
+from parawrap.engine.batched_copies import lasting
+from parawrap.engine.borrowed import (
+    NOTHING,
+    WRITTEN_WHOLE,
+    Borrowed,
+    Loan,
+    Moved,
+    lend,
+    paths_of_containers,
+)
 from parawrap.engine.cut_errors import (
     refuse_attributes,
     refuse_broken_units,
@@ -22,42 +32,72 @@ from parawrap.engine.cut_errors import (
     refuse_disagreement,
     refuse_unclear,
 )
-from parawrap.engine.flat_call import CALL_ROOTS, EMPTY, OBJECT, FlatCall, extent_of
+from parawrap.engine.flat_call import (
+    CALL_ROOTS,
+    EMPTY,
+    OBJECT,
+    FlatCall,
+    extent_of,
+    is_plain_value,
+)
 from parawrap.engine.in_dims import InDim, InDims, Parameters
 from parawrap.engine.rules.registry import place_leaf, splitter_of
-from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes
-from parawrap.errors import GatherError, ShardError
+from parawrap.engine.shard_sizes import Sizes, balanced_sizes, hint_of_sizes, sizes_of_block
+from parawrap.errors import ShardError
 from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
 
 T = TypeVar("T")
 _TENSOR = frozenset({torch.Tensor})
-_COPIES = ("SplitWithSizes", "CloneBackward")  # names of the nodes of autograd that made the parts
+# Names of the nodes of autograd that made the parts. Any other node is a write of forward
+_COPIES = ("SplitWithSizes", "CloneBackward")
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
 _attributes_of = attrgetter("__dict__")
-_split_copies: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes_copy  # type: ignore[assignment]
+_split_copies: Callable[..., Sequence[torch.Tensor]]
+_split_copies = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
 # A call, its plan, and its shards
 
 
 class Shard(NamedTuple):
-    """One lane's part of a call. `origins` maps the id of each copy in it to the caller's value that it is a copy of."""
+    """One lane's part of a call.
+
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        rows: The number of rows.
+        leaves: The leaves of the arguments.
+        origins: The caller's value that each copy is a copy of, by the id of the copy.
+        loan: What the lane has borrowed, and what that was before the call.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
     leaves: Sequence[Any] = ()
     origins: dict[int, Any] = {}  # noqa: RUF012
+    loan: Loan = NOTHING
 
 
 class ShardPlan:
-    """How the calls of one structure are cut: each leaf's dim (None: whole to every lane) and the sizes of the shards.
+    """How the calls of one structure are cut.
 
-    `hint` is a warning if an option would cut the call better. Immutable; shared by every call of the structure and by
-    every thread.
+    Immutable; shared by every call of the structure and by every thread.
+
+    Attributes:
+        spec: The structure.
+        dims: The dim that each leaf is cut on; None if it goes whole to every lane.
+        sizes: The row counts of the shards.
+        hint: A warning if an option would cut the call better.
+        rows: The row count of the call.
+        whole_tensors: The indices of the tensors that every lane gets whole.
+        cut_tensors: The indices of the tensors that are cut into several parts.
+        objects: The indices of the values with rules of their own.
+        unknown: The indices of objects of other classes.
+        containers: The paths to the containers that forward may change.
     """
 
     def __init__(
@@ -73,134 +113,247 @@ class ShardPlan:
         self.sizes = sizes
         self.hint = hint
         self.rows = sum(sizes)
-        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.whole_tensors = [index for index in tensors if dims[index] is None]
-        self.cut_tensors = [index for index in tensors if dims[index] is not None and len(sizes) > 1]
+        self.whole_tensors: list[int] = []
+        self.cut_tensors: list[int] = []
+        self.objects: list[int] = []
+        self.unknown: list[int] = []
+        is_cut = len(sizes) > 1
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if dims[index] is None:
+                    self.whole_tensors.append(index)
+                elif is_cut:
+                    self.cut_tensors.append(index)
+            elif isinstance(leaf, WholeLeaf):
+                self.objects.append(index)
+            elif not is_plain_value(leaf):
+                self.unknown.append(index)
+        self.containers = paths_of_containers(spec)
 
     def describe(self, shard: int) -> str:
         """Return the rows of a shard, for the note of an error."""
         return f"{self.sizes[shard]} of {self.rows} rows"
 
+    # Scatter
+
     def columns(self, flat: FlatCall, copy: bool) -> list[Sequence[Any]]:
         """Return the parts of each leaf, one per size, and the same object if a leaf stays whole.
 
-        With `copy`, parts of tensors are copies, so that a lane may write into its part while autograd records: torch
-        refuses such writes to one of several views. `write_back` brings them to the argument. Without, parts are views.
+        With `copy`, parts of tensors are copies, so that a lane may write into its part while
+        autograd records: torch refuses such writes to one of several views. `write_back` brings
+        them to the argument. Without, parts are views.
         """
-        if len(set(map(id, flat.leaves))) == len(flat.leaves):
-            return [*map(self._split, count(), flat.leaves, repeat(copy))]
-        parts: dict[tuple[int, int | None], Sequence[Any]] = {}  # one object at two places stays one object in each lane
-        for index, (leaf, dim) in enumerate(zip(flat.leaves, self.dims, strict=True)):
-            if (id(leaf), dim) not in parts:
-                parts[id(leaf), dim] = self._split(index, leaf, copy)
-        return [parts[id(leaf), dim] for leaf, dim in zip(flat.leaves, self.dims, strict=True)]
+        leaves = flat.leaves
+        if len(set(map(id, leaves))) == len(leaves):
+            return [*map(self._split, count(), leaves, repeat(copy))]
+        # One object at two places stays one object in each lane
+        parts: dict[tuple[int, int | None], Sequence[Any]] = {}
+        found: list[Sequence[Any]] = []
+        for index, (leaf, dim) in enumerate(zip(leaves, self.dims, strict=True)):
+            key = id(leaf), dim
+            if key not in parts:
+                parts[key] = self._split(index, leaf, copy)
+            found.append(parts[key])
+        return found
 
-    def write_back(self, flat: FlatCall, columns: Sequence[Sequence[Any]]) -> None:
-        """Write what lanes wrote into their copies of rows into the arguments, as the plain call would have done.
+    def place(
+        self,
+        flat: FlatCall,
+        columns: Sequence[Sequence[Any]],
+        index: int,
+        device: torch.device,
+    ) -> Shard:
+        """Return a shard of these columns on a device.
 
-        `columns` are the parts that ``columns(flat, copy=True)`` returned. Their versions were 0 then. Autograd records the
-        write if it recorded one of the lanes' writes.
+        Parts from elsewhere are copied on the thread's streams. The lane owns what is made here,
+        and borrows the rest; both are noted in the loan.
         """
-        for index in {id(columns[index]): index for index in self.cut_tensors}.values():  # one object has one list of parts
-            argument, parts = flat.leaves[index], columns[index]
-            if not argument.is_inference() and any(map(version_of, parts)):
-                nodes = [part.grad_fn for part in parts if part.grad_fn is not None]
-                is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
-                with torch.set_grad_enabled(is_recorded):
-                    argument.copy_(torch.cat(list(parts), self.dims[index] or 0))
+        parts = [column[index] for column in columns]
+        here: dict[int, Any] = {}  # one object at two places stays one object
+        leaves = []
+        for part in parts:
+            key = id(part)
+            if key not in here:
+                here[key] = _move(part, device)
+            leaves.append(here[key])
+        origins: dict[int, Any] = {}
+        for placed, own, dim in zip(leaves, flat.leaves, self.dims, strict=True):
+            if isinstance(own, WholeLeaf):
+                origins[id(placed)] = own.value
+            elif dim is None and isinstance(own, torch.Tensor):
+                origins[id(placed)] = own
+        call = unflatten(flat.spec, leaves)
+        copied: Sequence[int] = ()
+        shared: Sequence[int] = ()
+        if self.objects or self.unknown:
+            copied = [at for at in self.objects if leaves[at] is not flat.leaves[at].value]
+            # An object that was neither cut nor moved is the caller's own. One lane may write it,
+            # as the plain call does; several would each write once
+            if len(self.sizes) > 1:
+                others = (*self.objects, *self.unknown)
+                shared = [at for at in others if at not in copied]
+        loan = lend(call, self.containers, leaves, parts, copied, shared)
+        args, kwargs = call
+        return Shard(args, kwargs, self.sizes[index], leaves, origins, loan)
+
+    def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
+        """Return one shard per size, each on its device; `devices` has one entry per shard."""
+        columns = self.columns(flat, copy=False)
+        return [self.place(flat, columns, index, each) for index, each in enumerate(devices)]
+
+    def _split(self, index: int, leaf: Any, copy: bool) -> Sequence[Any]:
+        """Return the parts of one leaf."""
+        dim, sizes = self.dims[index], self.sizes
+        if dim is None or len(sizes) == 1:
+            return (leaf,) * len(sizes)
+        if isinstance(leaf, torch.Tensor):
+            copy = copy and not leaf.is_inference()
+            try:
+                if copy and leaf.is_contiguous():
+                    return _split_copies(leaf, sizes, dim)
+                views: Sequence[torch.Tensor] = leaf.split_with_sizes(sizes, dim)
+            except (RuntimeError, NotImplementedError) as error:
+                if leaf.layout is torch.strided and not leaf.is_nested:
+                    raise
+                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
+                msg = (
+                    f"{self._name(index)} is a {kind}, which torch cannot split. Pass a dense "
+                    "tensor to cut it. A parallel block whose in_dims has None for its parameter "
+                    "gives it whole to every lane"
+                )
+                raise ShardError(msg) from error
+            # A clone of a view keeps its memory format
+            return [view.clone() for view in views] if copy else views
+        parts = splitter_of(leaf.value).split(leaf.value, sizes)
+        if len(parts) != len(sizes):
+            name = type(leaf.value).__name__
+            msg = (
+                f"the split of {name} returned {len(parts)} parts for {len(sizes)} sizes, "
+                f"{list(sizes)}"
+            )
+            raise ShardError(msg)
+        return [WholeLeaf(part) for part in parts]
+
+    # After forward
 
     def whole(self, flat: FlatCall) -> list[Any]:
         """Return the leaves that every lane gets whole."""
         return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
 
     def written(self, flat: FlatCall) -> list[int]:
-        """Return the version of each tensor that every lane gets whole; a write in place changes it.
+        """Return the version of each tensor that every lane gets whole.
 
-        Inference tensors have no version.
+        A write in place changes it. Inference tensors have no version.
         """
         tensors = [flat.leaves[index] for index in self.whole_tensors]
         return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
 
-    def place(self, flat: FlatCall, columns: Sequence[Sequence[Any]], index: int, device: torch.device) -> Shard:
-        """Return a shard of these columns on a device. Parts from elsewhere are copied on the thread's streams."""
-        parts = [column[index] for column in columns]
-        here: dict[int, Any] = {}  # one object at two places stays one object
-        for part in parts:
-            if id(part) not in here:
-                here[id(part)] = _move(part, device)
-        leaves = [here[id(part)] for part in parts]
-        origins: dict[int, Any] = {}  # of copies of tensors that were not cut, and of parts of values with registered rules
-        for placed, whole, dim in zip(leaves, flat.leaves, self.dims, strict=True):
-            if isinstance(whole, WholeLeaf):
-                origins[id(placed)] = whole.value
-            elif dim is None and isinstance(whole, torch.Tensor) and placed is not whole:
-                origins[id(placed)] = whole
-        args, kwargs = unflatten(flat.spec, leaves)
-        return Shard(args, kwargs, self.sizes[index], leaves, origins)
+    def borrowed(self, flat: FlatCall, call: Any, loans: Sequence[Loan]) -> Borrowed | None:
+        """Return what the lanes have borrowed from the caller's arguments `call`.
 
-    def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
-        """Return one shard per size, each on its device; `devices` has one entry per shard."""
-        columns = self.columns(flat, copy=False)
-        return [self.place(flat, columns, index, device) for index, device in enumerate(devices)]
+        None if these are tensors and plain values alone.
+        """
+        if not (self.containers or self.objects or self.unknown):
+            return None
+        return Borrowed(call, self.containers, flat.leaves, loans, self._name)
 
-    def update(self, flat: FlatCall, shards: Sequence[Shard]) -> None:
-        """Put what the lanes did to their parts of a cache into the cache that the caller passed."""
-        for index, leaf in enumerate(flat.leaves):
-            update = splitter_of(leaf.value).update if isinstance(leaf, WholeLeaf) else None
-            if update is None:
+    def write_back(
+        self, flat: FlatCall, columns: Sequence[Sequence[Any]], loans: Sequence[Loan]
+    ) -> None:
+        """Write what lanes wrote into their copies of tensors into the caller's arguments.
+
+        `columns` are the parts that `columns` returned. Parts that are views need nothing: the
+        argument is written already.
+
+        Raises:
+            ShardError: If lanes wrote into copies of a tensor that each of them got whole.
+        """
+        if torch.is_grad_enabled():
+            self._write_back_with_graph(flat, columns, loans)
+            return
+        for loan in loans:
+            for moved in filter(_is_written, loan.moved):
+                self._refuse_whole(moved.leaf)
+                record_use([moved.copied])
+                moved.part.copy_(moved.copied)
+
+    def _write_back_with_graph(
+        self, flat: FlatCall, columns: Sequence[Sequence[Any]], loans: Sequence[Loan]
+    ) -> None:
+        """Do the same while autograd records, when every part is a copy."""
+        # A whole tensor that stayed here is the argument itself, whose version says nothing
+        indices = set(self.cut_tensors)
+        by_lane: list[dict[int, Moved]] = []
+        for loan in loans:
+            by_lane.append({moved.leaf: moved for moved in loan.moved})
+            indices.update(by_lane[-1])
+        done: set[int] = set()  # one object at two places has one list of parts
+        for index in sorted(indices):
+            argument, parts = flat.leaves[index], columns[index]
+            if id(parts) in done or argument.is_inference():
                 continue
-            parts = [shard.leaves[index] for shard in shards]
-            try:
-                joined = splitter_of(leaf.value).join(parts) if len(parts) > 1 else parts[0]
-            except GatherError as error:
-                msg = (
-                    f"{addresses(self.spec, CALL_ROOTS)[index]} was changed differently by the lanes: {error}. Make every "
-                    "lane add the same length, or leave the argument out, so that each lane makes its own"
-                )
-                raise GatherError(msg) from error
-            if joined is not leaf.value:
-                update(leaf.value, joined)
+            done.add(id(parts))
+            written, now = self._read_parts(index, parts, by_lane)
+            if not written:
+                continue
+            self._refuse_whole(index)
+            # Autograd records the write if it recorded one of the lanes' writes
+            nodes = [part.grad_fn for part in now if part.grad_fn is not None]
+            is_recorded = any(not node.name().startswith(_COPIES) for node in nodes)
+            record_use(now)
+            with torch.set_grad_enabled(is_recorded):
+                at_home = [transfer(part, argument.device) for part in now]
+                dim = self.dims[index] or 0
+                argument.copy_(torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0])
 
-    def _split(self, index: int, leaf: Any, copy: bool) -> Sequence[Any]:
-        """Return the parts of one leaf."""
-        dim = self.dims[index]
-        if dim is None or len(self.sizes) == 1:
-            return (leaf,) * len(self.sizes)
-        if isinstance(leaf, torch.Tensor):
-            copy = copy and not leaf.is_inference()
-            try:
-                if copy and leaf.is_contiguous():
-                    return _split_copies(leaf, self.sizes, dim)
-                views: Sequence[torch.Tensor] = leaf.split_with_sizes(self.sizes, dim)
-                return [view.clone() for view in views] if copy else views  # in their memory format
-            except (RuntimeError, NotImplementedError) as error:
-                if leaf.layout is torch.strided and not leaf.is_nested:
-                    raise
-                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
-                msg = (
-                    f"{addresses(self.spec, CALL_ROOTS)[index]} is a {kind}, which torch cannot split. Pass a dense tensor "
-                    "to cut it. A parallel block whose in_dims has None for its parameter gives it whole to every lane"
-                )
-                raise ShardError(msg) from error
-        parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
-        if len(parts) != len(self.sizes):
-            name = type(leaf.value).__name__
-            msg = f"the split of {name} returned {len(parts)} parts for {len(self.sizes)} sizes, {list(self.sizes)}"
-            raise ShardError(msg)
-        return [WholeLeaf(part) for part in parts]
+    def _read_parts(
+        self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
+    ) -> tuple[bool, list[torch.Tensor]]:
+        """Return True if a lane wrote its part of a leaf, and the parts as they are now."""
+        is_cut = index in self.cut_tensors
+        is_written = False
+        now: list[torch.Tensor] = []
+        for lane, part in enumerate(parts):
+            moved = by_lane[lane].get(index) if by_lane else None
+            if moved is not None:
+                is_written = is_written or _is_written(moved)
+                now.append(moved.copied)
+                continue
+            # A part that stayed here was copied for this call, so its version was 0
+            is_written = is_written or (is_cut and version_of(part) > 0)
+            now.append(part)
+        return is_written, now
+
+    def _refuse_whole(self, index: int) -> None:
+        if self.dims[index] is None and len(self.sizes) > 1:
+            raise ShardError(WRITTEN_WHOLE)
+
+    def _name(self, index: int) -> str:
+        return addresses(self.spec, CALL_ROOTS)[index]
+
+
+def _is_written(moved: Moved) -> bool:
+    return version_of(moved.copied) != moved.version
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return transfer(leaf, device)
-    return place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else leaf
+    if isinstance(leaf, WholeLeaf):
+        return place_leaf(leaf, device)
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.device != device and torch.is_inference_mode_enabled():
+        with lasting():  # an inference tensor has no version, which shows a write in place
+            return transfer(leaf, device)
+    return transfer(leaf, device)
 
 
 class Cutter:
-    """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
+    """Plans the calls of one method of a target.
 
-    `sizes` gives the sizes of the shards, in units of `unit` rows; with `warns`, plans with a large shard have a hint. With
-    `lists_are_shared`, the rules are those of torch.nn.DataParallel: every lane gets the same list or object.
+    Safe to share between threads: a dict is read and written in one step, so at worst a plan is
+    made twice. `sizes` gives the sizes of the shards, in units of `unit` rows; with `warns`, plans
+    with a large shard have a hint. With `lists_are_shared`, the rules are those of
+    torch.nn.DataParallel: every lane gets the same list or object.
     """
 
     def __init__(
@@ -226,85 +379,111 @@ class Cutter:
         self._plans: dict[tuple[Any, ...], ShardPlan] = {}
 
     def plan_of_tensors(self, args: tuple[Any, ...], lanes: int) -> ShardPlan | None:
-        """Return the plan of a call of positional plain tensors on the CPU; None for any other call."""
-        if not args or self.in_dims or not _TENSOR.issuperset(map(type, args)) or not all(map(_on_cpu, args)):
+        """Return the plan of a call of positional plain tensors on the CPU; None for any other.
+
+        The shapes alone are the key: such a call is not taken apart again.
+        """
+        if not args or self.in_dims or not _TENSOR.issuperset(map(type, args)):
             return None
-        if any(map(_attributes_of, args)):
+        if not all(map(_on_cpu, args)) or any(map(_attributes_of, args)):
             return None
         try:
             shapes = lanes, tuple(map(_shape_of, args))
         except RuntimeError:  # a nested tensor
             return None
-        return self._plans.get(shapes) or _keep(self._plans, shapes, self.plan(self.flatten(args, {}), lanes))
+        plan = self._plans.get(shapes)
+        if plan is None:
+            plan = self.plan(self.flatten(args, {}), lanes)
+            _keep(self._plans, shapes, plan)
+        return plan
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
         """Take a call apart."""
         if self.in_dims:
             args, kwargs = self._declarations.mark_items(args, kwargs)
         leaves, spec = flatten((args, kwargs))
-        return FlatCall(leaves, spec, tuple(map(extent_of, leaves, self._dims_of(spec))))
+        extents = tuple(map(extent_of, leaves, self._dims_of(spec)))
+        return FlatCall(leaves, spec, extents)
 
     def plan(self, flat: FlatCall, lanes: int) -> ShardPlan:
         """Return the plan for a call.
 
         Raises:
-            ShardError: If row counts disagree, an argument may or may not have one item per row, a dim is out of range, or
-                the batch is not a multiple of `unit`.
+            ShardError: If row counts disagree, an argument may or may not have one item per row, a
+                dim is out of range, or the batch is not a multiple of `unit`.
         """
         key = flat.spec, flat.extents, tuple(map(type, flat.leaves)), lanes
         plan = self._plans.get(key)
         if plan is None:
             plan = self._make(flat, self._dims_of(flat.spec), lanes)
-            if OBJECT not in flat.extents:  # an object of another class may be refused
+            if OBJECT not in flat.extents:  # another object of that class may be refused
                 _keep(self._plans, key, plan)
-        if not self.lists_are_shared and any(flat.leaves[index].__dict__ for index in plan.cut_tensors):
+        cut = [flat.leaves[index] for index in plan.cut_tensors]
+        if any(map(_attributes_of, cut)) and not self.lists_are_shared:
             refuse_attributes(self._declarations, flat, plan.cut_tensors)
         return plan
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
-        """Return the plan that gives this call uncut to one lane, and the call taken apart. Rows may disagree."""
+        """Return the plan that gives this call uncut to one lane, and the call taken apart.
+
+        Rows may disagree.
+        """
         leaves, spec = flatten((args, kwargs))
         extents = map(extent_of, leaves, self._dims_of(spec))
         rows = next((extent for extent in extents if extent >= 0), 0)
-        return ShardPlan(spec, leaves, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
+        plan = ShardPlan(spec, leaves, (None,) * len(leaves), (rows,))
+        return plan, FlatCall(leaves, spec)
 
     def rows(self, args: tuple[Any, ...]) -> int:
         """Return the row count of a call of tensors: that of the first with rows."""
-        extents = (extent_of(leaf, self._declarations.dim_at((0, index))) for index, leaf in enumerate(args))
-        return next((extent for extent in extents if extent >= 0), 0)
+        for index, leaf in enumerate(args):
+            extent = extent_of(leaf, self._declarations.dim_at((0, index)))
+            if extent >= 0:
+                return extent
+        return 0
 
     def _make(self, flat: FlatCall, dims: tuple[int | None, ...], lanes: int) -> ShardPlan:
         spec, leaves, extents = flat.spec, flat.leaves, flat.extents
         refuse_dims_out_of_range(self._declarations, flat, dims)
         counts = {extent for extent in extents if extent >= 0}
         if len(counts) > 1:
-            counts.discard(1)  # one row next to more is the same for every row, as in torch's broadcasting
+            # One row next to more is the same for every row, as in torch's broadcasting
+            counts.discard(1)
         if len(counts) > 1:
             refuse_disagreement(self._declarations, flat, dims)
         rows = next(iter(counts), None)
         is_cut = rows is not None and rows > 1 and lanes > 1
-        refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_cut and not self.lists_are_shared)
+        is_strict = is_cut and not self.lists_are_shared
+        refuse_unclear(self._declarations, flat, rows, is_cut=is_cut, is_strict=is_strict)
         if rows is None:
             return ShardPlan(spec, leaves, (None,) * len(leaves), (0,))
         if rows % self.unit:
             refuse_broken_units(flat, rows, self.unit)
-        sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
+        units = rows // self.unit
+        sizes = tuple(self.unit * each for each in self.sizes(units, lanes))
+        # A cache without rows yet is cut into caches that will have the rows of their lanes
         cut_extents = (rows, EMPTY) if rows != 1 else ()
-        cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(dims, extents, strict=True))
-        largest = self.unit * balanced_sizes(rows // self.unit, lanes)[0]
-        hint = hint_of_sizes(sizes, largest, lanes, self.dim) if self._warns else None
+        pairs = zip(dims, extents, strict=True)
+        cut = tuple(dim if extent in cut_extents else None for dim, extent in pairs)
+        hint = None
+        if self._warns:
+            balanced = sizes_of_block(self.unit, are_uneven=False)(units, lanes)
+            hint = hint_of_sizes(sizes, self.unit * balanced[0], lanes, self.dim)
         return ShardPlan(spec, leaves, cut, sizes, hint)
 
     def _dims_of(self, spec: TreeSpec) -> tuple[int | None, ...]:
         """Return the dim of each leaf of the calls of one structure."""
         if not self.in_dims:
             return (self.dim,) * spec.num_leaves
-        return self._dims.get(spec) or _keep(self._dims, spec, tuple(map(self._declarations.dim_at, spec.paths())))
+        dims = self._dims.get(spec)
+        if dims is None:
+            dims = tuple(map(self._declarations.dim_at, spec.paths()))
+            _keep(self._dims, spec, dims)
+        return dims
 
 
-def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+def _keep(cache: dict[Any, T], key: Any, value: T) -> None:
     """Add an entry to a cache of limited size."""
     if len(cache) >= _MOST_PLANS:
         cache.clear()
     cache[key] = value
-    return value

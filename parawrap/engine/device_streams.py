@@ -2,14 +2,16 @@
 
 Guarantees, for devices that have streams:
 
-- A lane's work starts after the work that the caller queued before the call. Work that the caller queues with the outcome
-  starts after the lane's work. The host waits for neither.
+- A lane's work starts after the work that the caller queued before the call. Work that the caller
+  queues with the outcome starts after the lane's work. The host waits for neither.
 - A lane's tasks run in the order of their start on the host, on any streams.
-- Two lanes on one device overlap. If gradients are recorded, lanes work on the caller's streams instead: torch adds up
-  gradients there, and warns of gradients from other streams.
-- A lane on its own stream does not use torch's cache of autocast's casts: all threads share it, and no event orders it.
-- The input of submitted work travels during the work before it. The host may run far ahead of a device, so a lane starts
-  such work only when the work before the last one is done: memory is bounded.
+- Two lanes on one device overlap. If gradients are recorded, lanes work on the caller's streams
+  instead: torch adds up gradients there, and warns of gradients from other streams.
+- A lane on its own stream does not use torch's cache of autocast's casts: all threads share it, and
+  no event orders it.
+- The input of submitted work travels during the work before it. The host may run far ahead of a
+  device, so a lane starts such work only when the work before the last one is done: memory is
+  bounded.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _AHEAD = 2  # batches on the device: one runs while the next one is copied
 
 
 class Mark(NamedTuple):
-    """A stream of the caller, and an event after its queued work. Without an event, a lane shares the stream."""
+    """A stream of the caller, and an event after its queued work.
+
+    Without an event, a lane shares the stream.
+    """
 
     stream: Stream
     event: Any | None = None
@@ -44,24 +49,42 @@ Reached = Sequence[tuple[torch.device, Any]]
 
 
 def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
-    """The calling thread's moment on each of these devices but the CPU."""
-    streams = {device: backend_of(device.type).stream(device) for device in devices if device.type != "cpu"}
-    return {
-        device: None if stream is None else Mark(stream, None if shared else stream.record_event())
-        for device, stream in streams.items()
-    }
+    """Return the calling thread's moment on each of these devices but the CPU."""
+    moment: dict[torch.device, Mark | None] = {}
+    for device in devices:
+        if device.type == "cpu":
+            continue
+        stream = backend_of(device.type).stream(device)
+        if stream is None:
+            moment[device] = None
+        elif shared:
+            # A lane that works on this very stream comes after its queued work without an event.
+            moment[device] = Mark(stream)
+        else:
+            moment[device] = Mark(stream, stream.record_event())
+    return moment
 
 
-def moments_of(lanes: Sequence[torch.device], sources: Iterable[torch.device | None]) -> Sequence[Moment]:
-    """Return the caller's moment, as it concerns a lane on each of these devices; nothing if all is on the CPU.
+def moments_of(
+    lanes: Sequence[torch.device], sources: Iterable[torch.device | None]
+) -> Sequence[Moment]:
+    """Return the caller's moment, as it concerns a lane on each of these devices.
 
-    `sources` are other devices with data for the calls, or None.
+    Return nothing if all is on the CPU. `sources` are other devices with data for the calls, or
+    None.
     """
     found = {device for device in sources if device is not None}
-    if all(device.type == "cpu" for device in (*found, *lanes)):
+    devices = found.union(lanes)
+    if all(device.type == "cpu" for device in devices):
         return ()
-    moment = moment_of([*found.union(lanes)], shared=torch.is_grad_enabled())
-    return [{device: mark for device, mark in moment.items() if device in (*found, lane)} for lane in lanes]
+    # One event per device serves all lanes: they wait for the same position of the caller.
+    moment = moment_of(devices, shared=torch.is_grad_enabled())
+    moments = []
+    for lane in lanes:
+        # The devices of other lanes are left out, so a lane does not wait for them.
+        concerns = {*found, lane}
+        moments.append({device: mark for device, mark in moment.items() if device in concerns})
+    return moments
 
 
 def wait_for_moment(moment: Moment) -> None:
@@ -74,9 +97,10 @@ def wait_for_moment(moment: Moment) -> None:
 
 @cache
 def _stream_of_lane(device: torch.device, lane: int, use: str) -> Stream:
-    """Return the stream of the lanes with this index, of all blocks: torch keeps a workspace for each stream ever used.
+    """Return the stream of the lanes with this index, of all blocks.
 
-    `use` keeps the stream for copies apart from the one for work.
+    Blocks share it, because torch keeps a workspace for each stream ever used. `use` keeps the
+    stream for copies apart from the one for work.
     """
     stream = backend_of(device.type).new_stream(device)
     assert stream is not None, "a device with a current stream has others"
@@ -84,7 +108,7 @@ def _stream_of_lane(device: torch.device, lane: int, use: str) -> Stream:
 
 
 class LaneStreams:
-    """The streams of one lane, one for each device that its work has to do with, and one for copies of inputs.
+    """The streams of one lane: one per device of its work, and one for copies of inputs.
 
     Used by the thread that has the lane; `be_waited_for` by any.
     """
@@ -93,79 +117,115 @@ class LaneStreams:
         self._backend = backend_of(device.type)
         self._device = device
         self._lane = lane
+        # By device, the stream of the last task: the lane's own, or one that a caller shared.
         self._last: dict[torch.device, Stream] = {}
+        # Marks that the next task on each device waits for, next to the one of its call.
         self._since: dict[torch.device, Mark] = {}
+        # The events of staged tasks that the device may still work on, oldest first.
         self._ahead: deque[Reached] = deque()
 
     def run(self, work: Callable[[], T], moment: Moment) -> T:
-        """Run `work` with the lane's device and streams current, after the work that the caller had queued."""
+        """Run `work` with the lane's device and streams current, after the caller's queued work."""
         with self._on(moment):
             return work()
 
-    def run_staged(self, work: Callable[[], T], stage: Callable[[], object], moment: Moment) -> tuple[T, Reached]:
-        """Run `stage` during the lane's earlier work, and then `work`; return its value, and events that it follows."""
-        while len(self._ahead) >= _AHEAD:  # until the work before the last one is done
+    def run_staged(
+        self, work: Callable[[], T], stage: Callable[[], object], moment: Moment, reached: list[Any]
+    ) -> T:
+        """Run `stage` during the lane's earlier work, and then `work`; return its value.
+
+        `reached` gets the events that follow the work, also if it raises: the caller may write what
+        the work still reads.
+        """
+        while len(self._ahead) >= _AHEAD:
+            # The host blocks until the work before the last one is done, so at most `_AHEAD` inputs
+            # take memory on the device.
             for _, event in self._ahead.popleft():
                 event.synchronize()
         with self._on(moment) as streams:
             self._run_beside(stage, moment.get(self._device), streams)
             try:
-                value = work()
+                return work()
             finally:
-                reached = [(device, stream.record_event()) for device, stream in streams.items()]
+                # Work that raised may have queued a part of its kernels. These events follow them.
+                events = [(device, stream.record_event()) for device, stream in streams.items()]
+                reached += events  # one step: a thread that reads the list sees all of them or none
                 self._ahead.append(reached)
-        return value, reached
 
     def unfinished(self) -> int:
-        """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
+        """Return the number of staged tasks that the host has finished and the device has not."""
         if not self._ahead:
             return 0
+        # Other threads call this to compare lanes. The copy is one step in C, so an append by the
+        # lane's own thread does not disturb the loop.
         return sum(not all(event.query() for _, event in events) for events in self._ahead.copy())
 
     def be_waited_for(self) -> None:
         """Have the calling thread's streams wait for all that the lane has queued until now."""
+        # `list` copies in one step: the lane may begin to use a further device meanwhile.
         for device, last in list(self._last.items()):
             stream = backend_of(device.type).stream(device)
             if stream is not None and stream != last:
                 stream.wait_stream(last)
 
     def wait_next(self, moment: Moment) -> None:
-        """Have the lane's next work, though it may have been sent already, come after that moment too."""
-        self._since.update((device, mark) for device, mark in moment.items() if mark is not None)
+        """Have the lane's next work come after that moment too, also if it was sent already."""
+        for device, mark in moment.items():
+            if mark is not None:
+                self._since[device] = mark
 
     @contextmanager
     def _on(self, moment: Moment) -> Iterator[Mapping[torch.device, Stream]]:
-        """Inside the block the thread's current streams are these, which come after the moment."""
-        streams = {device: self._stream_after(device, mark) for device, mark in moment.items() if mark is not None}
+        """Make the lane's streams current in the thread. They come after the moment."""
+        streams: dict[torch.device, Stream] = {}
+        has_own_streams = False
+        for device, mark in moment.items():
+            if mark is not None:
+                streams[device] = self._stream_after(device, mark)
+                has_own_streams = has_own_streams or mark.event is not None
         with ExitStack() as active:
             # The lane's own device last: it is then the current one.
             for device in sorted(moment, key=lambda each: each == self._device):
                 active.enter_context(backend_of(device.type).activate(device, streams.get(device)))
-            if any(mark is not None and mark.event is not None for mark in moment.values()):
+            if has_own_streams:
+                # No event orders a cached cast after the kernel of another lane that wrote it.
                 active.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
             yield streams
 
     def _stream_after(self, device: torch.device, mark: Mark) -> Stream:
-        """The lane's stream on that device, which comes after what the caller's had been given."""
-        stream = mark.stream if mark.event is None else _stream_of_lane(device, self._lane, "work")
-        last, self._last[device] = self._last.get(device, stream), stream
+        """Return the lane's stream on a device, which comes after the caller's queued work."""
+        stream = mark.stream
+        if mark.event is not None:
+            stream = _stream_of_lane(device, self._lane, "work")
+        last = self._last.get(device, stream)
+        self._last[device] = stream
+        # Calls with and without gradients use different streams; the lane's tasks stay in order.
         if last != stream:
             stream.wait_stream(last)
-        for earlier in (mark, self._since.pop(device, None)):
-            if earlier is not None and earlier.event is not None:
-                stream.wait_event(earlier.event)
+        # After the work that the caller queued before this call. On its own stream it is anyway.
+        if mark.event is not None:
+            stream.wait_event(mark.event)
+        # After the last change of the model, also for a call whose moment was read before it.
+        since = self._since.pop(device, None)
+        if since is not None and since.event is not None:
+            stream.wait_event(since.event)
         if mark.event is None:
-            stream.record_event()  # a thread's first call of cuBLAS warns, unless CUDA was called before
+            # A thread's first call of cuBLAS warns, unless CUDA was called before.
+            stream.record_event()
         return stream
 
-    def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
-        """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
+    def _run_beside(
+        self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]
+    ) -> None:
+        """Run `stage` on a stream for copies, while the lane's stream may still be at work."""
         if mark is None or mark.event is None:
             stage()
             return
         copying = _stream_of_lane(self._device, self._lane, "copies")
+        # The copies read what the caller has queued, but nothing of the lane's earlier work.
         copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()
+        # The work reads what the copies have written.
         streams[self._device].wait_stream(copying)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parawrap.engine.concatenate import shape_of
 from parawrap.engine.rules.registry import splitter_of
 from parawrap.tree import TreeSpec, WholeLeaf
 
@@ -29,18 +30,23 @@ OBJECT = -4  # of a class that parawrap does not know
 EMPTY = -5  # a cache without rows yet: every lane gets a copy
 ARRAY = -100  # and below, by its length: an array of another library
 
+# Without strings, which are plain values, and without sets, which have no order.
 _SEQUENCES = (list, range, deque)
+# Values that no lane changes, or that all lanes share by their nature.
 _VALUES = (
-    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type, types.EllipsisType, pathlib.PurePath, re.Pattern),
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, dt.date, dt.time, dt.timedelta, uuid.UUID),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.finfo, torch.iinfo, torch.Generator),
+    *(int, float, str, bytes, numbers.Number, enum.Enum, slice, type),
+    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.EllipsisType),
+    *(dt.date, dt.time, dt.timedelta, uuid.UUID, pathlib.PurePath, re.Pattern),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(torch.finfo, torch.iinfo, torch.Generator),
 )
 
 
 class FlatCall(NamedTuple):
-    """One call taken apart: its leaves, its structure, and each leaf's extent, which is its row count or says its kind.
+    """One call taken apart: its leaves, its structure, and each leaf's extent.
 
-    `on_cpu` is True for a call of positional tensors on the CPU, and nothing else.
+    An extent is a row count, or says the kind of the leaf. `on_cpu` is True for a call of
+    positional tensors on the CPU, and nothing else.
     """
 
     leaves: Sequence[Any]
@@ -62,16 +68,25 @@ def extent_of(leaf: Any, dim: int | None) -> int:
             return BROADCAST
         rules = splitter_of(leaf.value)
         rows = rules.rows(leaf.value)
-        return EMPTY if rows == 0 and rules.update is not None else rows
-    if dim is None or leaf is None or isinstance(leaf, _VALUES) or _is_numpy_value(leaf):
+        # A list without items has no rows in any lane; an empty cache gets rows in each of them.
+        return EMPTY if rows == 0 and rules.may_be_empty else rows
+    if dim is None or is_plain_value(leaf):
         return BROADCAST
     length = _length_of_array(leaf)
     return OBJECT if length is None else ARRAY - length
 
 
+def is_plain_value(leaf: Any) -> bool:
+    """True for a value that calls do not change, which every lane gets whole."""
+    return leaf is None or isinstance(leaf, _VALUES) or _is_numpy_value(leaf)
+
+
 def _length_of_array(value: Any) -> int | None:
-    shape = None if isinstance(value, (torch.Tensor, WholeLeaf)) else getattr(value, "shape", None)
-    return shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+    """Return the length of an array of another library; None for any other value."""
+    if isinstance(value, (torch.Tensor, WholeLeaf)):
+        return None
+    shape = shape_of(value)
+    return shape[0] if shape else None
 
 
 def _is_numpy_value(value: Any) -> bool:
@@ -82,4 +97,6 @@ def _is_numpy_value(value: Any) -> bool:
 
 def has_items(value: Any) -> bool:
     """True for a sequence that `in_dims` may cut by item, or an array of another library."""
-    return type(value) is tuple or isinstance(value, _SEQUENCES) or _length_of_array(value) is not None
+    return (
+        type(value) is tuple or isinstance(value, _SEQUENCES) or _length_of_array(value) is not None
+    )

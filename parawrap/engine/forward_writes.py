@@ -1,4 +1,4 @@
-"""What forward wrote in the replicas: given back to the model, put back with a warning, or refused."""
+"""What forward wrote in the replicas: given back, put back with a warning, or refused."""
 
 from __future__ import annotations
 
@@ -6,38 +6,95 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from parawrap._private_names import BUFFERS, CHILDREN, PARAMETERS
-from parawrap.backends import record_use
+from parawrap._private_names import (
+    BUFFERS,
+    CHILDREN,
+    HOOK_TABLES,
+    PARAMETERS,
+    PRE_HOOKS,
+    pruned_name_of,
+)
+from parawrap.backends import record_use, warn_caller
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.holdings import ABSENT, Change, Place
+from parawrap.engine.model_state import Change, Edition
+from parawrap.engine.places import ABSENT, Place
 from parawrap.engine.replica import Replica
 from parawrap.engine.survey import Survey
 from parawrap.errors import ReplicaError
 
+# Values that an assignment on the model sets in the replicas too, without new copies
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def settle_writes(survey: Survey, used: Sequence[Replica], *, is_cut: bool) -> list[str]:
-    """Judge what forward wrote in these replicas, and return the names of what the model does not get.
+class UnkeptWrites:
+    """The names of what forward wrote and the model does not get, each for one warning.
 
-    In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of a cut call wrote in
-    place do. Lanes start their next calls from the model's state.
+    Lanes add names, and the caller's thread warns: a warning of a lane would not point at the
+    user's line. Each operation on the two containers is one step, so no lock is needed; a name that
+    is added twice is warned of once.
+
+    Attributes:
+        waiting: The names without a warning yet.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[
+            str, str
+        ] = {}  # by the name without its key: a cache by shape gets another key at each call
+        self._warned: set[str] = set()
+
+    def add(self, names: Sequence[str]) -> None:
+        """Add names of entries."""
+        for name in names:
+            stem = name.partition("[")[0]
+            if stem not in self._warned:
+                self.waiting.setdefault(stem, name)
+
+    def warn(self) -> None:
+        """Warn of the names that were added since the last warning. For the caller's thread."""
+        waiting, self.waiting = self.waiting, {}
+        names = [name for stem, name in [*waiting.items()] if stem not in self._warned]
+        self._warned.update(waiting)
+        if not names:
+            return
+        warn_caller(
+            f"the model wrote {', '.join(map(repr, names))} during a call. Each lane wrote its "
+            "own, and these writes do not come back to the model: the next call starts without "
+            "them. Return the value from the call instead. In training mode, buffers that forward "
+            "writes in place come back, as from torch.nn.DataParallel. If the model prepares "
+            "itself in its first call, call it once before the block"
+        )
+
+
+def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) -> list[str]:
+    """Judge what forward wrote in these replicas; return the names that the model does not get.
+
+    In evaluation mode nothing comes back to the model. In training mode, the buffers that lane 0 of
+    a cut call wrote in place do. Lanes start their next calls from the model's state.
 
     Raises:
-        ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module in training wrote a
-            buffer and an attribute, or if forward made a layer.
+        ReplicaError: If lanes wrote different values into a buffer in evaluation mode, if a module
+            in training wrote a buffer and an attribute, or if forward made a layer.
     """
+    survey = edition.survey
     names: dict[str, None] = {}
     attributes: dict[str, str] = {}  # that were written, by the path of their module
     for replica in used:
-        for change in replica.holdings.changes() if replica.is_dirty else ():
+        for change in replica.snapshot.changes() if replica.is_dirty else ():
             place, key, before, now = change
+            if (
+                place.kind in HOOK_TABLES
+            ):  # as for output_hidden_states; put back, and nothing of the model's
+                continue
             name = place.name(key)
             _refuse_layers(change, name, replica)
             if place.kind == BUFFERS:
-                if not survey.trains:
-                    _refuse_different(name, [each.holdings.read(place).get(key) for each in used])
+                if not edition.trains:
+                    _refuse_different(name, [each.snapshot.read(place).get(key) for each in used])
                 names[name] = None
             elif _counts(before, now) and not _is_computed(place, key):
                 names[name] = None
@@ -48,12 +105,12 @@ def settle_writes(survey: Survey, used: Sequence[Replica], *, is_cut: bool) -> l
         name = survey.paths[id(tensor)]
         if not (is_cut and survey.is_buffer(tensor)):
             names[name] = None
-        elif survey.trains:
+        elif edition.trains:
             _refuse_parted(survey, tensor, attributes)
         else:
             names[name] = None
             _refuse_different(name, [replica.tensors[index] for replica in used])
-    if is_cut and survey.trains:
+    if is_cut and edition.trains:
         _give_back(survey, written, used[0])
     return [*names]
 
@@ -65,8 +122,8 @@ def _refuse_layers(change: Change, name: str, replica: Replica) -> None:
         is_layer = isinstance(part, (torch.nn.Module, torch.nn.Parameter)) and id(part) not in known
         if is_layer and replica.original_of(part) is None:
             msg = (
-                f"forward makes {name!r}, and each lane made its own, which learns nothing. Make it before the "
-                "block, for instance by a call of the model"
+                f"forward makes {name!r}, and each lane made its own, which learns nothing. Make "
+                "it before the block, for instance by a call of the model"
             )
             raise ReplicaError(msg)
     if change.place.kind in (PARAMETERS, CHILDREN):
@@ -88,9 +145,10 @@ def _refuse_parted(survey: Survey, tensor: torch.Tensor, attributes: dict[str, s
     for place in survey.places_of(tensor):
         if place.kind == BUFFERS and place.path in attributes:
             msg = (
-                f"forward writes the buffer {survey.paths[id(tensor)]!r} and {attributes[place.path]!r} in one module. In "
-                "training mode the buffer comes back to the model and the attribute does not, so they would part. Make the "
-                'attribute a buffer: self.register_buffer("name", torch.tensor(value)), written in place'
+                f"forward writes the buffer {survey.paths[id(tensor)]!r} and "
+                f"{attributes[place.path]!r} in one module. In training mode the buffer comes back "
+                "to the model and the attribute does not, so they would part. Make the attribute a "
+                'buffer: self.register_buffer("name", torch.tensor(value)), written in place'
             )
             raise ReplicaError(msg)
 
@@ -99,8 +157,8 @@ def _refuse_different(name: str, values: Sequence[Any]) -> None:
     """Refuse a buffer that lanes wrote differently in evaluation mode."""
     if not all(_are_equal(values[0], other) for other in values[1:]):
         msg = (
-            f"forward writes the buffer {name!r} in evaluation mode, and the lanes wrote different values. State per row "
-            "belongs in the arguments and the output"
+            f"forward writes the buffer {name!r} in evaluation mode, and the lanes wrote different "
+            "values. State per row belongs in the arguments and the output"
         )
         raise ReplicaError(msg)
 
@@ -108,7 +166,11 @@ def _refuse_different(name: str, values: Sequence[Any]) -> None:
 def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         other = other.to(one.device)
-        return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, 0, 0, equal_nan=True)
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and torch.allclose(one, other, 0, 0, equal_nan=True)
+        )
     return one is other
 
 
@@ -116,7 +178,9 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
     """Copy the buffers that lane 0 wrote to the model."""
     with lasting():
         for index, tensor in enumerate(survey.tensors):
-            if (index in written or survey.in_turns or is_written_unseen(tensor)) and survey.is_buffer(tensor):
+            if (
+                index in written or survey.writes_data or is_written_unseen(tensor)
+            ) and survey.is_buffer(tensor):
                 value = first.tensors[index]
                 if value.device != tensor.device:
                     record_use([value])
@@ -125,22 +189,36 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
 
 
 def is_written_unseen(tensor: torch.Tensor) -> bool:
-    """True for a tensor that forward may write in training mode without a new version, as batch norm does in C++."""
+    """True for a tensor that forward may write in training mode without a new version.
+
+    Batch norm writes its statistics so, in C++.
+    """
     return tensor.ndim > 0 and tensor.is_floating_point()
 
 
 def _is_computed(place: Place, key: Any) -> bool:
-    """True for an attribute that a hook of torch computes from parameters at each call, as weight norm does."""
-    params = vars(place.owner).get(PARAMETERS, {}) if place.kind == "vars" else {}
-    is_of_rnn = isinstance(place.owner, torch.nn.RNNBase) and str(key).startswith("_flat_weight")
-    return is_of_rnn or f"{key}_orig" in params or f"{key}_v" in params
+    """True for an attribute that torch computes from parameters at each call.
+
+    Hooks of the module do so, and RNNs for their flat weights.
+    """
+    module = place.owner
+    if place.kind != "vars" or not isinstance(module, torch.nn.Module):
+        return False
+    if isinstance(module, torch.nn.RNNBase) and str(key).startswith("_flat_weight"):
+        return True
+    hooks = [*vars(module).get(PRE_HOOKS, {}).values()]
+    names = [hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))]
+    names += [pruned_name_of(hook) for hook in hooks if isinstance(hook, BasePruningMethod)]
+    return key in names
 
 
 def _counts(before: Any, now: Any) -> bool:
     """True unless a value was replaced by an equal one, or an empty container by an empty one."""
     if before is now or (type(before) is type(now) and type(now) in SIMPLE and before == now):
         return False
-    return not (isinstance(now, (dict, list, set)) and not now and (before in (None, ABSENT) or not before))
+    return not (
+        isinstance(now, (dict, list, set)) and not now and (before in (None, ABSENT) or not before)
+    )
 
 
 # Parameters, which all lanes share
@@ -151,26 +229,35 @@ def parameter_error(survey: Survey, tensor: torch.Tensor) -> ReplicaError:
     name = survey.path_of(tensor)
     if survey.scripts and not isinstance(tensor, torch.nn.Parameter):
         msg = (
-            f"{name!r} of a scripted module was written during a call. Lanes share scripted modules, so each lane "
-            "would write it once. Use the module before torch.jit.script, or call model.eval()"
+            f"{name!r} of a scripted module was written during a call. Lanes share scripted "
+            "modules, so each lane would write it once. Use the module before torch.jit.script, or "
+            "call model.eval()"
         )
         return ReplicaError(msg)
     msg = (
-        f"the parameter {name!r} was written during a call, by forward or by another thread. Lanes share "
-        "parameters, so each lane would write it once. Compute with a new tensor, make it a buffer, or write it "
-        "between calls"
+        f"the parameter {name!r} was written during a call, by forward or by another thread. Lanes "
+        "share parameters, so each lane would write it once. Compute with a new tensor, make it a "
+        "buffer, or write it between calls"
     )
     return ReplicaError(msg)
 
 
 def may_renormalize(survey: Survey, tensor: torch.Tensor) -> bool:
     """True for the weight of an embedding with ``max_norm``, whose lanes run in turns."""
-    return any(getattr(place.owner, "max_norm", None) is not None for place in survey.places_of(tensor))
+    return any(
+        getattr(place.owner, "max_norm", None) is not None for place in survey.places_of(tensor)
+    )
 
 
 def contents_of(tensor: torch.Tensor) -> Any:
     """Return the memory and a sum of a tensor, which also show writes through ``.data``."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    dtype = torch.float64 if tensor.is_floating_point() else torch.complex128 if tensor.is_complex() else None
+    dtype = (
+        torch.float64
+        if tensor.is_floating_point()
+        else torch.complex128
+        if tensor.is_complex()
+        else None
+    )
     return tensor.data_ptr(), tensor.requires_grad, repr(tensor.detach().sum(dtype=dtype).item())

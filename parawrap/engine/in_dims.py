@@ -11,45 +11,65 @@ import torch
 
 from parawrap.engine.flat_call import has_items
 from parawrap.errors import ShardError
-from parawrap.tree import UNDECLARED, Fields, WholeLeaf, address, as_tree, flatten, replace_nodes, unflatten
+from parawrap.tree import (
+    UNDECLARED,
+    Fields,
+    WholeLeaf,
+    address,
+    as_tree,
+    flatten,
+    replace_nodes,
+    unflatten,
+)
 
 InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields
-"""Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
-dict, tuple, or dataclass of these declares the parts of an argument."""
+"""Where the rows of an argument lie.
+
+It is a dim, "items" (one item per row), or None (every lane gets the argument whole). A dict,
+tuple, or dataclass of these declares the parts of an argument."""
 
 
 class Parameters:
-    """The names under which a target takes its arguments. Immutable."""
+    """The names under which a target takes its arguments. Immutable, and shared by threads."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self._positional: list[str] = []
-        self._rest: str | None = None
+        self._rest: str | None = None  # the name of *args
         self._keywords: set[str] | None = None  # None: any keyword will do
         self._all_keywords: str | None = None  # the name of **kwargs
-        schema = getattr(target, "schema", None)  # a TorchScript method
+        # `inspect` finds only *args in a TorchScript method, which has a schema instead.
+        schema = getattr(target, "schema", None)
         if schema is not None:
-            self._positional = [argument.name for argument in schema.arguments if argument.name != "self"]
+            names = [argument.name for argument in schema.arguments]
+            self._positional = [name for name in names if name != "self"]
             self._keywords = set(self._positional)
             return
         try:
             parameters = inspect.signature(target).parameters.values()
         except (TypeError, ValueError):  # a builtin without a signature
             return
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        self._all_keywords = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-        self._keywords = {p.name for p in parameters} if self._all_keywords is None else None
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                self._rest = parameter.name
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                self._all_keywords = parameter.name
+            elif parameter.kind is not parameter.KEYWORD_ONLY:
+                self._positional.append(parameter.name)
+        if self._all_keywords is None:
+            self._keywords = {parameter.name for parameter in parameters}
 
     def takes(self, name: str) -> bool:
         """True if the target has a parameter of that name, or takes any keyword."""
-        return name != self._all_keywords and (self._keywords is None or name in self._keywords)
+        is_keyword = self._keywords is None or name in self._keywords
+        return is_keyword and name != self._all_keywords
 
     def at(self, position: int) -> str | None:
-        """Return the name of the positional argument at that place; None if the signature is not known."""
+        """Return the name of a positional argument; None if the signature is not known."""
         return self._positional[position] if position < len(self._positional) else self._rest
 
     def __str__(self) -> str:
-        return ", ".join(self._positional + ([f"*{self._rest}"] if self._rest else [])) or "none"
+        rest = [f"*{self._rest}"] if self._rest else []
+        return ", ".join(self._positional + rest) or "none"
 
 
 class InDims:
@@ -58,94 +78,146 @@ class InDims:
     `option` is how errors name the option: faces with torch's rules do not have it.
     """
 
-    def __init__(self, dim: int, in_dims: Mapping[str, InDim], parameters: Parameters | None, option: str) -> None:
+    def __init__(
+        self, dim: int, in_dims: Mapping[str, InDim], parameters: Parameters | None, option: str
+    ) -> None:
         self.dim = dim
         self.in_dims: dict[str, Any] = {name: as_tree(entry) for name, entry in in_dims.items()}
         self.parameters = parameters
         self.option = option
 
-    def mark_items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def mark_items(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call with each sequence that is cut by item turned into one leaf."""
-        names = [self.name_at((0, index)) or "" for index in range(len(args))]
-        by_item = tuple(_by_item(self.in_dims.get(name), value, [name]) for name, value in zip(names, args, strict=True))
-        return by_item, {name: _by_item(self.in_dims.get(name), value, [name]) for name, value in kwargs.items()}
+
+        def mark(name: str, value: Any) -> Any:
+            return _mark_by_item(self.in_dims.get(name), value, [name])
+
+        marked_kwargs = {name: mark(name, value) for name, value in kwargs.items()}
+        marked_args = []
+        for index, value in enumerate(args):
+            # A target without a known signature has no names, and no entry for the empty one.
+            name = self.name_at((0, index)) or ""
+            marked_args.append(mark(name, value))
+        return tuple(marked_args), marked_kwargs
 
     def dim_at(self, path: Sequence[Any]) -> int | None:
         """Return the dim that the rows of a leaf lie on. The items of a sequence are on dim 0."""
         declared = self.find(path)
-        return self.dim if declared is UNDECLARED else 0 if declared == "items" else declared
+        if declared is UNDECLARED:
+            return self.dim
+        return 0 if declared == "items" else declared
 
     def find(self, path: Sequence[Any]) -> Any:
-        """Return the entry of `in_dims` for a path into (args, kwargs); UNDECLARED if there is none."""
+        """Return the entry for a path into (args, kwargs); UNDECLARED if there is none."""
+        # A path that is longer than the tree of entries belongs to the entry where the tree ends.
         entry = self.in_dims.get(self.name_at(path) or "", UNDECLARED)
         for key in path[2:]:
-            if not isinstance(entry, (dict, tuple)):
+            if isinstance(entry, dict):
+                entry = entry.get(key, UNDECLARED)
+            elif not isinstance(entry, tuple):
                 break
-            has_key = key in entry if isinstance(entry, dict) else isinstance(key, int) and key < len(entry)
-            entry = entry[key] if has_key else UNDECLARED
-        return UNDECLARED if isinstance(entry, (dict, tuple)) else entry
+            elif isinstance(key, int) and key < len(entry):
+                entry = entry[key]
+            else:
+                entry = UNDECLARED
+        # The path is above the leaves: their entries may differ, so there is none for it.
+        if isinstance(entry, (dict, tuple)):
+            return UNDECLARED
+        return entry
 
     def name_at(self, path: Sequence[Any]) -> str | None:
-        """Return the parameter that a path into (args, kwargs) belongs to; None if the signature is not known."""
+        """Return the parameter of a path into (args, kwargs); None if it is not known."""
         if path[0] == 1:
             return str(path[1])
-        return self.parameters.at(path[1]) if self.parameters is not None else None
+        if self.parameters is None:
+            return None
+        return self.parameters.at(path[1])
 
     def write_cure(self, entries: Mapping[tuple[Any, ...], str | None]) -> str:
-        """Return the `in_dims` with these entries for the values at these paths, next to the entries of the user.
+        """Return the `in_dims` with these entries for the values at these paths.
 
-        The entry is that of the whole argument where the keys of a path are not names.
+        The entries of the user stay. The entry is that of the whole argument where the keys of a
+        path are not names.
         """
         cure: dict[str, Any] = dict(self.in_dims)
         for path, entry in entries.items():
-            has_names = all(isinstance(key, str) for key in path[2:])
-            *above, last = [self.name_at(path) or "its name", *map(str, path[2:] if has_names else ())]
+            below_argument = path[2:]
+            if not all(isinstance(key, str) for key in below_argument):
+                below_argument = ()
+            argument = self.name_at(path) or "its name"
+            *above, last = [argument, *map(str, below_argument)]
             place = cure
             for key in above:
                 below = place.get(key)
-                place[key] = dict(below) if isinstance(below, dict) else {}
-                place = place[key]
+                # A copy: the dict of the user stays as it is.
+                copied = dict(below) if isinstance(below, dict) else {}
+                place[key] = copied
+                place = copied
             place[last] = entry
         return f"{self.option}={cure}".replace("'", '"')
 
 
-def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
-    """Return a value with the sequences that its entry in `in_dims` cuts by item turned into leaves."""
+def _mark_by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
+    """Return a value with sequences turned into leaves, if its entry in `in_dims` cuts them."""
     if in_dim is None:
         return value
     if isinstance(in_dim, (dict, tuple)):
-        return _by_item_below(in_dim, value, place)
+        return _mark_parts(in_dim, value, place)
+    # "items" also cuts the lists inside a dict: the user has named what holds them.
     if in_dim == "items":
-        return WholeLeaf(value) if has_items(value) else replace_nodes(value, has_items, WholeLeaf)
+        if has_items(value):
+            return WholeLeaf(value)
+        return replace_nodes(value, has_items, WholeLeaf)
+    # The user names the argument itself, so a tuple of numbers has one item per row too.
     if _has_no_tensors(value):
-        return WholeLeaf(value)  # named by the user: also a tuple of numbers
+        return WholeLeaf(value)
     return replace_nodes(value, _may_be_one_item_per_row, WholeLeaf)
 
 
-def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
-    """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
+def _mark_parts(in_dims: Any, value: Any, place: list[Any]) -> Any:
+    """Do the same for a container, by the entries of its parts.
+
+    Keys that it does not have are refused.
+    """
+    # Only the container itself is opened: its parts have entries of their own.
     parts, spec = flatten(value, lambda node: node is not value)
     keys = spec.entries()
     if isinstance(in_dims, tuple) and len(in_dims) != len(keys):
-        msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(keys)} there"
+        where = address("in_dims", place)
+        msg = f"{where} declares {len(in_dims)} items, and {place[0]!r} has {len(keys)} there"
         raise ShardError(msg)
     named = in_dims if isinstance(in_dims, dict) else dict(enumerate(in_dims))
     for key in named:
-        if key not in keys:
-            has = f"a {type(value).__name__} with {keys}" if keys else f"a {type(value).__name__}"
-            msg = f"{address('in_dims', [*place, key])} is declared, and {place[0]!r} is {has} there"
-            raise ShardError(msg)
-    below = (_by_item(named.get(key), part, [*place, key]) for key, part in zip(keys, parts, strict=True))
-    return unflatten(spec, below)
+        if key in keys:
+            continue
+        has = f"a {type(value).__name__}"
+        if keys:
+            has += f" with {keys}"
+        where = address("in_dims", [*place, key])
+        msg = f"{where} is declared, and {place[0]!r} is {has} there"
+        raise ShardError(msg)
+    marked = []
+    for key, part in zip(keys, parts, strict=True):
+        entry = named.get(key)
+        marked.append(_mark_by_item(entry, part, [*place, key]))
+    return unflatten(spec, marked)
 
 
 def _may_be_one_item_per_row(node: Any) -> bool:
-    """True for a sequence without tensors, but for a tuple of numbers, such as the size of images."""
+    """True for a sequence without tensors, except a tuple of numbers, such as an image size."""
+    # A namedtuple is a structure, and never cut by item.
     is_size = type(node) is tuple and all(isinstance(item, (int, float)) for item in node)
-    return not is_size and _has_no_tensors(node)
+    if is_size:
+        return False
+    return _has_no_tensors(node)
 
 
 def _has_no_tensors(node: Any) -> bool:
-    """True for a list, a deque, or a tuple without tensors, which has no dims. An empty one is the same in every lane."""
+    """True for a list, a deque, or a tuple without tensors, which has no dims."""
     is_sequence = isinstance(node, (list, deque)) or type(node) is tuple
-    return is_sequence and bool(node) and not any(isinstance(leaf, torch.Tensor) for leaf in flatten(node)[0])
+    if not is_sequence or not node:  # an empty one is the same in every lane
+        return False
+    leaves, _ = flatten(node)
+    return not any(isinstance(leaf, torch.Tensor) for leaf in leaves)

@@ -21,22 +21,40 @@ OutDims = Any
 PadValue = float | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields | None
 """A number for every output, a tree of numbers like the output, or None."""
 
+# Compared by `type(value) in SEQUENCES`: a namedtuple is a structure with keys.
 SEQUENCES = (list, tuple, deque)
 _REDUCTIONS = ("mean", "sum", "stack")
 _WORDS = ("items", "ragged")
 _MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
+# Parts of errors. Each of them names options, since only the user knows what an output means.
 JOIN_LIST = 'join="list" returns the outputs of the lanes as they are'
 CURE = (
-    "Declare it with out_dims: the dim that holds the rows (out_dims=0), None for one value that is the same in every "
-    'lane, "items" for a list with one item per row, "ragged" for rows in order whatever their number. If it sums over '
-    'rows, name it in reduce: reduce="sum", or reduce={"key": "sum"} for one of several outputs. '
+    "Declare it with out_dims: the dim that holds the rows (out_dims=0), None for one value that "
+    'is the same in every lane, "items" for a list with one item per row, "ragged" for rows in '
+    "order whatever their number. If it sums over rows, name it in reduce: "
+    'reduce="sum", or reduce={"key": "sum"} for one of several outputs. '
     f"{JOIN_LIST}"
 )
-SAME = 'out_dims=None, or out_dims={"key": None} for one of several outputs, for a value that is the same in every lane'
+SAME = (
+    'out_dims=None, or out_dims={"key": None} for one of several outputs, for a value that is the '
+    "same in every lane"
+)
+
+
+class Returned:
+    """The place of a container in an output, if the container is an argument of the caller.
+
+    All lanes have one such object for one argument, so that it is joined as one value.
+    """
+
+    __slots__ = ("argument",)
+
+    def __init__(self, argument: Any) -> None:
+        self.argument = argument
 
 
 class Declared(NamedTuple):
-    """The declarations of one place in the output: of its rows, of the reduction of its numbers, and of its padding.
+    """The declarations of one place in the output: its rows, its reduction, and its padding.
 
     `names_reduce` is True if `reduce` names this place, and not the numbers of the whole output.
     """
@@ -52,8 +70,10 @@ class Declared(NamedTuple):
             return [self]
         if spec.type in SEQUENCES:
             refuse_tree("out_dims", self.out_dim, spec.type)
-        children = zip(self.parts(spec.entries()), spec.children(), strict=True)
-        return [leaf for each, child in children for leaf in each.below(child)]
+        leaves = []
+        for part, child in zip(self.parts(spec.entries()), spec.children(), strict=True):
+            leaves += part.below(child)
+        return leaves
 
     def parts(self, entries: Sequence[Any]) -> list[Declared]:
         """Return the declarations of the parts of a container with these keys."""
@@ -61,14 +81,18 @@ class Declared(NamedTuple):
         reductions = _children("reduce", self.reduce, None, entries)
         pad_values = _children("pad_value", self.pad_value, None, entries)
         names_reduce = is_tree(self.reduce)
-        if is_tree(self.out_dim) and not names_reduce:  # a None that names a place comes before a reduction for all numbers
-            reductions = [None if out_dim is None else each for out_dim, each in zip(out_dims, reductions, strict=True)]
-        return [Declared(*each, names_reduce) for each in zip(out_dims, reductions, pad_values, strict=True)]
+        if is_tree(self.out_dim) and not names_reduce:
+            # A None that names a place comes before a reduction for all numbers.
+            for index, out_dim in enumerate(out_dims):
+                if out_dim is None:
+                    reductions[index] = None
+        columns = zip(out_dims, reductions, pad_values, strict=True)
+        return [Declared(*column, names_reduce) for column in columns]
 
 
 @dataclass(frozen=True)
 class JoinRules:
-    """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather."""
+    """The options for joining. `as_torch` selects the rules of torch.nn.DataParallel's gather."""
 
     dim: int = 0
     out_dims: OutDims = UNDECLARED
@@ -77,20 +101,25 @@ class JoinRules:
     pad_value: Any = None
     as_torch: bool = False
 
+    # Cached, since every call reads these. Threads that compute one at the same time get equal
+    # values.
+
     @cached_property
     def needs_proof(self) -> bool:
-        """True if the sizes of shards must show which outputs follow the rows, and therefore differ."""
+        """True if the sizes of shards must differ, to show which outputs follow the rows."""
         return _leaves_open(self.out_dims) and self.join != "list"
 
     @cached_property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
-        return self.join != "list" and all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
+        keeps_numbers = all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
+        return keeps_numbers and self.join != "list"
 
     @cached_property
     def row_dim_of_tensor(self) -> int | None:
         """The dim to concatenate outputs of one tensor on; None if the options say otherwise."""
-        dim = self.dim if self.out_dims is UNDECLARED or self.as_torch else self.out_dims
+        is_open = self.out_dims is UNDECLARED or self.as_torch
+        dim = self.dim if is_open else self.out_dims
         return dim if self.join == "cat" and isinstance(dim, int) and dim >= 0 else None
 
     @cached_property
@@ -100,10 +129,16 @@ class JoinRules:
 
     @cached_property
     def row_dims(self) -> Callable[[TreeSpec], tuple[int, ...] | None]:
-        """A function from a structure to the dim of each tensor in it, if every tensor is concatenated; else None."""
-        return lru_cache(_MOST_STRUCTURES)(partial(_find_row_dims, self.declared, self.dim, self.join))
+        """A function from a structure to the dim of each tensor in it.
+
+        It returns None if some part of the structure is not concatenated. Threads may call it.
+        """
+        # A cache per object, and not one of the class: it goes when the block goes.
+        find = partial(_find_row_dims, self.declared, self.dim, self.join)
+        return lru_cache(_MOST_STRUCTURES)(find)
 
     def __post_init__(self) -> None:
+        # The class is frozen, and its cached properties are read only after this.
         for name in ("out_dims", "reduce", "pad_value"):
             object.__setattr__(self, name, as_tree(getattr(self, name)))
         if self.as_torch:
@@ -115,13 +150,18 @@ class JoinRules:
             if each is not None and each not in _REDUCTIONS and not callable(each):
                 _refuse_entry("reduce", each, "'mean', 'sum', 'stack', a function of a vector")
         for each in entries_of(self.out_dims):
-            is_dim = each is UNDECLARED or each is None or (isinstance(each, int) and not isinstance(each, bool))
-            if not is_dim and each not in _WORDS:
+            if not _is_out_dim(each):
                 other = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
                 _refuse_entry("out_dims", each, 'a dim, None, "items", "ragged"', other)
         for each in entries_of(self.pad_value):
             if each is not None and not isinstance(each, numbers.Number):
                 _refuse_entry("pad_value", each, "a number")
+
+
+def _is_out_dim(entry: Any) -> bool:
+    # A bool is an int, and `out_dims=True` is a mistake.
+    is_dim = isinstance(entry, int) and not isinstance(entry, bool)
+    return entry is UNDECLARED or entry is None or is_dim or entry in _WORDS
 
 
 def _refuse_entry(name: str, entry: Any, allowed: str, more: str = "") -> NoReturn:
@@ -140,9 +180,12 @@ def refuse(why: str) -> NoReturn:
 
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
-    """Refuse an option that declares the parts of a container where the output has a value of another kind."""
-    if isinstance(option, dict) or (isinstance(option, tuple) and kind not in SEQUENCES):
-        refuse(f"{name} declares a {type(option).__name__} here, and the lanes returned a {kind.__name__}")
+    """Refuse an option for the parts of a container where the output has another value."""
+    declares_keys = isinstance(option, dict)
+    declares_items = isinstance(option, tuple) and kind not in SEQUENCES
+    if declares_keys or declares_items:
+        found = type(option).__name__
+        refuse(f"{name} declares a {found} here, and the lanes returned a {kind.__name__}")
 
 
 def is_tree(option: Any) -> bool:
@@ -154,26 +197,40 @@ def _leaves_open(out_dims: Any) -> bool:
     """True if a tree of out_dims leaves some place open."""
     if isinstance(out_dims, tuple):
         return any(map(_leaves_open, out_dims))
-    return out_dims is UNDECLARED or isinstance(out_dims, dict)  # an output may have keys that it does not name
+    # An output may have keys that a dict does not name.
+    return out_dims is UNDECLARED or isinstance(out_dims, dict)
 
 
-def _find_row_dims(declared: Declared, dim: int, join: str, spec: TreeSpec) -> tuple[int, ...] | None:
+def _find_row_dims(
+    declared: Declared, dim: int, join: str, spec: TreeSpec
+) -> tuple[int, ...] | None:
     try:
         leaves = declared.below(spec)
     except Refusal:
-        return None  # the slow way raises it, with its place
-    if join != "cat" or any(is_tree(each.reduce) or (each.names_reduce and each.reduce is not None) for each in leaves):
+        return None  # joining place by place raises it again, with its place
+    if join != "cat":
         return None
-    dims = [dim if each.out_dim is UNDECLARED else each.out_dim for each in leaves]
-    return tuple(dims) if all(isinstance(each, int) for each in dims) else None
+    dims = []
+    for leaf in leaves:
+        is_reduced = leaf.names_reduce and leaf.reduce is not None
+        # Without a look at `pad_value`: nothing is padded here.
+        out_dim = dim if leaf.out_dim is UNDECLARED else leaf.out_dim
+        if is_reduced or is_tree(leaf.reduce) or not isinstance(out_dim, int):
+            return None
+        dims.append(out_dim)
+    return tuple(dims)
 
 
 def _children(name: str, option: Any, missing: Any, entries: Sequence[Any]) -> list[Any]:
-    """Return the entry of an option for each child of a node. `missing` stands for keys that the option leaves out."""
+    """Return the entry of an option for each child of a node.
+
+    `missing` stands for keys that the option leaves out.
+    """
     if isinstance(option, dict):
         unknown = [key for key in option if key not in entries]
         if unknown:
-            refuse(f"{name} declares the key {unknown[0]!r}, and the output has {list(entries)} here")
+            has = list(entries)
+            refuse(f"{name} declares the key {unknown[0]!r}, and the output has {has} here")
         return [option.get(entry, missing) for entry in entries]
     if not isinstance(option, tuple):
         return [option] * len(entries)

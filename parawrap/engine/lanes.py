@@ -1,16 +1,15 @@
-"""The lanes of a session: a thread for each, the parts of cut calls, and the modes that lanes inherit from the caller.
+"""The lanes of a session: a thread for each, the parts of cut calls, and the modes of the caller.
 
 Guarantees:
 
-- A lane runs one part at a time: the thread that works in it holds ``lane.lock``.
-- The caller runs lane 0's part, and then every part that no thread has begun. With gradients, the caller runs all parts of
-  a device itself, in order.
-- The outcome of a part reaches the caller whatever the part raises; the lane lives on.
-- A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A part that waits for another
-  thread, which itself makes a call, waits forever.
-- An interrupted caller leaves at once. Its parts that have not started are dropped.
-- Threads start when first needed. They end with `close`, with the last reference to the lanes, or with the interpreter.
-- A forked child has no lanes: all calls run plainly there.
+- A lane runs one part at a time: the thread that works in it holds ``lane.lock``. - The caller runs
+lane 0's part, and then every part that no thread has begun. With gradients, the caller runs all
+parts of a device itself, in order. - The outcome of a part reaches the caller whatever the part
+raises; the lane lives on. - A part never waits for a lane: `here.lane` is set in it, and calls of
+the model run plainly. A part that waits for another thread, which itself makes a call, waits
+forever. - An interrupted caller leaves at once. Its parts that have not started are dropped. -
+Threads start when first needed. They end with `close`, with the last reference to the lanes, or
+with the interpreter. - A forked child has no lanes: all calls run plainly there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -37,7 +36,6 @@ from parawrap._private_names import (
     InferenceMode,
     count_function_modes,
     function_modes,
-    profiler_runs,
     set_grad_enabled,
 )
 from parawrap.backends import Backend, backend_of, drop_own_frames, warn_caller
@@ -47,14 +45,17 @@ from parawrap.errors import SessionError
 _CPU = torch.device("cpu")
 _EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _DRAWS = (
-    "lanes that share a random generator drew from it at the same time, so a seed does not reproduce this call. With "
-    "torch.use_deterministic_algorithms(True), lanes run one after another, in order. If the call draws no random numbers, "
-    "another thread did"
+    "lanes that share a random generator drew from it at the same time, so a seed does not "
+    "reproduce this call. With torch.use_deterministic_algorithms(True), lanes run one after "
+    "another, in order. If the call draws no random numbers, another thread did"
 )
 
 
 class _Here(threading.local):
-    """The lane that the calling thread works in. The class has a value because looking for none takes a microsecond."""
+    """The lane that the calling thread works in.
+
+    The class has a value because looking for none takes a microsecond.
+    """
 
     lane: Lane | None = None
 
@@ -65,11 +66,14 @@ here = _Here()
 class Lane:
     """One device slot and, once it was needed, its thread.
 
-    `device` is where its tensors lie; `label` names it. `taking` is locked while its thread runs whole calls, or is about
-    to. `own` are whole calls for this lane alone, `shared` those for any lane; both oldest first.
+    `device` is where its tensors lie; `label` names it. `taking` is locked while its thread runs
+    whole calls, or is about to. `own` are whole calls for this lane alone, `shared` those for any
+    lane; both oldest first.
     """
 
-    def __init__(self, index: int, device: torch.device, label: str, shared: deque[Any] | None = None) -> None:
+    def __init__(
+        self, index: int, device: torch.device, label: str, shared: deque[Any] | None = None
+    ) -> None:
         self.index = index
         self.device = device
         self.label = label
@@ -95,30 +99,38 @@ class Lane:
         """Start the lane's thread, and wait until its count of intra-op threads is set."""
         ready = threading.Event()
         name = f"parawrap-{self}"
-        self.thread = threading.Thread(target=self._serve, args=(threads, ready), name=name, daemon=True)
+        self.thread = threading.Thread(
+            target=self._serve, args=(threads, ready), name=name, daemon=True
+        )
         self.thread.start()
         ready.wait()
 
     def take(self, _: Lane) -> None:
-        """Run whole calls, the oldest first, until none waits, or something else waits for this lane."""
+        """Run whole calls, the oldest first, until none waits or other work waits."""
         while self.inbox.empty():
             try:
                 work = (self.own or self._shared).popleft()
             except IndexError:
                 self.taking.release()
                 if not ((self.own or self._shared) and self.taking.acquire(blocking=False)):
-                    return  # if a call came meanwhile, its sender has put this method into the inbox
+                    # If a call came meanwhile, its sender has put this method into the inbox
+                    return
                 continue  # a call came, and its sender saw this lane at work
             work(self)
             del work
         self.inbox.put(self.take)
 
     def _serve(self, threads: int | None, ready: threading.Event) -> None:
-        """Run the lane's thread. It refers to nothing but the lane, so abandoned lanes can be collected."""
+        """Run the lane's thread.
+
+        It refers to nothing but the lane, so abandoned lanes can be collected.
+        """
         if threads is not None:
-            torch.get_num_threads()  # without this, the thread's first parallel operator undoes the setting
+            # Without this, the thread's first parallel operator undoes the setting
+            torch.get_num_threads()
             torch.set_num_threads(threads)
-        here.lane = self  # for good: callbacks of futures run in this thread too, and must not wait for lanes
+        # For good: callbacks of futures run in this thread too, and must not wait for lanes
+        here.lane = self
         ready.set()
         while (work := self.inbox.get()) is not None:
             work(self)
@@ -129,10 +141,25 @@ class Lane:
 
 
 class Job:
-    """The parts of one call, in groups. One thread runs a group in order; the caller runs each that no thread has begun."""
+    """The parts of one call, in groups.
+
+    One thread runs a group in order; the caller runs each that no thread has begun.
+    """
 
     __slots__ = (
-        *("asleep", "done", "errors", "groups", "home", "lanes", "missing", "modes", "moments", "outputs", "tasks"),
+        *(
+            "asleep",
+            "done",
+            "errors",
+            "groups",
+            "home",
+            "lanes",
+            "missing",
+            "modes",
+            "moments",
+            "outputs",
+            "tasks",
+        ),
     )
 
     def __init__(
@@ -146,7 +173,9 @@ class Job:
         self.lanes = lanes  # not their pool: a job that waits in an inbox would keep it alive
         self.tasks = tasks
         self.asleep: list[Lane] = []  # the lanes that are not woken yet, the next one last
-        self.groups = groups  # by lane: its thread would run the group; the thread that pops a group runs it
+        self.groups = (
+            groups  # by lane: its thread would run the group; the thread that pops a group runs it
+        )
         self.home = home
         self.moments = moments
         self.modes: Modes  # of the caller, if a part runs elsewhere than in the caller's own modes
@@ -165,10 +194,12 @@ class Job:
             self.modes.run(partial(self.run, group), lane.device, self.home)
 
     def wake_next(self) -> None:
-        """Wake the next lane. It wakes the one after it, so that small parts wake few threads for nothing.
+        """Wake the next lane.
 
-        While lanes run whole calls, all of them are woken at once: the next one may be at work for long. A lane that has
-        ended leaves its group to the caller.
+        It wakes the one after it, so that small parts wake few threads for nothing.
+
+        While lanes run whole calls, all of them are woken at once: the next one may be at work for
+        long. A lane that has ended leaves its group to the caller.
         """
         with suppress(IndexError):  # there is none, or another lane was quicker
             while True:
@@ -186,11 +217,18 @@ class Job:
             lane, task = self.lanes[at_lane], self.tasks[index]
             if context is not None and at > 0:  # it finds no variable that an earlier part has set
                 task = partial(context.copy().run, task)
+                if (
+                    self.moments
+                ):  # turns are turns on the devices too, which run what lanes have queued
+                    earlier = [self.lanes[before % len(self.lanes)] for before in group[:at]]
+                    task = partial(_run_after, earlier, task)
             with lane.lock:  # no interrupt comes between this line and the next
                 start, before = perf_counter_ns(), here.lane
                 try:
                     here.lane = lane
-                    self.outputs[index] = lane.streams.run(task, self.moments[at_lane]) if self.moments else task()
+                    self.outputs[index] = (
+                        lane.streams.run(task, self.moments[at_lane]) if self.moments else task()
+                    )
                 except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
                     drop_own_frames(error)
                     self.errors.append((index, error))
@@ -216,10 +254,14 @@ class Job:
 class Lanes:
     """The lanes of one session, or of one function. Any number of threads may use them at once."""
 
-    def __init__(self, devices: Sequence[torch.device], labels: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], labels: Sequence[str] | None = None
+    ) -> None:
         self._shared: deque[Any] = deque()
         named = zip(devices, labels or map(str, devices), strict=True)
-        self.all = tuple(Lane(index, device, label, self._shared) for index, (device, label) in enumerate(named))
+        self.all = tuple(
+            Lane(index, device, label, self._shared) for index, (device, label) in enumerate(named)
+        )
         self.count = len(self.all)
         self.backend: Backend = backend_of(devices[0].type)
         self.share_devices = len(set(devices)) < len(devices)
@@ -242,9 +284,12 @@ class Lanes:
         home: torch.device | None = None,
         moments: Sequence[Moment] = (),
     ) -> tuple[list[Any], list[tuple[int, BaseException]]]:
-        """Run task i in lane ``i % lanes``, at the same time or in `turns`. Return the values, and the errors with indices.
+        """Run task i in lane ``i % lanes``, at the same time or in `turns`.
 
-        A task in turns may use all intra-op threads. `moments` has an entry per lane if devices are to do with them.
+        Return the values, and the errors with indices.
+
+        A task in turns may use all intra-op threads. `moments` has an entry per lane if devices are
+        to do with them.
         """
         key = len(tasks), turns
         groups = dict(self._groups.get(key) or self._group(key))
@@ -252,9 +297,9 @@ class Lanes:
         first = groups.pop(0)
         before = torch.get_num_threads()
         lowers = bool(groups) and self._threads is not None and self._threads != before
-        if lowers:
-            torch.set_num_threads(self._threads)  # type: ignore[arg-type]
         try:
+            if lowers:
+                torch.set_num_threads(self._threads)  # type: ignore[arg-type]
             self._run_job(job, first, [*groups])
         finally:
             if lowers:
@@ -280,7 +325,9 @@ class Lanes:
                 job.asleep = [*map(self.all.__getitem__, reversed(others))]
                 job.wake_next()
             if is_home:
-                job.run(first)  # the caller's modes are in force as they are
+                # The caller's modes are in force as they are. A copy of the context: variables that
+                # forward sets stay in the call, as in the other lanes
+                contextvars.copy_context().run(job.run, first)
             else:
                 job.modes.run(partial(job.run, first), lane.device, home)
             if job.errors and not isinstance(job.errors[0][1], Exception):  # Ctrl-C or an exit
@@ -295,7 +342,10 @@ class Lanes:
             raise
 
     def _group(self, key: tuple[int, str | None]) -> dict[int, tuple[int, ...]]:
-        """Return the indices of the parts that one thread runs, by the first of them, which is that of its lane."""
+        """Return the indices of the parts that one thread runs, by the first of them.
+
+        The first index is that of the lane, too.
+        """
         count, turns = key
         groups: dict[Any, list[int]] = {}
         for index, lane in zip(range(count), cycle(self.all), strict=False):
@@ -304,25 +354,28 @@ class Lanes:
         found = self._groups[key] = {group[0]: tuple(group) for group in groups.values()}
         return found
 
-    def decide_turns(self, *, learns: bool) -> str | None:
-        """Return the parts that run one after another: "all", those of each "device", or None.
-
-        If a part `learns`, it may draw random numbers that checkpointing recomputes.
-        """
-        if torch.are_deterministic_algorithms_enabled() or profiler_runs():
-            return "all"
-        return "device" if learns and self.share_devices else None
-
     def read_draws(self) -> list[torch.Tensor] | None:
-        """Return the states of the generators that lanes share; None if a warning of draws was given."""
+        """Return the states of the generators that lanes share; None after a warning of draws."""
         if not self._warns_of_draws:
             return None
-        shared = [device for device, count in Counter(lane.device for lane in self.all).items() if count > 1]
-        states = [backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"]
-        return [torch.default_generator.get_state(), *(state for state in states if state is not None)]
+        shared = [
+            device
+            for device, count in Counter(lane.device for lane in self.all).items()
+            if count > 1
+        ]
+        states = [
+            backend_of(device.type).rng_state(device) for device in shared if device.type != "cpu"
+        ]
+        return [
+            torch.default_generator.get_state(),
+            *(state for state in states if state is not None),
+        ]
 
     def warn_of_draws(self, before: list[torch.Tensor]) -> None:
-        """Warn once if lanes that ran at the same time drew from a shared generator. `before` is from `read_draws`."""
+        """Warn once if lanes that ran at the same time drew from a shared generator.
+
+        `before` is from `read_draws`.
+        """
         if not all(map(torch.equal, before, self.read_draws() or before)):
             self._warns_of_draws = False
             warn_caller(_DRAWS)
@@ -330,14 +383,19 @@ class Lanes:
     # Whole calls
 
     def send(self, work: Callable[[Lane], None], *, in_order: bool = False) -> None:
-        """Run work in the lane that is free first, the oldest first; `in_order` in the first lane alone.
+        """Run work in the lane that is free first, the oldest first.
+
+        `in_order` runs it in the first lane alone.
 
         Raises:
             SessionError: If the lanes are closed.
         """
         with self._gate:
             if not self.is_open or self.pid != getpid():
-                msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+                msg = (
+                    "the lanes are closed: call inside the `with` block, or make a new "
+                    "parallel(...)"
+                )
                 raise SessionError(msg)
             (self.all[0].own if in_order else self._shared).append(work)
             chosen = None
@@ -354,7 +412,10 @@ class Lanes:
 
     def queued(self) -> list[Any]:
         """Return the work that no lane has begun, oldest first."""
-        return [*self.all[0].own.copy(), *self._shared.copy()]  # lanes take from them meanwhile, and only a copy is atomic
+        return [
+            *self.all[0].own.copy(),
+            *self._shared.copy(),
+        ]  # lanes take from them meanwhile, and only a copy is atomic
 
     # Life
 
@@ -363,23 +424,22 @@ class Lanes:
         """False after `close`, and in a forked child."""
         return self.is_open and self.pid == getpid()
 
-    @contextmanager
-    def idle(self, home: torch.device | None = None) -> Iterator[None]:
-        """Keep every lane idle inside the block, and the devices done with what lanes queued."""
-        with ExitStack() as held:
-            for lane in self.all:
-                held.enter_context(lane.lock)
-            if self._only_cpu and home in (None, _CPU):
-                yield
-                return
-            for lane in self.all:
-                lane.streams.be_waited_for()
-            wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
-            yield
-            devices = {home, *(lane.device for lane in self.all)}
-            self._changed = moment_of(filter(None, devices), shared=False)
-            for lane in self.all:
-                lane.streams.wait_next(self._changed)
+    def run_idle(self, work: Callable[[], None], home: torch.device | None = None) -> None:
+        """Run `work` while every lane is idle, and the devices are done with what lanes queued."""
+        if not (self._only_cpu and home in (None, _CPU)):
+            work = partial(self._run_between_streams, work, home)
+        _run_holding([lane.lock for lane in self.all], work)
+
+    def _run_between_streams(self, work: Callable[[], None], home: torch.device | None) -> None:
+        """Run `work` after all that lanes have queued, and before all that they will queue."""
+        for lane in self.all:
+            lane.streams.be_waited_for()
+        wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
+        work()
+        devices = {home, *(lane.device for lane in self.all)}
+        self._changed = moment_of(filter(None, devices), shared=False)
+        for lane in self.all:
+            lane.streams.wait_next(self._changed)
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
@@ -388,18 +448,35 @@ class Lanes:
             self.is_open = False
             return
         with self._gate:
-            was_open = self._end.detach() is not None
             self.is_open = False
-        if was_open:
+        if self._end.alive:
             _end_threads(self.all)
+            # Last: after Ctrl-C in the middle, the finalizer or another `close` ends the rest
+            self._end.detach()
             for lane in self.all:
                 lane.streams.be_waited_for()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        with intra_op_threads(None):  # a lane sets the count for new threads too: leaving the block restores it
+        with intra_op_threads(
+            None
+        ):  # a lane sets the count for new threads too: leaving the block restores it
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self._threads)
+
+
+def _run_holding(locks: Sequence[threading.Lock], work: Callable[[], None]) -> None:
+    """Run `work` with all locks held.
+
+    Each lock has a `with` statement of its own: Python looks for Ctrl-C between two lines, and
+    never between a lock and its block. An ExitStack has a moment when a lock is held and not yet
+    noted.
+    """
+    if not locks:
+        work()
+        return
+    with locks[0]:
+        _run_holding(locks[1:], work)
 
 
 def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
@@ -416,10 +493,13 @@ def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
 
 
 class Modes(NamedTuple):
-    """The modes of one thread at one moment, to be entered in a lane. Immutable; any number of threads may use it at once.
+    """The modes of one thread at one moment, to be entered in a lane.
 
-    A new thread starts with torch's defaults: gradients on, no inference mode, no autocast, no default device, an empty
-    context. `autocast` has the kinds of devices with autocast, and their dtypes.
+    Immutable; any number of threads may use it at once.
+
+    A new thread starts with torch's defaults: gradients on, no inference mode, no autocast, no
+    default device, an empty context. `autocast` has the kinds of devices with autocast, and their
+    dtypes.
     """
 
     grad: bool
@@ -445,26 +525,34 @@ class Modes(NamedTuple):
     def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
         """Run `work` in this thread under these modes, and restore the thread's own.
 
-        If the default device is the model's home, it means "where the model is", which in a lane is the lane's device. No
-        default device is the CPU, so the same holds for a model on the CPU.
+        If the default device is the model's home, it means "where the model is", which in a lane is
+        the lane's device. No default device is the CPU, so the same holds for a model on the CPU.
         """
         default_device = self.default_device
         if home is not None and device != home and (default_device or _CPU) == home:
             default_device = device
         context = self.context.copy()  # a context can be entered by one thread at a time
-        before = torch.is_grad_enabled()
+        # Its exit restores the thread's grad mode too. It does nothing if Ctrl-C comes before the entry
         guard = InferenceMode(self.inference)
-        guard.__enter__()
-        set_grad_enabled(self.grad)
         try:
+            guard.__enter__()
+            set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
-                work = partial(_run_in, torch.autocast(kind, dtype, cache_enabled=self.autocast_cache), work)
+                work = partial(
+                    _run_in, torch.autocast(kind, dtype, cache_enabled=self.autocast_cache), work
+                )
             if default_device is not None:
                 work = partial(_run_in, default_device, work)
             return context.run(work)
         finally:
             guard.__exit__(None, None, None)
-            set_grad_enabled(before)
+
+
+def _run_after(earlier: Sequence[Lane], work: Callable[[], Any]) -> Any:
+    """Run `work` on the current streams, after all that other lanes have queued."""
+    for lane in earlier:
+        lane.streams.be_waited_for()
+    return work()
 
 
 def _run_in(mode: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
@@ -475,16 +563,21 @@ def _run_in(mode: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Leave autocast on the CPU and on that kind of device, until the returned context ends."""
     kinds = [*filter(torch.is_autocast_enabled, _kinds_with_autocast(kind))]
+    return _without_autocast(kinds) if kinds else nullcontext()
+
+
+@contextmanager
+def _without_autocast(kinds: Sequence[str]) -> Iterator[None]:
+    """Leave autocast, each kind by a `with` of its own: an ExitStack may lose one to Ctrl-C."""
     if not kinds:
-        return nullcontext()
-    stack = ExitStack()
-    for each in kinds:
-        stack.enter_context(torch.autocast(each, enabled=False))
-    return stack
+        yield
+        return
+    with torch.autocast(kinds[0], enabled=False), _without_autocast(kinds[1:]):
+        yield
 
 
 def _default_device() -> torch.device | None:
-    """Return the innermost default device, of ``torch.set_default_device`` or of ``with torch.device(...)``."""
+    """Return the innermost default device, if there is one."""
     devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
     return devices[-1] if devices else None
 
@@ -492,19 +585,24 @@ def _default_device() -> torch.device | None:
 @functools.cache
 def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
     """Return the CPU and that kind if they have autocast."""
-    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
+    return tuple(
+        each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each)
+    )
 
 
 @contextmanager
 def intra_op_threads(threads: int | None) -> Iterator[None]:
-    """Let operators of the calling thread use that many threads inside the block (None: as many as before).
+    """Let operators of the calling thread use that many threads inside the block.
 
-    The count is that of the calling thread, and of threads that run their first operator later. Both are restored.
+    None lets them use as many as before.
+
+    The count is that of the calling thread, and of threads that run their first operator later.
+    Both are restored.
     """
     before = torch.get_num_threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
     try:
+        if threads is not None:
+            torch.set_num_threads(threads)
         yield
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,7 @@
-"""Replace methods of one module while a block is open. The class never changes, and the block leaves no trace."""
+"""Replace methods of one module while a block is open.
+
+The class never changes, and the block leaves no trace.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +16,61 @@ import torch
 
 from parawrap._private_names import COMPILED_CALL
 from parawrap.engine.call import NOWHERE, Entry, Stub
-from parawrap.engine.holdings import ABSENT
+from parawrap.engine.places import ABSENT
 
+# It protects the stubs of all modules. Calls do not take it: each line below leaves a ``__dict__``
+# that another thread may call through. Reentrant: a finalizer or a signal handler may close another
+# block in this thread meanwhile.
 _rewriting = threading.RLock()
 
 
 class PlainView(dict[str, Any]):
     """The ``__dict__`` of a module inside a block.
 
-    Attribute lookup, which is C code, finds the stubs. Python code that reads or copies the dict finds what was there
-    before, so copies, clones, and pickles of the module are plain modules.
+    Attribute lookup, which is C code, finds the stubs. Python code that reads or copies the dict
+    finds what was there before, so copies, clones, and pickles of the module are plain modules.
     """
+
+    # A subclass of dict, because an object takes no other ``__dict__``. C code reads the entries of
+    # the dict itself, past the methods below; `dict.get(view, name)` does the same.
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(vars(module))
         self._before = vars(module)
-        self._compiled = dict.get(self, COMPILED_CALL)  # it would trace through the stub and run the batch as one
+        # A compiled call would trace through the stub and run the batch as one.
+        self._compiled = dict.get(self, COMPILED_CALL)
         if self._compiled is not None:
             dict.__setitem__(self, COMPILED_CALL, None)
 
     def close(self, module: torch.nn.Module) -> None:
         """Give the module its own ``__dict__`` back, with all that was set in the meantime."""
         now = self.plain()
+        # None is what the view has put there; another value was set inside the block.
         if self._compiled is not None and now.get(COMPILED_CALL) is None:
             now[COMPILED_CALL] = self._compiled
-        dict.update(self._before, now)  # at no moment does it lack a name: another thread may be reading it
-        for name in [name for name in [*self._before] if name not in now]:
+        # New entries come before old ones go. Code that took the dict before the block may read it
+        # in another thread, and finds each attribute that stays at any moment.
+        dict.update(self._before, now)
+        deleted = [name for name in [*self._before] if name not in now]
+        for name in deleted:
             dict.pop(self._before, name)
+        # One step: other threads see the view or the finished dict.
         object.__setattr__(module, "__dict__", self._before)
 
     def plain(self) -> dict[str, Any]:
         """Return the items with what lies under the stubs."""
-        found = {name: _under(value) for name, value in [*dict.items(self)]}  # a copy: other threads may set attributes
-        return {name: value for name, value in found.items() if value is not ABSENT}
+        found: dict[str, Any] = {}
+        # The list is a copy, which is one step: other threads may set attributes.
+        for name, value in [*dict.items(self)]:
+            under = _under(value)
+            if under is not ABSENT:
+                found[name] = under
+        return found
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
         under = _under(value)
+        # A method of the class has no entry to return. A reader that found its name gets the stub.
         return value if under is ABSENT else under
 
     def __iter__(self) -> Iterator[str]:
@@ -85,50 +106,77 @@ class PatchedMethods:
         self._stubs: dict[str, Stub] = {}
 
     def install(self, calls: Any) -> None:
-        """Send every call of the methods to the `call` of a session, through any reference to the module."""
+        """Send every call of the methods to the `call` of a session.
+
+        This includes calls through any other reference to the module.
+        """
+        module = self._module
         with _rewriting:
-            if not isinstance(vars(self._module), PlainView):
-                object.__setattr__(self._module, "__dict__", PlainView(self._module))
-            own = vars(self._module)
+            # Blocks on one module share one view, which the last of them closes.
+            if not isinstance(vars(module), PlainView):
+                object.__setattr__(module, "__dict__", PlainView(module))
+            own = vars(module)
+            # The module does not keep the session alive. Without a session, stubs call plainly.
+            find_calls = weakref.ref(calls)
             for name in dict.fromkeys(self._methods):
-                plain = getattr(self._module, name)
+                plain = getattr(module, name)
                 stub = Stub(plain, dict.get(own, name, ABSENT))
-                of_class = getattr(type(self._module), name, None)
-                stub._self_route = (
-                    weakref.ref(calls),
-                    Entry(partial(_call_plainly, self._module, stub, name, of_class), name),
-                )
-                dict.__setitem__(own, name, stub)
+                of_class = getattr(type(module), name, None)
+                entry = Entry(partial(_call_plainly, module, stub, name, of_class), name)
+                # The stub has its route before another thread can call it.
+                stub._self_route = find_calls, entry
+                # Noted first: an interrupt after the second line must leave no stub that
+                # `uninstall` does not know.
                 self._stubs[name] = stub
+                dict.__setitem__(own, name, stub)
 
     def uninstall(self) -> None:
-        """Restore the module. Other blocks on it go on, and what other code has put over a stub stays."""
+        """Restore the module.
+
+        Other blocks on it go on, and what other code has put over a stub stays.
+        """
         with _rewriting:
             own = vars(self._module)
             for name, stub in self._stubs.items():
+                # First: a thread that still holds the stub, or a wrapper over it, calls plainly.
                 stub._self_route = NOWHERE
                 top = dict.get(own, name)
-                if top is stub:
-                    dict.pop(own, name) if stub._self_under is ABSENT else dict.__setitem__(own, name, stub._self_under)
+                under = stub._self_under
+                if top is stub and under is ABSENT:
+                    dict.pop(own, name)
+                elif top is stub:
+                    dict.__setitem__(own, name, under)
+                # Blocks may close in any order. A stub over this one now lies over what was under
+                # this one. This one keeps its own `under`, for a call that is walking the chain.
                 while type(top) is Stub:
                     if top._self_under is stub:
-                        top._self_under = stub._self_under
+                        top._self_under = under
                     top = top._self_under
             self._stubs = {}
+            # The list is a copy, which is one step: other threads may set attributes.
             if isinstance(own, PlainView) and Stub not in map(type, [*dict.values(own)]):
                 own.close(self._module)
 
 
-def _call_plainly(module: torch.nn.Module, stub: Stub, name: str, of_class: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the method that a stub stands for; that of the class, if it was replaced while the block is open."""
+def _call_plainly(
+    module: torch.nn.Module, stub: Stub, name: str, of_class: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the method that a stub stands for.
+
+    If the method of the class was replaced while the block is open, call the new one.
+    """
     now = getattr(type(module), name, None)
+    # An attribute of the instance comes before the class, so a new method of the class is not used.
     if now is of_class or stub._self_under is not ABSENT:
         return stub.__wrapped__(*args, **kwargs)
     return now.__get__(module)(*args, **kwargs)  # type: ignore[union-attr]
 
 
 def _under(value: Any) -> Any:
-    """Return the value that was in the place of a stub before the first one; any other value as it is."""
+    """Return the value that was in the place of a stub before the first one.
+
+    Return any other value as it is.
+    """
     while type(value) is Stub:
         value = value._self_under
     return value

@@ -1,18 +1,21 @@
-"""One replica: `copy.deepcopy` of the target with a seeded memo, which has what the lane uses in place of each tensor."""
+"""One replica: `copy.deepcopy` of the target with a seeded memo.
+
+The memo has what the lane uses in the place of each tensor, and it says who owns what. What the copy
+made, the replica owns: it may write and empty that. What deepcopy got from elsewhere, such as a
+registry or a cache, belongs to the process, and the replica leaves it alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import copyreg
 import types
 from collections.abc import Mapping, Sequence
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from parawrap._private_names import (
-    BUFFERS,
     CHILDREN,
     COMPILED_CALL,
     PARAMETERS,
@@ -22,23 +25,30 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.holdings import Holdings, Place, read_slot
+from parawrap.engine.model_state import Snapshot
+from parawrap.engine.places import ALWAYS_NEW, Place, read_slot
 from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
-_CURE = "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
-is_dirty = attrgetter("is_dirty")
+_CURE = (
+    "Let its __deepcopy__ copy all attributes with copy.deepcopy(value, memo), or remove the method"
+)
 
 
 class Replica:
-    """The copy of the target that one lane runs. `known` has further copies, by the id of the original.
+    """The copy of the target that one lane runs.
+
+    `known` has further copies, by the id of the original.
 
     Attributes:
         target: The copy of the whole target.
         params: What the lane has in place of the survey's parameters, in the same order.
         tensors: The lane's own copies of the survey's other tensors, in the same order.
+        snapshot: What the containers of the copy must hold before a call.
         is_dirty: True if a call may have left something that the next call must not find.
-        has_graph: True if a graph may lead here: checkpointing calls the modules again in a backward pass.
+        has_graph: True if a graph may lead here: checkpointing calls the modules again in a
+            backward pass.
+        is_lent: True if an output may call a layer of the copy later.
     """
 
     def __init__(
@@ -51,14 +61,21 @@ class Replica:
     ) -> None:
         self.survey = survey
         self.device = device
-        self.is_dirty = self.has_graph = False
+        self.is_dirty = self.has_graph = self.is_lent = False
+        self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
-        self._memo: dict[int, Any] = {**{id(each): each for each in survey.shared}, **known}
-        originals, copies = [*survey.params, *survey.tensors], [*params, *tensors]
-        self._memo |= {id(original): each for original, each in zip(originals, copies, strict=True)}
-        self._copy_target()
+        # The memo has ids, and the survey keeps the originals alive: no later object gets one of them
+        self._memo: dict[int, Any] = {id(each): each for each in survey.shared}
+        self._memo.update(known)
+        originals = [*survey.params, *survey.tensors]
+        copies = [*params, *tensors]
+        self._memo.update(zip(map(id, originals), copies, strict=True))
+        # The first call may be in inference mode, and what a copy makes there could never learn
+        with lasting(grad=torch.is_grad_enabled()):
+            self._copy_target()
+            self._of_process = self._find_parts_of_process()
         self.target: Any = self.of(survey.target)
-        self.holdings = Holdings(survey.places, partial(_own_copy, self._memo))
+        self.snapshot = Snapshot(survey.places, self._own_copy)
         self.note_versions()
 
     def of(self, value: Any) -> Any:
@@ -66,16 +83,26 @@ class Replica:
         return self._memo.get(id(value), value)
 
     def copy_other(self, survey: Survey) -> Any:
-        """Return a copy of another target for this lane. Parts of the model in it are the lane's."""
+        """Return a copy of another target for this lane.
+
+        Parts of the model in it are the lane's.
+        """
         own = [tensor for tensor in survey.tensors if id(tensor) not in self._memo]
-        copies = self._memo | dict(zip(map(id, own), clone_all(own), strict=True))
+        copies = dict(self._memo)
+        copies.update(zip(map(id, own), clone_all(own), strict=True))
         tensors = [copies[id(tensor)] for tensor in survey.tensors]
-        return Replica(survey, self.device, [*map(self.of, survey.params)], tensors, copies).target
+        params = [*map(self.of, survey.params)]
+        # The copy outlives its replica, which nothing else needs: it has no calls that write
+        return Replica(survey, self.device, params, tensors, copies).target
+
+    # The lane's own tensors
 
     def note_versions(self) -> None:
         """Note the versions of the lane's own tensors."""
         self._versioned = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._versions = [*map(version_of, self._versioned)]
+        # Both are read from the tensors of now, when an output is first looked at
+        self._memory: set[int] | None = None
         self._origins: dict[int, Any] | None = None
 
     def is_written(self) -> bool:
@@ -87,16 +114,27 @@ class Replica:
         pairs = zip(self._versioned, self._versions, strict=True)
         return {id(tensor) for tensor, before in pairs if version_of(tensor) != before}
 
-    def original_of(self, value: Any) -> Any:
-        """Return the model's own object that a part of this replica is a copy of; None for any other."""
-        if self._origins is None:
-            owned = self.survey.owned
-            self._origins = {id(copied): owned[key] for key, copied in self._memo.items() if key in owned}
-        found = self._origins.get(id(value))
-        return None if found is None or id(value) in self.find_written() else found  # a written one is not the model's
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is one of the lane's own, or a view of one."""
+        if self._memory is None:
+            self._memory = set(map(storage_of, self.tensors)) - {0}
+        return bool(self._memory) and storage_of(tensor) in self._memory
 
-    def replace(self, originals: Sequence[torch.Tensor], mine: list[torch.Tensor], new: Sequence[torch.Tensor]) -> bool:
-        """Put new tensors into the places of those in `mine`. Return False if a place cannot change."""
+    def is_buffer_of_model(self, tensor: torch.Tensor) -> bool:
+        """True for a buffer, or another tensor that does not learn, of the model itself."""
+        return any(tensor is each for each in self.survey.tensors)
+
+    def replace(
+        self,
+        originals: Sequence[torch.Tensor],
+        mine: list[torch.Tensor],
+        new: Sequence[torch.Tensor],
+    ) -> bool:
+        """Put new tensors into the places of those in `mine`.
+
+        Return False if a place cannot change.
+        """
+        # All places first: a refusal must not leave half of them replaced
         places: list[tuple[Place, Any, torch.Tensor]] = []
         for original, tensor in zip(originals, new, strict=True):
             for holder in self.survey.holders.get(id(original), ()):
@@ -104,103 +142,226 @@ class Replica:
                     return False
                 places.append((*holder, tensor))
         for place, key, tensor in places:
-            self.holdings.put(place, key, tensor)
+            self.snapshot.put(place, key, tensor)
         self._memo.update(zip(map(id, originals), new, strict=True))
         mine[:] = new
         self._origins = None
-        self.holdings.note()
+        self.snapshot.note()
         return True
+
+    # What the replica owns
+
+    def original_of(self, value: Any) -> Any:
+        """Return the model's own object that a part of this replica is a copy of, or None.
+
+        A tensor that the lane has written is not the model's.
+        """
+        if self._origins is None:
+            self._origins = {}
+            for key, copied in self._memo.items():
+                original = self.survey.owned.get(key)
+                if original is not None and key not in self._of_process:
+                    self._origins[id(copied)] = original
+        found = self._origins.get(id(value))
+        if found is None or id(value) in self.find_written():
+            return None
+        return found
+
+    def owns(self, value: Any) -> bool:
+        """True for an object that the copy made."""
+        original = self.original_of(value)
+        return original is not None and original is not value
+
+    def _own_copy(self, value: Any) -> Any:
+        """Return the copy of a part of the target that this replica owns; None if it owns none."""
+        copied = self._memo.get(id(value), value)
+        return None if copied is value or id(value) in self._of_process else copied
+
+    def _find_parts_of_process(self) -> set[int]:
+        """Return the ids of the parts whose copies belong to the process.
+
+        A registry or a cache holds such a copy too, and so a second copy is the same object. Only
+        classes with rules of their own for copies can do that.
+        """
+        found = set()
+        # Others need no look: nothing but a container is written, emptied, or put back
+        owners = {id(place.owner): place.owner for place in self.survey.places}
+        for key, owner in owners.items():
+            copied = self._memo.get(key)
+            if copied is None or copied is owner or not _has_rules_for_copies(type(owner)):
+                continue
+            # Without its own entry, the owner is copied once more; its parts have copies already
+            del self._memo[key]
+            try:
+                if copy.deepcopy(owner, self._memo) is copied:
+                    found.add(key)
+            finally:
+                self._memo[key] = copied
+        return found
 
     def restore(self) -> None:
         """Put back the containers as they were."""
-        self.holdings.restore()
+        self.snapshot.restore()
         self.is_dirty = False
 
     def clear(self) -> None:
-        """Let go of everything, so that neither a cycle nor a reference to this replica keeps tensors alive."""
-        self.holdings.clear()
+        """Let go of everything: no cycle and no reference to this replica keeps tensors alive."""
+        self.snapshot.clear()
+        # A frame of a traceback, or a callback, may hold this object for long
         vars(self).clear()
 
     # The copy
 
     def _copy_target(self) -> None:
         survey, memo = self.survey, self._memo
-        if survey.scripts and any(self.of(each) is not each for each in survey.params):
-            msg = (
-                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on {self.device}: a TorchScript module "
-                "cannot be copied there. Use the module that it was made from, or lanes on the device of the model alone"
-            )
-            raise ReplicaError(msg)
+        self._copy_scripts()
+        # What deepcopy would take apart wrongly gets an empty copy first, which the copies around it
+        # refer to, and is filled once all parts exist
         twins = [function for function in survey.twins if id(function) not in memo]
-        compiled = [module for module in survey.modules if is_compiled_module(module) and id(module) not in memo]
-        memo |= {id(function): self._make_twin(function) for function in twins}
-        memo |= {id(module): object.__new__(type(module)) for module in compiled}
+        for function in twins:
+            memo[id(function)] = self._make_twin(function)
+        compiled = [module for module in survey.modules if is_compiled_module(module)]
+        compiled = [module for module in compiled if id(module) not in memo]
+        for module in compiled:
+            memo[id(module)] = object.__new__(type(module))
+        namespaces = [value for value in survey.namespaces if id(value) not in memo]
+        for value in namespaces:
+            memo[id(value)] = dict.__new__(type(value))
         try:
-            for module in reversed(survey.modules):  # the deepest first, so that depth costs no recursion
+            # The deepest first, so that depth costs no recursion
+            for module in reversed(survey.modules):
                 copy.deepcopy(module, memo)
             copy.deepcopy(survey.target, memo)
             for module in compiled:
-                recompile_copy(memo[id(module)], module, copy.deepcopy(compiled_original(module), memo))
+                inner = copy.deepcopy(compiled_original(module), memo)
+                recompile_copy(memo[id(module)], module, inner)
             for function in twins:
                 self._fill_twin(function, memo[id(function)])
+            for value in namespaces:
+                self._fill_namespace(value, memo[id(value)])
         except ReplicaError:
             raise
         except Exception as error:
             raise self._why_uncopied(error) from error
+        for module, name in survey.left_out:
+            # Copies of a module leave this attribute out. Forward may read it, so lanes share it
+            of_copy = vars(memo[id(module)])
+            if of_copy.get(name) is None:
+                of_copy[name] = vars(module).get(name)
         known = set(map(id, memo.values()))
         for module in survey.modules:
             self._check_module(module, known)
 
+    def _copy_scripts(self) -> None:
+        """Copy TorchScript modules to another device.
+
+        Lanes on their device share them: they have no state in Python.
+        """
+        survey, memo = self.survey, self._memo
+        if not survey.scripts or all(self.of(each) is each for each in survey.params):
+            return
+        if torch.is_grad_enabled() and any(each.requires_grad for each in survey.params):
+            msg = (
+                f"no replica of {survey.path_of(survey.scripts[0])!r} can be made on "
+                f"{self.device}: gradients do not flow through the copy of a TorchScript module. "
+                "For inference, call it in torch.no_grad(). To train, use the module that it was "
+                "made from, or lanes on the device of the model alone"
+            )
+            raise ReplicaError(msg)
+        # A submodule is copied with the module around it
+        inner: set[int] = set()
+        for script in survey.scripts:
+            inner.update(id(child) for child in script.modules() if child is not script)
+        for script in survey.scripts:
+            if id(script) not in inner:
+                memo[id(script)] = copy.deepcopy(script).to(self.device)
+
     def _make_twin(self, function: types.FunctionType) -> types.FunctionType:
-        """Make the lane's own function for one that captures parts of the model, with cells that are filled later."""
+        """Make the lane's own function for one that captures parts of the model.
+
+        Its cells are filled once all parts have copies.
+        """
         for cell in function.__closure__ or ():
             if self._is_part(read_slot(cell)):
                 self._memo.setdefault(id(cell), types.CellType())
         closure = tuple(map(self.of, function.__closure__ or ()))
-        return types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        return types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, closure
+        )
 
     def _fill_twin(self, function: types.FunctionType, twin: types.FunctionType) -> None:
         for cell, own in zip(function.__closure__ or (), twin.__closure__ or (), strict=True):
-            if own is not cell:
+            if own is not cell:  # a cell without a part of the model is shared
                 own.cell_contents = self._copy_part(cell.cell_contents)
-        twin.__defaults__ = function.__defaults__ and tuple(map(self._copy_part, function.__defaults__))
-        names = {name: self._copy_part(part) for name, part in (function.__kwdefaults__ or {}).items()}
-        twin.__kwdefaults__ = names or None
-        twin.__qualname__, twin.__module__, twin.__doc__ = function.__qualname__, function.__module__, function.__doc__
+        if function.__defaults__:
+            twin.__defaults__ = tuple(map(self._copy_part, function.__defaults__))
+        if function.__kwdefaults__:
+            defaults = function.__kwdefaults__.items()
+            twin.__kwdefaults__ = {name: self._copy_part(part) for name, part in defaults}
+        twin.__qualname__ = function.__qualname__
+        twin.__module__ = function.__module__
+        twin.__doc__ = function.__doc__
         twin.__annotations__ = function.__annotations__
         vars(twin).update({name: self._copy_part(part) for name, part in vars(function).items()})
-        for holder in self.survey.holders.get(id(function), ()):  # Python 3.14 copies functions without a look at the memo
-            if holder is not None and (owner := _own_copy(self._memo, holder[0].owner)) is not None:
+        for holder in self.survey.holders.get(
+            id(function), ()
+        ):  # Python 3.14 copies functions without a look at the memo
+            if holder is not None and (owner := self._own_copy(holder[0].owner)) is not None:
                 holder[0].container(owner)[holder[1]] = twin
 
     def _is_part(self, value: Any) -> bool:
-        """True if the target leads to a value that a function holds, or to the object of a method."""
-        return id(value.__self__ if isinstance(value, types.MethodType) else value) in self.survey.owned
+        """True if the target leads to a value that a function holds, or to its object."""
+        return (
+            id(value.__self__ if isinstance(value, types.MethodType) else value)
+            in self.survey.owned
+        )
 
     def _copy_part(self, value: Any) -> Any:
         if id(value) in self._memo or not self._is_part(value):
             return self.of(value)
         return copy.deepcopy(value, self._memo)
 
+    def _fill_namespace(self, value: Any, copied: Any) -> None:
+        """Fill the copy of a dict that deepcopy would take apart wrongly.
+
+        Such a dict is its own ``__dict__``, or has a ``__getattr__`` that raises KeyError.
+        """
+        entries = {key: copy.deepcopy(part, self._memo) for key, part in [*dict.items(value)]}
+        dict.update(copied, entries)
+        own = vars_of(value)
+        if own is value:
+            object.__setattr__(copied, "__dict__", copied)
+        elif own:
+            vars(copied).update(copy.deepcopy(own, self._memo))
+
     def _why_uncopied(self, error: Exception) -> ReplicaError:
         """Return the error that names the part that deepcopy cannot copy."""
         if isinstance(error, RecursionError):
-            msg = "the model is nested too deeply to be copied. Raise the limit with sys.setrecursionlimit"
+            msg = (
+                "the model is nested too deeply to be copied. Raise the limit with "
+                "sys.setrecursionlimit"
+            )
             return ReplicaError(msg)
-        for value in self.survey.opaque:
+        instances = [
+            place.owner
+            for place in self.survey.places
+            if not isinstance(place.owner, torch.nn.Module)
+        ]
+        for value in [*self.survey.opaque, *reversed(instances)]:  # the innermost first
             try:
                 copy.deepcopy(value, dict(self._memo))
             except Exception:  # noqa: BLE001  # code of the user's
                 msg = (
-                    f"no replica can be made: {self.survey.path_of(value)!r} is a {type(value).__name__}, which cannot be "
-                    f"copied ({type(error).__name__}: {error}). Make it in forward, or give its class a __deepcopy__"
+                    f"no replica can be made: {self.survey.path_of(value)!r} is a "
+                    f"{type(value).__name__}, which cannot be copied ({type(error).__name__}: "
+                    f"{error}). Make it in forward, or give its class a __deepcopy__"
                 )
                 return ReplicaError(msg)
         msg = f"no replica can be made: copy.deepcopy raises {type(error).__name__}: {error}"
         return ReplicaError(msg)
 
     def _check_module(self, module: torch.nn.Module, known: set[int]) -> None:
-        """Refuse modules that a ``__deepcopy__`` shares, and modules and parameters that it made."""
+        """Refuse a module that its ``__deepcopy__`` shares, and parts that this made."""
         copied, path = self.of(module), self.survey.paths[id(module)]
         what = f"no replica of {repr(path) if path else 'the module'} can be made: its copy"
         if copied is module:
@@ -212,13 +373,19 @@ class Replica:
             vars(copied)[COMPILED_CALL] = None  # compiled code of the original
         for table, kind in ((CHILDREN, "submodule"), (PARAMETERS, "parameter")):
             for name, part in vars(copied)[table].items():
-                if part is not None and id(part) not in known and not _is_bare(part, known):
+                if part is None or id(part) in known:
+                    continue
+                is_original = id(part) in self.survey.owned
+                if is_original or not _has_known_parameters(part, known):
                     msg = f"{what} has another {kind} {name!r}. {_CURE}"
                     raise ReplicaError(msg)
 
 
 def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return lasting copies of tensors on their device. Those that share memory are copied together."""
+    """Return lasting copies of tensors on their device.
+
+    Those that share memory are copied together.
+    """
     memory = [storage for tensor in tensors if (storage := storage_of(tensor))]
     with lasting():
         if len(set(memory)) == len(memory):
@@ -231,14 +398,22 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _own_copy(memo: Mapping[int, Any], value: Any) -> Any:
-    """Return the lane's copy of a part of the target; None if all lanes use the part itself."""
-    copied = memo.get(id(value), value)
-    return None if copied is value else copied
-
-
-def _is_bare(part: Any, known: set[int]) -> bool:
-    """True for a module that only holds the copies of submodules: torchvision's graphs make such modules anew."""
-    if type(part) is not torch.nn.Module or vars(part)[PARAMETERS] or vars(part)[BUFFERS]:
+def _has_rules_for_copies(cls: type) -> bool:
+    """True if a class says itself how it is copied: it may return an object that exists."""
+    if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
         return False
-    return all(id(each) in known or _is_bare(each, known) for each in vars(part)[CHILDREN].values())
+    rules: tuple[Any, ...] = (cls.__reduce_ex__, cls.__reduce__)
+    is_default = rules == (object.__reduce_ex__, object.__reduce__) and not isinstance(
+        cls.__new__, types.FunctionType
+    )
+    return not is_default or hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table
+
+
+def _has_known_parameters(part: Any, known: set[int]) -> bool:
+    """True for a module that a copy made, if all its parameters are the lane's.
+
+    Modules of e3nn make submodules from code in ``__setstate__``.
+    """
+    return isinstance(part, torch.nn.Module) and all(
+        id(each) in known for each in part.parameters()
+    )

@@ -4,72 +4,108 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import pickle
+import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from parawrap.engine.fingerprint import FindFingerprint, Fingerprint
 from parawrap.errors import ResumeError
 from parawrap.tree import flatten, replace_nodes
 
+try:
+    import fcntl
+except ImportError:  # of Windows
+    fcntl = None  # type: ignore[assignment]
+
 _SUFFIX = ".output"
+_UNFINISHED = ".unfinished"
+_OWN_LEFTOVER = re.compile(r"[0-9a-f]{32}\.unfinished")  # other files belong to the user
 _PROTOCOL = 4  # of pickles that are compared: fixed, because another protocol gives other digests
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_OTHER_MODEL = (
+    "Use another folder for this model, or map(..., check_model=False) to take the saved outputs "
+    "of any model"
+)
 
 
 class OutputFolder:
-    """One file per batch, as `torch.save` writes it: the name of the target, the digest of the batch, and the output.
+    """One file per batch, as `torch.save` writes it.
 
-    A file appears by an atomic rename, so a killed run leaves no partial output.
+    It holds the name and the fingerprint of the target, the digest of the batch, and the output. A
+    file appears by an atomic rename, so a killed run leaves no partial output.
 
     Args:
-        path: The folder. It is created if it does not exist.
-        target: The name of the function that computes the outputs. A folder holds outputs of one function.
-        key: A function of a batch that returns what the digest is computed from. By default, the batch itself.
+        path: The folder. It is created for this user alone if it does not exist.
+        target: The name of the function that computes the outputs. A folder holds outputs of one
+            function.
+        key: A function of a batch that returns what the digest is computed from. By default, the
+            batch itself.
+        find_fingerprint: Returns the fingerprint of the target. It is called once, with the first
+            batch. None: outputs of other weights are taken too.
 
     Raises:
-        ResumeError: If the folder cannot be made.
+        ResumeError: If the folder cannot be made, or belongs to another user.
     """
 
-    def __init__(self, path: Path, target: str, key: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        target: str,
+        key: Callable[[Any], Any] | None = None,
+        find_fingerprint: FindFingerprint | None = None,
+    ) -> None:
         self._path = path.expanduser().resolve()
         self._target = target
         self._key = key
+        self._find_fingerprint = find_fingerprint
+        self._fingerprint: Fingerprint | None = None
         self._digests: dict[int, bytes] = {}  # of the batches in flight
-        with _explain(f"resume={str(self._path)!r} cannot be used", "Give the path of a folder", OSError):
-            self._path.mkdir(parents=True, exist_ok=True)
+        problem = f"resume={str(self._path)!r} cannot be used"
+        with _explain(problem, "Give the path of a folder", OSError):
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_other_owner(self._path, self._path.stat())
+            self._remove_leftovers()
 
     def recall(self, number: int, batch: Any) -> tuple[Any] | None:
         """Return a tuple of the saved output of this batch; None if it is not saved.
 
         Raises:
-            ResumeError: If the saved output belongs to another batch or target, or cannot be loaded; if the batch cannot be
-                pickled.
+            ResumeError: If the saved output belongs to another batch, target, or user, or was
+                computed with other weights; if it cannot be loaded; if the batch cannot be pickled.
         """
-        subject, known_by = ("batch", batch) if self._key is None else ("the key of batch", self._key(batch))
-        cure = "Give map(key=...) a function of a batch that returns a string or a number"
-        with _explain(f"{subject} {number} cannot be pickled", cure):
-            digest = digest_value(known_by)
+        self._read_fingerprint()
+        digest = self._digest(number, batch)
         file = self._file(number)
         if not file.exists():
             self._digests[number] = digest
             return None
-        cure = "Its classes and devices must exist, as in the run that saved it. Or delete the file: its batch runs again"
-        with _explain(f"{file} cannot be loaded", cure):
-            saved = torch.load(file, weights_only=False)
-            target, output = saved["target"], saved["output"]
+        cure = (
+            "Its classes and devices must exist, as in the run that saved it. Or delete the file: "
+            "its batch runs again"
+        )
+        with _explain(f"{file} cannot be loaded", cure), file.open("rb") as content:
+            # Loading runs code, so the owner is that of the file that was opened.
+            _refuse_other_owner(file, os.fstat(content.fileno()))
+            saved = torch.load(content, weights_only=False)
+            target, output, saved_digest = saved["target"], saved["output"], saved["digest"]
         if target != self._target:
             msg = f"{file} is an output of {target}, not of {self._target}. Use another folder"
             raise ResumeError(msg)
-        if saved["digest"] != digest:
+        if self._fingerprint is not None:
+            self._check_fingerprint(file, saved.get("model"))
+        if saved_digest != digest:
             msg = (
-                f"batch {number} is not the batch that {file} was computed from. The source must give the same batches in "
-                "the same order in every run: seed its shuffling, or use another folder for each source and each rank. If "
-                "equal batches have different pickles, use map(key=...)"
+                f"batch {number} is not the batch that {file} was computed from. The source must "
+                "give the same batches in the same order in every run: seed its shuffling, or use "
+                "another folder for each source and each rank. If equal batches have different "
+                "pickles, use map(key=...)"
             )
             raise ResumeError(msg)
         return (output,)
@@ -83,14 +119,29 @@ class OutputFolder:
         digest = self._digests.pop(number, None)
         if digest is None:
             return
-        file, unfinished = self._file(number), self._path / f"{uuid.uuid4().hex}.unfinished"
-        cure = "Run the stream in torch.no_grad(), return tensors, numbers, or strings, and leave space on the disk"
+        file = self._file(number)
+        # A unique name: two ranks that use one folder never write the same file.
+        unfinished = self._path / f"{uuid.uuid4().hex}{_UNFINISHED}"
+        problem = f"the output of batch {number} cannot be saved in {file}"
+        cure = (
+            "Run the stream in torch.no_grad(), return tensors, numbers, or strings, and leave "
+            "space on the disk"
+        )
         try:
-            with _explain(f"the output of batch {number} cannot be saved in {file}", cure):
-                kept = replace_nodes(output, _is_tensor, _without_neighbors)
-                torch.save({"target": self._target, "digest": digest, "output": kept}, unfinished)
+            with _explain(problem, cure):
+                saved = {
+                    "target": self._target,
+                    "model": self._fingerprint,
+                    "digest": digest,
+                    "output": replace_nodes(output, _is_tensor, _without_neighbors),
+                }
+                with unfinished.open("xb") as content:
+                    # First: a run that begins now removes unfinished files without a lock.
+                    _mark_as_used(content)
+                    torch.save(saved, content)
+                # An atomic rename in one folder: readers see no file, or all of it.
                 unfinished.replace(file)
-        finally:
+        finally:  # also after Ctrl-C; after the rename there is nothing to remove
             unfinished.unlink(missing_ok=True)
 
     def check_end(self, batches: int) -> None:
@@ -99,41 +150,130 @@ class OutputFolder:
         Raises:
             ResumeError: If an earlier run had more batches.
         """
-        last = max((int(file.stem) for file in self._path.glob(f"*{_SUFFIX}") if file.stem.isdigit()), default=-1)
+        names = [file.stem for file in self._path.glob(f"*{_SUFFIX}")]
+        # Other names are files of the user.
+        last = max((int(name) for name in names if name.isdigit()), default=-1)
         if last >= batches:
             msg = (
-                f"the source ended after {batches} batches, but {self._path} holds the output of batch {last}. The source "
-                "must give the same batches in every run; use another folder for another source"
+                f"the source ended after {batches} batches, but {self._path} holds the output of "
+                f"batch {last}. The source must give the same batches in every run; use another "
+                "folder for another source"
             )
             raise ResumeError(msg)
+
+    def _read_fingerprint(self) -> None:
+        """Compute the fingerprint, with the first batch: the stream reads the model then."""
+        if self._find_fingerprint is None:
+            return
+        cure = "map(..., check_model=False) takes the saved outputs of any model"
+        with _explain("the weights of the model cannot be compared", cure):
+            self._fingerprint = self._find_fingerprint()
+        self._find_fingerprint = None
+
+    def _check_fingerprint(self, file: Path, saved: Fingerprint | None) -> None:
+        """Refuse an output of other weights, or of unknown weights."""
+        found = self._fingerprint or {}
+        if saved is None:
+            msg = f"{file} does not say which weights computed it. {_OTHER_MODEL}"
+            raise ResumeError(msg)
+        different = [name for name, value in found.items() if saved.get(name) != value]
+        if different:
+            names = " and ".join(different)
+            msg = f"{file} was computed with other {names} of {self._target}. {_OTHER_MODEL}"
+            raise ResumeError(msg)
+
+    def _digest(self, number: int, batch: Any) -> bytes:
+        subject, known_by = f"batch {number}", batch
+        if self._key is not None:
+            subject, known_by = f"the key of batch {number}", self._key(batch)
+        cure = "Give map(key=...) a function of a batch that returns a string or a number"
+        with _explain(f"{subject} cannot be pickled", cure):
+            return digest_value(known_by)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed runs did not finish."""
+        for file in self._path.iterdir():
+            # A process holds its lock until it ends, however it ends, and on whatever machine.
+            if _OWN_LEFTOVER.fullmatch(file.name) and not _is_used(file):
+                file.unlink(missing_ok=True)
 
     def _file(self, number: int) -> Path:
         return self._path / f"{number:09d}{_SUFFIX}"
 
 
-def digest_value(value: Any) -> bytes:
-    """Return the digest of a value: equal in every process for equal nested values of tensors, numbers, and texts.
+# Files
 
-    Values whose pickles differ, such as sets of strings and sparse tensors, have another digest in another process.
+
+def _refuse_other_owner(path: Path, found: os.stat_result) -> None:
+    """Refuse a folder or a file of another user, who may have written code into it."""
+    if not hasattr(os, "getuid") or found.st_uid == os.getuid():
+        return
+    msg = (
+        f"{path} belongs to the user with the number {found.st_uid}, and this process runs as "
+        f"{os.getuid()}. Outputs are loaded with pickle, which can run code: use a folder of your "
+        "own"
+    )
+    raise ResumeError(msg)
+
+
+def _mark_as_used(content: IO[bytes]) -> None:
+    """Lock a file until it is closed, or the process ends."""
+    if fcntl is not None:
+        with suppress(OSError):  # a file system without locks: the file is not removed either
+            fcntl.flock(content, fcntl.LOCK_EX)
+
+
+def _is_used(file: Path) -> bool:
+    """True if a process writes the file, or if that is not known."""
+    if fcntl is None:
+        return True
+    try:
+        with file.open("rb+") as content:
+            fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+# Values
+
+
+def digest_value(value: Any) -> bytes:
+    """Return the digest of a value.
+
+    It is equal in every process for equal nested values of tensors, numbers, and texts. Values
+    whose pickles differ, such as sets of strings and sparse tensors, have another digest in another
+    process.
 
     Raises:
         Exception: If the value cannot be pickled, or contains itself.
     """
     leaves, spec = flatten(value)
-    content = hashlib.blake2b(repr((type(value), spec)).encode())  # the types of containers, and their keys and lengths
+    # The types of containers, and their keys and lengths
+    content = hashlib.blake2b(repr((type(value), spec)).encode())
     for leaf in leaves:
-        if type(leaf) in _PLAIN_TENSORS and leaf.layout is torch.strided and not (leaf.is_quantized or leaf.is_nested):
-            content.update(repr((leaf.dtype, tuple(leaf.shape), sorted(leaf.__dict__.items()))).encode())
+        if _has_plain_memory(leaf):
+            attributes = sorted(leaf.__dict__.items())
+            content.update(repr((leaf.dtype, tuple(leaf.shape), attributes)).encode())
             content.update(_memory_of(leaf))
         else:
             content.update(pickle.dumps(leaf, _PROTOCOL))
     return content.digest()
 
 
+def _has_plain_memory(leaf: Any) -> bool:
+    if type(leaf) not in _PLAIN_TENSORS or leaf.layout is not torch.strided:
+        return False
+    return not (leaf.is_quantized or leaf.is_nested)
+
+
 def _memory_of(tensor: torch.Tensor) -> bytes:
     """Return the values of a tensor as bytes, whatever memory is around them."""
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr())) if data.nbytes else b""
+    if not data.nbytes:
+        return b""
+    # Not by numpy: it need not be installed, and has no bfloat16. `data` keeps the memory alive.
+    return bytes((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
 
 
 def _is_tensor(node: Any) -> bool:
@@ -141,12 +281,16 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _without_neighbors(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is saved alone. A part of a larger storage would be saved with all of it."""
+    """Return a tensor that is saved alone.
+
+    A part of a larger storage would be saved with all of it.
+    """
     if tensor.requires_grad:
         msg = "it has a gradient, which a folder cannot keep"
         raise ValueError(msg)
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not vars(tensor)
-    return tensor.clone() if is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+    is_part = is_plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_part else tensor
 
 
 @contextmanager
@@ -154,6 +298,8 @@ def _explain(problem: str, cure: str, kind: type[Exception] = Exception) -> Iter
     """Raise an error of this kind as `ResumeError`."""
     try:
         yield
+    except ResumeError:
+        raise
     except kind as error:
         msg = f"{problem}: {error}. {cure}"
         raise ResumeError(msg) from error

@@ -1,4 +1,4 @@
-"""The session of an open block: cut calls (`call.py`), whole calls in lanes, counters, and traces."""
+"""The session of an open block: cut calls, whole calls in lanes, counters, and traces."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ import torch
 
 from parawrap._private_names import global_hooks, profiler_runs, version_of
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
+from parawrap.engine.borrowed import NOTHING, lend, paths_of_containers, replace_new_entries
 from parawrap.engine.call import Calls, Entry
 from parawrap.engine.device_streams import Moment, Reached, moments_of
-from parawrap.engine.join import join, with_originals
+from parawrap.engine.hand_over import hand_over
+from parawrap.engine.join import join
 from parawrap.engine.lanes import Lane, Modes, here
+from parawrap.engine.replica import Replica
+from parawrap.engine.replicas import Replicas
 from parawrap.engine.stats import LaneStats, Stats
 from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
 from parawrap.engine.trace import Trace, timed
@@ -32,17 +36,40 @@ _CPU = torch.device("cpu")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_cpu = attrgetter("is_cpu")
 _CHANGED = (
-    "the model changed while a stream of batches or a submitted call was open, which read it when it began. Read the "
-    "outputs first, and change the model then"
+    "the model changed while a stream of batches or a submitted call was open, which read it when "
+    "it began. Read the outputs first, and change the model then"
 )
 
 
-class Ready(NamedTuple):
-    """The facts that whole calls need, read once for a stream: the modes of the caller, and the state of the model.
+class FirstCall:
+    """The first whole call of a stream, which shows writes of parameters through ``.data``.
 
-    `versions` are those of the parameters, and `generation` that of the replicas. If the model `is_quiet`, calls of tensors
-    write nothing. `in_order` is True if one lane must run all calls. `prepares` has the function that computes the
-    arguments, for each lane.
+    Lanes may begin several calls at the same moment. The one that gets the lock is the first one,
+    and keeps it. It reads the parameters in its lane: while another call of a model that writes
+    them for a moment runs, they are not those of the model.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._claim = threading.Lock()
+
+    def read_contents(self) -> list[Any] | None:
+        """Return the contents of the parameters before the first call; None for any other call."""
+        is_first = self._claim.acquire(blocking=False)
+        return self._replicas.read_contents() if is_first else None
+
+
+class Ready(NamedTuple):
+    """Facts that whole calls need, read once for a stream: the caller's modes, the model's state.
+
+    Attributes:
+        modes: The modes of the caller.
+        versions: Those of the parameters.
+        generation: That of the state of the model. A call of another generation is refused.
+        is_quiet: True if calls of tensors write nothing.
+        in_order: True if one lane must run all calls.
+        prepares: For each lane, the function that computes the arguments.
+        first: The first call, which is watched more closely; None if an earlier one was.
     """
 
     modes: Modes
@@ -51,10 +78,14 @@ class Ready(NamedTuple):
     is_quiet: bool
     in_order: bool
     prepares: Sequence[Prepare] | None
+    first: FirstCall | None
 
 
 def follow(reached: Reached, value: Any) -> None:
-    """Have the calling thread's streams come after these events. A callback in a lane waits: it may pass the value on."""
+    """Have the calling thread's streams come after these events.
+
+    A callback in a lane waits: it may pass the value on.
+    """
     for device, event in reached:
         stream = backend_of(device.type).stream(device)
         if stream is None or here.lane is not None:
@@ -78,6 +109,10 @@ class LaneFuture(Future[Any]):
         try:
             value = super().result(timeout)
         except BaseException:
+            if (
+                self.done() and self.reached
+            ):  # work that was queued before the error may still read the model
+                follow(self.reached, None)
             del self  # it has the error, and the traceback of the error holds this frame
             raise
         if self.reached:
@@ -86,11 +121,26 @@ class LaneFuture(Future[Any]):
 
 
 class WholeCall:
-    """A call that one lane runs whole. It is like a future, without the locks that a stream does not need."""
+    """A call that one lane runs whole: a future without the locks that a stream does not need.
+
+    A `Future` makes a condition and takes it five times per call, which costs a stream 3 us of CPU
+    per batch. Here `_done` is locked until the outcome is there, and `_claim` belongs to the thread
+    that gets it first: a lane that runs the call, or a caller that cancels it.
+    """
 
     __slots__ = (
-        *("_callbacks", "_done", "_error", "_output", "_state"),
-        *("args", "entry", "future", "kwargs", "moment", "reached", "ready", "rows", "session", "update"),
+        *(
+            "_callbacks",
+            "_claim",
+            "_done",
+            "_error",
+            "_output",
+            "args",
+            "entry",
+            "future",
+            "kwargs",
+        ),
+        *("moment", "reached", "ready", "rows", "session", "staged"),
     )
 
     def __init__(
@@ -109,12 +159,12 @@ class WholeCall:
         self.rows = 0
         self.future = future  # of a submitted call
         self.moment: Moment | None = None  # None: everything is on the CPU
-        self.update: Callable[[], None] | None = None  # gives the caller's cache what forward wrote into the lane's
-        self._state = [None]  # popped by the lane that runs the call, or by `cancel`
+        self.staged: Staged | None = None  # the arguments on the lane's device, if they came there
         self._output: Any = None
         self._error: BaseException | None = None
-        self.reached: Reached = ()
+        self.reached: list[Any] = []  # events that follow the work on its devices
         self._callbacks: list[Callable[[Any], object]] = []
+        self._claim = threading.Lock()
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -122,19 +172,20 @@ class WholeCall:
         """Run the call in a lane's thread, unless it was cancelled."""
         if self.future is not None and not self.future.set_running_or_notify_cancel():
             return
-        try:
-            self._state.pop()
-        except IndexError:
+        if not self._claim.acquire(blocking=False):
             return
         session = self.session
         while True:
             with lane.gate:
+                # The flag is set before a cut call waits for the gates, and read with the gate
+                # held:
+                # either this call ends first, or it sees the flag
                 if not session.holds_whole_calls:
                     self._run_in(lane)
                     break
-            with session._lock:  # wait for the call that holds whole calls back
+            with session._lock:  # wait for the cut call that holds whole calls back
                 pass
-        self.args, self.kwargs = (), {}
+        self.args, self.kwargs, self.staged = (), {}, None
         if self.future is not None:
             self._land(self.future)
         self._done.release()
@@ -148,7 +199,8 @@ class WholeCall:
             before, here.lane = here.lane, lane
             try:
                 work = partial(session.run_whole, self, lane)
-                self._output = self.ready.modes.run(work, lane.device, session.replicas.home)
+                home = session.replicas.state.home
+                self._output = self.ready.modes.run(work, lane.device, home)
             except BaseException as error:  # noqa: BLE001  # a lane outlives its calls
                 drop_own_frames(error)
                 add_note(error, f"in {lane}")
@@ -168,20 +220,20 @@ class WholeCall:
         self._done.acquire()
         error, output = self._error, self._output
         self._error = self._output = None
+        if (
+            self.reached
+        ):  # also after an error: work that was queued before it may still read the model
+            follow(self.reached, output)
         try:
             if error is not None:
                 raise error
         finally:
             del error  # its traceback holds this frame
-        if self.reached:
-            follow(self.reached, output)
         return output
 
     def cancel(self) -> bool:
         """Drop the call if no lane has started it."""
-        try:
-            self._state.pop()
-        except IndexError:
+        if not self._claim.acquire(blocking=False):
             return False
         self._error = CancelledError()
         self.args, self.kwargs = (), {}
@@ -191,6 +243,8 @@ class WholeCall:
 
     def add_done_callback(self, function: Callable[[Any], object], /) -> None:
         """Call a function once the call has ended, in the thread that ends it."""
+        # Before the look: the lane ends the call, and then looks for callbacks. One of the two
+        # threads finds the function, and `pop` gives it to one alone
         self._callbacks.append(function)
         if not self._done.locked():
             self._run_callbacks()
@@ -198,17 +252,18 @@ class WholeCall:
     def _land(self, future: LaneFuture) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
         try:
+            future.reached = self.reached
             if self._error is None:
-                future.reached = self.reached
                 future.set_result(self._output)
             else:
                 future.set_exception(self._error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            failure = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            threading.excepthook(failure)
         self._error = self._output = self.future = None
 
     def _run_callbacks(self) -> None:
-        with suppress(IndexError):  # another thread calls them
+        with suppress(IndexError):  # another thread has taken the last one
             while self._callbacks:
                 self._callbacks.pop()(self)
 
@@ -226,30 +281,48 @@ class Session(Calls):
             ReplicaError: If a copy cannot be made.
         """
         if not self.lanes.is_open:
-            msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+            msg = (
+                "the lanes are closed: submit inside the `with` block, and read the outputs of map "
+                "before it ends"
+            )
             raise SessionError(msg)
         if not self.is_ready():
             return None
         replicas = self.replicas
         with self._lock:
-            if replicas.is_stale():
+            if not replicas.state.is_current():
                 self.refresh()
-            if replicas.is_lazy:
+            state = replicas.state
+            if state.survey.is_lazy:
                 return None
-            replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
-            prepares, draws = (None, False) if prepare is None else replicas.copy_for_lanes(prepare)
-            writes = not replicas.is_quiet or prepare is not None or any(global_hooks)
+            # Of earlier calls; a warning in a lane would not name the user's line
+            replicas.unkept.warn()
+            prepares, draws = None, False
+            if prepare is not None:
+                prepares, draws = replicas.copy_for_lanes(prepare)
+            writes = not state.edition.is_quiet or prepare is not None or any(global_hooks)
+            first = None
+            if writes and (not state.edition.is_checked or state.survey.writes_data):
+                first = FirstCall(replicas)
+                state.edition.is_checked = True
             return Ready(
                 Modes.capture(self.lanes.backend.type),
-                [*map(version_of, replicas.params)],
-                replicas.generation,
-                not (writes or self.recorder.traces) and self.rules.keep_single,
-                draws or bool(replicas.generators) or torch.are_deterministic_algorithms_enabled() or replicas.in_turns,
-                prepares,
+                [*map(version_of, state.params)],
+                state.generation,
+                is_quiet=not (writes or self.recorder.traces) and self.rules.keep_single,
+                in_order=draws
+                or bool(state.survey.generators)
+                or torch.are_deterministic_algorithms_enabled()
+                or state.survey.in_turns,
+                prepares=prepares,
+                first=first,
             )
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
-        """Run a call whole in one lane, and return a future of its output. Inside a lane, it runs at once."""
+        """Run a call whole in one lane, and return a future of its output.
+
+        Inside a lane, it runs at once.
+        """
         ready = self.get_ready()
         if ready is None:
             try:
@@ -261,14 +334,20 @@ class Session(Calls):
         return future
 
     def open_stream(self, entry: Entry, prepare: Prepare | None, _size: StreamSize) -> ThreadStream:
-        """Return what starts the batches of one stream. Batches of threads do not travel in messages."""
+        """Return what starts the batches of one stream.
+
+        Batches of threads do not travel in messages.
+        """
         return ThreadStream(self, entry, prepare)
 
     def send(self, call: WholeCall) -> None:
         """Queue a call; under a profiler, which records the calling thread alone, run it here."""
-        if not (self.stays_on_cpu and (call.ready.prepares is not None or _are_on_cpu(call.args, call.kwargs))):
+        if not (
+            self.stays_on_cpu
+            and (call.ready.prepares is not None or _are_on_cpu(call.args, call.kwargs))
+        ):
             sources = map(device_of, flatten((call.args, call.kwargs))[0])
-            places = (self.replicas.home, self.output_device, *self.devices, *sources)
+            places = (self.replicas.state.home, self.output_device, *self.devices, *sources)
             call.moment = next(iter(moments_of(self.devices[:1], places)), None)
         self.runs_whole_calls = True
         if profiler_runs():
@@ -277,22 +356,22 @@ class Session(Calls):
             self.lanes.send(call, in_order=call.ready.in_order)
 
     def run_whole(self, call: WholeCall, lane: Lane) -> Any:
-        """Run a whole call in a lane, under the modes of the caller, and return the caller's output."""
-        ready, replicas = call.ready, self.replicas
-        if not replicas.all or (call.future is None and ready.generation != replicas.generation):
+        """Run a whole call in a lane, in the modes of the caller, and return the output."""
+        ready, state = call.ready, self.replicas.state
+        if not state.lanes or ready.generation != state.generation:
             raise ReplicaError(_CHANGED)
-        if ready.is_quiet and call.moment is None and not call.kwargs and _TENSORS.issuperset(map(type, call.args)):
-            replica = replicas.all[lane.index]
-            function = replica.target if call.entry.method is None else getattr(replica.target, call.entry.method)
-            output = function(*call.args)
+        is_plain = ready.is_quiet and call.moment is None and not call.kwargs
+        if is_plain and _TENSORS.issuperset(map(type, call.args)):
+            replica = state.lanes[lane.index]
+            output = call.entry.of(replica.target)(*call.args)
             lane.whole_calls += 1
-            lane.rows += call.args[0].shape[self.rules.dim] if call.args and call.args[0].ndim else 0
-            return output if type(output) is torch.Tensor else with_originals(output, replica.original_of)
+            first = call.args[0] if call.args else None
+            lane.rows += first.shape[self.rules.dim] if first is not None and first.ndim else 0
+            return output  # a quiet model returns nothing of its own
         if call.moment is None:
             return self._run_on(call, lane)
         work, stage = partial(self._run_on, call, lane), partial(self._stage, call, lane)
-        output, call.reached = lane.streams.run_staged(work, stage, call.moment)
-        return output
+        return lane.streams.run_staged(work, stage, call.moment, call.reached)
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
@@ -300,7 +379,10 @@ class Session(Calls):
             (call.future or call).cancel()
 
     def renew(self) -> None:
-        """Copy everything to the lanes at the next call. It never waits: a callback in a lane may call it."""
+        """Copy everything to the lanes at the next call.
+
+        It never waits: a callback in a lane may call it.
+        """
         self.replicas.renew()
 
     def close(self) -> None:
@@ -308,19 +390,27 @@ class Session(Calls):
         self.lanes.close()
         if here.lane is None and self.lanes.pid == getpid():
             try:
-                self.replicas.warn()
+                self.replicas.unkept.warn()
             finally:
-                with self._lock, self.lanes.idle():
-                    self.replicas.forget()
+                with self._lock:
+                    self.lanes.run_idle(self.replicas.forget)
 
     def stats(self) -> Stats:
         """Return the counters."""
         of_lanes = tuple(
-            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in self.lanes.all
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9)
+            for lane in self.lanes.all
         )
         calls = self.cut_calls + self.plain_calls + sum(lane.whole_calls for lane in self.lanes.all)
         replicas = self.replicas
-        return Stats(calls, self.plain_calls, self.shards, replicas.refreshes, replicas.copied_bytes, of_lanes)
+        return Stats(
+            calls,
+            self.plain_calls,
+            self.shards,
+            replicas.refreshes,
+            replicas.copied_bytes,
+            of_lanes,
+        )
 
     def trace(self, path: str | Path) -> Trace:
         """Return a recorder of the calls of each lane."""
@@ -329,12 +419,12 @@ class Session(Calls):
     # The steps of a whole call
 
     def _stage(self, call: WholeCall, lane: Lane) -> None:
-        """Compute the arguments, and copy them to the lane's device, next to the earlier work of the lane."""
+        """Compute the arguments, and copy them to the lane's device.
+
+        On devices with streams, this overlaps the earlier work of the lane.
+        """
         self._prepare(call, lane)
-        plan, flat = self.cutters[call.entry.method].whole(call.args, call.kwargs)
-        (shard,) = plan.scatter(flat, [lane.device])
-        call.args, call.kwargs = shard.args, shard.kwargs
-        call.update = partial(plan.update, flat, [shard])
+        call.staged = Staged(self, call, lane)
 
     def _prepare(self, call: WholeCall, lane: Lane) -> None:
         """Compute the arguments of a call in its lane, and count their rows."""
@@ -342,7 +432,8 @@ class Session(Calls):
             record = None
             if self.recorder.traces:
                 record = partial(self.recorder.record, "prepare", call.entry.batch, None)
-            call.args, call.kwargs = as_call(timed(record, lane.index, call.ready.prepares[lane.index], *call.args))
+            prepare = call.ready.prepares[lane.index]
+            call.args, call.kwargs = as_call(timed(record, lane.index, prepare, *call.args))
         cutter = self.cutters[call.entry.method]
         if call.args and type(call.args[0]) is torch.Tensor:
             call.rows = cutter.rows(call.args)
@@ -352,42 +443,101 @@ class Session(Calls):
 
     def _run_on(self, call: WholeCall, lane: Lane) -> Any:
         """Run the model on the arguments of a call, and return the caller's output."""
-        replicas = self.replicas
-        replica = replicas.all[lane.index]
+        replicas, ready = self.replicas, call.ready
+        replica = replicas.state.lanes[lane.index]
         replicas.prepare(replica)
-        replica.has_graph = replica.has_graph or call.ready.modes.grad
-        if call.moment is None:
+        replica.has_graph = replica.has_graph or ready.modes.grad
+        staged, loan = call.staged, NOTHING
+        if staged is None:
             self._prepare(call, lane)
+            if call.kwargs or not _TENSORS.issuperset(map(type, call.args)):
+                given = call.args, call.kwargs
+                loan = lend(given, paths_of_containers(flatten(given)[1]))
         else:
             record_use(flatten((call.args, call.kwargs))[0])
         record = None
         if self.recorder.traces:
             record = partial(self.recorder.record, call.entry.method, call.entry.batch, call.rows)
-        output = timed(record, lane.index, call.entry.of(replica.target), *call.args, **call.kwargs)
+        contents = None if ready.first is None else ready.first.read_contents()
+        function = call.entry.of(replica.target)
+        output = timed(record, lane.index, function, *call.args, **call.kwargs)
         lane.whole_calls += 1
-        output = with_originals(output, replica.original_of)
-        replicas.settle_whole(replica, call.ready.versions)
-        device = None
-        if call.update is not None:
-            call.update()
-            device = self.output_device or replicas.home
-        return output if device is None and self.rules.keep_single else join([output], (1,), self.rules, device)
+        if staged is None:
+            # The caller's own containers: forward may have put the lane's into them
+            replace_new_entries(loan, partial(hand_over, replica=replica))
+            output = hand_over(output, replica)
+            if not self.rules.keep_single:
+                output = join([output], (1,), self.rules)
+        else:
+            output = staged.join(output, replica)
+        replicas.settle_whole(replica, ready.versions)
+        if contents is not None:
+            replicas.check_contents(contents)
+        return output if staged is None else staged.enter(output)
+
+
+class Staged:
+    """The arguments of a whole call on the lane's device, borrowed from the caller."""
+
+    def __init__(self, session: Session, call: WholeCall, lane: Lane) -> None:
+        given = call.args, call.kwargs
+        self._session = session
+        self._plan, self._flat = session.cutters[call.entry.method].whole(*given)
+        self._columns = self._plan.columns(self._flat, copy=False)
+        shard = self._plan.place(self._flat, self._columns, 0, lane.device)
+        call.args, call.kwargs = shard.args, shard.kwargs
+        self._loans = [shard.loan]
+        self._borrowed = self._plan.borrowed(self._flat, given, self._loans)
+        self._home = session.output_device or session.replicas.state.home
+
+    def join(self, output: Any, replica: Replica) -> Any:
+        """Return the output on the caller's device, and bring what forward did to arguments there.
+
+        The caller's own objects are not written yet.
+        """
+        rules, home = self._session.rules, self._home
+        if self._borrowed is not None:
+            of_entries = self._session.rules_of_entries
+
+            def join_entry(values: Sequence[Any]) -> Any:
+                return join([hand_over(values[0], replica)], (1,), of_entries, home)
+
+            self._borrowed.join_changes(join_entry, home)
+            output = self._borrowed.mark_returned(output, 0)
+        output = hand_over(output, replica)
+        if home is None and rules.keep_single:
+            return output
+        return join([output], (1,), rules, home)
+
+    def enter(self, output: Any) -> Any:
+        """Write what forward wrote into the caller's objects, and return the output with them."""
+        self._plan.write_back(self._flat, self._columns, self._loans)
+        if self._borrowed is None:
+            return output
+        self._borrowed.enter()
+        return self._borrowed.resolve(output)
 
 
 class ThreadStream:
-    """Starts the batches of one stream in the lanes of a session. The model is read before the first batch."""
+    """Starts the batches of one stream in the lanes of a session.
+
+    The model is read before the first batch.
+    """
 
     has_room = None
 
     def __init__(self, session: Session, entry: Entry, prepare: Prepare | None) -> None:
-        self.most = 2 * len(session.devices)  # for each lane one that runs, and one that waits
+        self.most = 4 * len(session.devices)
         self._session = session
         self._entry = entry
         self._prepare = prepare
         self._ready: Ready | None = None
 
     def start(self, number: int, batch: Any) -> Pending:
-        """Start a batch. An error goes into the pending call, and is raised in place of the output."""
+        """Start a batch.
+
+        An error goes into the pending call, and is raised in place of the output.
+        """
         session, entry = self._session, self._entry
         try:
             if self._ready is None:
@@ -422,11 +572,12 @@ class ThreadStream:
         ready, session = self._ready, self._session
         self._ready = None
         if ready is not None and session.lanes.is_open:
-            session.replicas.warn()
-            if ready.generation != session.replicas.generation:
+            replicas = session.replicas
+            replicas.unkept.warn()
+            if ready.generation != replicas.state.generation:
                 raise ReplicaError(_CHANGED)
-            if [*map(version_of, session.replicas.params)] != ready.versions:
-                session.replicas.refuse_write(ready.versions)
+            if [*map(version_of, replicas.state.params)] != ready.versions:
+                replicas.refuse_write(ready.versions)
 
 
 def _are_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,10 +11,10 @@ from parawrap.displays import Table
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane: its device and label, the tasks it ran, the rows of calls that returned, and the seconds it was busy.
+    """One lane: its device, its tasks, the rows of calls that returned, and its busy seconds.
 
-    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0". Tasks and busy seconds
-    include tasks that raised.
+    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0".
+    Tasks and busy seconds include tasks that raised.
     """
 
     device: torch.device
@@ -24,6 +24,7 @@ class LaneStats:
     busy_s: float
 
 
+# The generated repr would list every lane on one line.
 @dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
@@ -32,7 +33,8 @@ class Stats:
 
     Attributes:
         calls: All calls, including plain calls.
-        plain: Calls that ran plainly, on the original module in the caller's thread. Examples are calls with one row.
+        plain: Calls that ran plainly, on the original module in the caller's thread. Examples are
+            calls with one row.
         shards: The number of rows of each lane in the last cut call that returned.
         refreshes: The number of times that changes were copied into the replicas in place.
         copied_bytes: The size of these copies, in bytes.
@@ -56,10 +58,13 @@ class Stats:
         return self._table().html()
 
     def _table(self) -> Table:
+        # `shards` is empty before the first cut call.
         shards = f"last shards {list(self.shards)}, " if self.shards else ""
-        title = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
-        rows = [
-            (f"lane {index}", lane.label, f"{lane.tasks}", f"{lane.rows}", f"{lane.busy_s:.3f}")
-            for index, lane in enumerate(self.lanes)
-        ]
-        return Table(title, ("lane", "device", "tasks", "rows", "busy s"), rows, texts=("lane", "device"))
+        refreshes = f"{self.refreshes} refreshes ({self.copied_bytes} bytes)"
+        title = f"{self.calls} calls ({self.plain} plain), {shards}{refreshes}"
+        rows = []
+        for index, lane in enumerate(self.lanes):
+            busy_s = f"{lane.busy_s:.3f}"
+            rows.append((f"lane {index}", lane.label, f"{lane.tasks}", f"{lane.rows}", busy_s))
+        titles = ("lane", "device", "tasks", "rows", "busy s")
+        return Table(title, titles, rows, texts=("lane", "device"))

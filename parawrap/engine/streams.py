@@ -2,9 +2,10 @@
 
 ::
 
-    source ──► stream (caller) ──► shared deque ──► lanes, which take the oldest first ──► stream (caller) ──► outputs
+    source ──► stream (caller) ──► shared deque ──► lanes ──► stream (caller) ──► outputs
 
-Lanes take batch after batch without a wait for the caller. Modes and the state of the model are read once per stream.
+Lanes take the oldest batch first, and batch after batch without a wait for the caller. Modes and
+the state of the model are read once per stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parawrap.engine.resume import OutputFolder
 from parawrap.errors import ResumeError, SessionError, add_note
 
 Prepare = Callable[[Any], Any]
-"""A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
+"""Returns the arguments of a call, in one of the forms of `as_call`, from one batch."""
 
 _END = object()
 
@@ -37,7 +38,10 @@ class Pending(Protocol):
 
 
 class StreamSize(NamedTuple):
-    """The number of batches in a message, in flight, and in the source of a stream. None if it is not given."""
+    """The number of batches in a message, in flight, and in the source of a stream.
+
+    None if it is not given.
+    """
 
     chunksize: int | None = None
     buffersize: int | None = None
@@ -47,13 +51,14 @@ class StreamSize(NamedTuple):
 class Starter(Protocol):
     """Starts the batches of one stream. An error goes into the pending call of its batch.
 
-    It may keep batches back until `flush`, which follows the last one, or until a result is read, or waited for. `end`
-    follows the last output.
+    It may keep batches back until `flush`, which follows the last one, or until a result is read,
+    or waited for. `end` follows the last output.
 
     Attributes:
         most: The number of batches in flight by default.
-        has_room: Without a buffersize, returns True if the stream may read another batch. Takes the number of batches in
-            flight, and True if the caller could get an output instead. None if only `most` counts.
+        has_room: Without a buffersize, returns True if the stream may read another batch. Takes the
+            number of batches in flight, and True if the caller could get an output instead. None if
+            only `most` counts.
     """
 
     @property
@@ -68,11 +73,15 @@ class Starter(Protocol):
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a batch: a tuple is spread, a dict becomes keywords, anything else is one argument."""
-    if type(batch) is torch.Tensor:
+    """Return the arguments of a batch.
+
+    A tuple is spread, a dict becomes keywords, and anything else is one argument.
+    """
+    if type(batch) is torch.Tensor:  # first, as most batches are one
         return (batch,), {}
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (), dict(batch)
+    # A packed sequence is a namedtuple, but one value for a model.
     is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
     return (tuple(batch), {}) if is_spread else ((batch,), {})
 
@@ -88,27 +97,38 @@ def stream(
     ordered: bool,
     folder: OutputFolder | None,
 ) -> Iterator[Any]:
-    """Yield the output of every batch, with options as in `Parallel.map`. Outputs in `folder` are not computed again.
+    """Yield the output of every batch, with options as in `Parallel.map`.
 
-    Without `buffersize`, the starter decides how many batches are in flight.
+    Outputs in `folder` are not computed again. Without `buffersize`, the starter decides how many
+    batches are in flight.
 
-    An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
-    outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
+    An error of the model is raised, or yielded, in place of the batch's output. An error of
+    `batches` is raised after the outputs of all earlier batches. Closing the generator drops the
+    batches that no lane has started.
     """
-    flying: dict[Pending, tuple[int, Any, str | None]] = {}  # oldest first: number, batch if it is yielded, hint
+    # Only the caller's thread runs this generator. Lanes, or the threads of a starter, resolve the
+    # pending calls; they touch nothing else here but `finished`, which is safe for threads.
+
+    # Oldest first: the number, the batch if it is yielded, and the hint.
+    flying: dict[Pending, tuple[int, Any, str | None]] = {}
     finished: SimpleQueue[Pending] | None = None if ordered else SimpleQueue()
 
     def has_output() -> bool:
         """True if the next output is there."""
-        return bool(flying) and next(iter(flying)).done() if finished is None else not finished.empty()
+        if finished is not None:
+            return not finished.empty()
+        return bool(flying) and next(iter(flying)).done()
 
-    source, most = iter(batches), buffersize or starter.most
+    source = iter(batches)
+    most = buffersize or starter.most
     has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
     failure: Exception | None = None
     pending: Pending | None
     try:
         while True:
+            # Fill before the wait for an output: lanes have batches while the caller's own code
+            # works on the last output.
             while not has_ended and len(flying) < most:
                 if has_room is not None and not has_room(len(flying), has_output()):
                     break
@@ -121,26 +141,38 @@ def stream(
                         break
                     saved = None if folder is None else folder.recall(number, batch)
                 except Exception as error:  # noqa: BLE001
+                    # Kept until the earlier batches have their outputs. An interrupt is no
+                    # Exception, and ends the stream at once.
                     drop_own_frames(error)
                     add_note(error, f"while batch {number} of the stream was read, counted from 0")
                     has_ended, failure = True, error
                     break
-                hint = None if type(batch) is torch.Tensor or prepare is not None else _hint(batch)
+                # The hint is made now, since the batch itself is not kept.
+                hint = None
+                if prepare is None and type(batch) is not torch.Tensor:
+                    hint = _hint(batch)
                 pending = starter.start(number, batch) if saved is None else succeeded(*saved)
+                # Before the callback, which puts a call that is done into `finished` at once.
                 flying[pending] = number, batch if with_inputs else None, hint
                 if finished is not None:
                     pending.add_done_callback(finished.put)
                 number += 1
-                batch = saved = pending = None  # the source makes the next batch
+                # The lane owns the batch from here on. Without these names, its memory is free
+                # while the source makes the next batch.
+                batch = saved = pending = None
             if has_ended:
+                # Nothing more is to come, so the starter sends what it has kept back.
                 starter.flush()
             if not flying:
                 break
             if finished is None:
-                pending = next(iter(flying))
+                pending = next(iter(flying))  # its `result` waits
             else:
+                # The starter may keep batches back, or read results in this thread only, so `get`
+                # alone could block forever.
                 starter.wait_for(has_output)
                 pending = finished.get()
+            # No longer in flight: after the wait, this frame alone holds the call and its output.
             number_of, batch, hint = flying.pop(pending)
             try:
                 output = pending.result()
@@ -152,31 +184,40 @@ def stream(
                 add_note(error, f"in batch {number_of} of the stream, counted from 0")
                 if hint is not None:
                     add_note(error, hint)
-                if not return_exceptions or isinstance(error, (SessionError, CancelledError, ResumeError)):
-                    raise  # Python makes a RuntimeError of a StopIteration, which would end the stream
+                # These are not about one batch: the next ones would fail in the same way.
+                ends_stream = isinstance(error, (SessionError, CancelledError, ResumeError))
+                if ends_stream or not return_exceptions:
+                    # Python makes a RuntimeError of a StopIteration, which would end the stream.
+                    raise
                 output = error
             yield (batch, output) if with_inputs else output
+            # The caller owns the output: no name keeps it while the lanes compute the next one.
             output = batch = pending = None
         if failure is not None:
             raise failure
         starter.end()
     finally:
         del failure  # its traceback holds this frame
+        # After an error, an interrupt, or `close`. At the regular end there are none.
         for pending in flying:
             pending.cancel()
 
 
 def _hint(batch: Any) -> str | None:
-    """Return how a batch is passed to the model, for the error of a list or a dict, which may have been meant otherwise."""
+    """Return how a list or a dict is passed to the model, for the note of an error.
+
+    The user may have meant another way.
+    """
     if isinstance(batch, list):
         return (
-            f"the batch is a list of {len(batch)} items, which map passes as one argument. For model(*batch), use "
-            "map(..., prepare=tuple). For the first item, use map(..., prepare=lambda batch: batch[0])"
+            f"the batch is a list of {len(batch)} items, which map passes as one argument. For "
+            "model(*batch), use map(..., prepare=tuple). For the first item, use "
+            "map(..., prepare=lambda batch: batch[0])"
         )
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (
-            "the batch is a dict, which map passes as keyword arguments: model(**batch). To pass the dict itself as one "
-            "argument, use map(..., prepare=lambda batch: (batch,))"
+            "the batch is a dict, which map passes as keyword arguments: model(**batch). To pass "
+            "the dict itself as one argument, use map(..., prepare=lambda batch: (batch,))"
         )
     return None
 
@@ -189,7 +230,10 @@ def succeeded(value: Any) -> Future[Any]:
 
 
 def failed(error: Exception) -> Future[Any]:
-    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
+    """Return a future with an error.
+
+    The frames of its traceback do not hold the future: that would be a cycle.
+    """
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

@@ -1,7 +1,7 @@
 """One walk over everything that a target leads to: its modules, tensors, containers, and functions.
 
-A replica is `copy.deepcopy` of the target, so the walk follows what deepcopy copies. It refuses what lanes could only
-share: modules behind globals, iterators, weak references to modules.
+A replica is `copy.deepcopy` of the target, so the walk follows what deepcopy copies. It refuses
+what lanes could only share: modules behind globals, iterators, weak references to modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import queue
 import re
 import socket
 import string
-import sys
 import threading
 import types
 import weakref
@@ -36,18 +35,20 @@ from torch.nn.parameter import is_lazy
 from parawrap._private_names import (
     BUFFERS,
     CHILDREN,
+    HOOK_TABLES,
     NOT_CALLED,
     PARAMETERS,
     compiled_original,
     is_compiled_function,
     is_compiled_module,
 )
-from parawrap.engine.called_code import captured, is_generator, may_write_weights
-from parawrap.engine.holdings import ABSENT, LISTS, Place, read_slot
+from parawrap.engine.called_code import captured, find_writes, is_generator
+from parawrap.engine.places import ABSENT, LISTS, Place, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import names_of_slots
 
 TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+MODULE_TABLES = frozenset({*TABLES, *HOOK_TABLES, *NOT_CALLED})
 
 _Part = tuple[Any, str, Place | None, Any]
 """A part of an object: the part, its path, and the place and the key where a container holds it."""
@@ -55,37 +56,86 @@ _Part = tuple[Any, str, Place | None, Any]
 # Values that lanes may share because they do not change
 _ATOMS = (
     *(type(None), bool, numbers.Number, str, bytes, enum.Enum, type, slice, range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+    *(
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+        torch.finfo,
+        torch.iinfo,
+    ),
     *(pathlib.PurePath, dt.date, dt.time, dt.timedelta, dt.tzinfo, re.Pattern, string.Template),
-    *(types.BuiltinFunctionType, types.EllipsisType, types.NotImplementedType, types.CodeType, property),
+    *(
+        types.BuiltinFunctionType,
+        types.EllipsisType,
+        types.NotImplementedType,
+        types.CodeType,
+        property,
+    ),
 )
 # Objects with a life outside the model. All lanes use the same one.
 _SHARED = (
-    *(types.ModuleType, torch.jit.ScriptModule, torch.jit.ScriptFunction, contextvars.ContextVar, io.IOBase, socket.socket),
+    *(
+        types.ModuleType,
+        torch.jit.ScriptModule,
+        torch.jit.ScriptFunction,
+        contextvars.ContextVar,
+        io.IOBase,
+        socket.socket,
+    ),
     *(weakref.ref, weakref.ProxyType, weakref.CallableProxyType),
-    *(logging.Logger, logging.LoggerAdapter, logging.Handler, queue.Queue, queue.SimpleQueue, concurrent.futures.Executor),
-    *(threading.Thread, threading.local, threading.Event, threading.Condition, threading.Semaphore, threading.Barrier),
-    *(type(threading.Lock()), type(threading.RLock()), concurrent.futures.Future, asyncio.AbstractEventLoop),
+    *(
+        logging.Logger,
+        logging.LoggerAdapter,
+        logging.Handler,
+        queue.Queue,
+        queue.SimpleQueue,
+        concurrent.futures.Executor,
+    ),
+    *(
+        threading.Thread,
+        threading.local,
+        threading.Event,
+        threading.Condition,
+        threading.Semaphore,
+        threading.Barrier,
+    ),
+    *(
+        type(threading.Lock()),
+        type(threading.RLock()),
+        concurrent.futures.Future,
+        asyncio.AbstractEventLoop,
+    ),
     *(multiprocessing.process.BaseProcess, multiprocessing.synchronize.SemLock),
 )
+# Types such as ``Optional[Tensor]`` are no instances of `type`. A copy of one comes from a cache,
+# which has it still.
+_OF_TYPES = ("typing", "types", "typing_extensions")
 _SHARED_BY_MODULE = ("torch._dynamo", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
 _DEEPEST_LIST = 3  # levels of lists and dicts in a closure that are searched for modules
 
-# Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do: LazyLinear, spectral norms.
+# Layers of torch.nn whose forward writes no attribute and no buffer. Listed, because others do:
+# LazyLinear, spectral norms.
 _QUIET = """
-    Sequential ModuleList ModuleDict ParameterList ParameterDict Identity Linear Bilinear Flatten Unflatten Fold Unfold
-    Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LayerNorm GroupNorm RMSNorm LocalResponseNorm
-    Threshold ReLU RReLU Hardtanh ReLU6 Sigmoid Hardsigmoid Tanh SiLU Mish Hardswish ELU CELU SELU GLU GELU Hardshrink
-    LeakyReLU LogSigmoid Softplus Softshrink PReLU Softsign Tanhshrink Softmin Softmax Softmax2d LogSoftmax
-    MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d AdaptiveAvgPool1d AdaptiveAvgPool2d
-    AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d ZeroPad2d ConstantPad1d ConstantPad2d
-    ReflectionPad1d ReflectionPad2d ReplicationPad1d ReplicationPad2d Dropout Dropout1d Dropout2d Dropout3d AlphaDropout
-    FeatureAlphaDropout Embedding EmbeddingBag RNN LSTM GRU RNNCell LSTMCell GRUCell MultiheadAttention Transformer
-    TransformerEncoder TransformerDecoder TransformerEncoderLayer TransformerDecoderLayer PixelShuffle PixelUnshuffle
-    Upsample ChannelShuffle CosineSimilarity PairwiseDistance L1Loss MSELoss CrossEntropyLoss NLLLoss BCELoss
-    BCEWithLogitsLoss KLDivLoss SmoothL1Loss
+    Sequential ModuleList ModuleDict ParameterList ParameterDict Identity Linear Bilinear
+    Flatten Unflatten Fold Unfold Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d
+    ConvTranspose3d LayerNorm GroupNorm RMSNorm LocalResponseNorm Threshold ReLU RReLU Hardtanh
+    ReLU6 Sigmoid Hardsigmoid Tanh SiLU Mish Hardswish ELU CELU SELU GLU GELU Hardshrink
+    LeakyReLU LogSigmoid Softplus Softshrink PReLU Softsign Tanhshrink Softmin Softmax Softmax2d
+    LogSoftmax MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d
+    AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d
+    AdaptiveMaxPool3d ZeroPad2d ConstantPad1d ConstantPad2d ReflectionPad1d ReflectionPad2d
+    ReplicationPad1d ReplicationPad2d Dropout Dropout1d Dropout2d Dropout3d AlphaDropout
+    FeatureAlphaDropout Embedding EmbeddingBag RNN LSTM GRU RNNCell LSTMCell GRUCell
+    MultiheadAttention Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer
+    TransformerDecoderLayer PixelShuffle PixelUnshuffle Upsample ChannelShuffle CosineSimilarity
+    PairwiseDistance L1Loss MSELoss CrossEntropyLoss NLLLoss BCELoss BCEWithLogitsLoss KLDivLoss
+    SmoothL1Loss
 """
-_QUIET_CLASSES = frozenset(getattr(torch.nn, name) for name in _QUIET.split() if hasattr(torch.nn, name))
+_QUIET_CLASSES = frozenset(
+    getattr(torch.nn, name) for name in _QUIET.split() if hasattr(torch.nn, name)
+)
 _QUIET_IN_EVAL = frozenset({torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d})
 
 
@@ -94,23 +144,33 @@ class Survey:
 
     Attributes:
         places: The containers that lanes get copies of.
-        params: The parameters, and other tensors that learn or share memory with them. Lanes on their device share them.
+        params: The parameters, and other tensors that learn or share memory with them. Lanes on
+            their device share them.
         tensors: The other tensors. Each lane has its own copy.
         modules: The modules, each before its submodules.
         shared: The objects that all lanes use.
         twins: The functions with closures that hold parts of the model. Each lane gets its own.
-        holders: By the id of a tensor or a function, the containers that hold it, with the key of each; None for a
-            container that cannot change, such as a tuple.
-        is_quiet: True if forward is code of listed classes of torch.nn alone, which write nothing.
-        in_turns: True if lanes must run one after another, because forward writes shared weights for a moment.
+        holders: By the id of a tensor or a function, the containers that hold it, with the key of
+            each; None for a container that cannot change, such as a tuple.
+        left_out: The attributes that copies of a module do not have, such as the trainer of a
+            LightningModule.
+        namespaces: The dicts that deepcopy would take apart wrongly, such as those with
+            ``self.__dict__ = self``.
+        writes_data: True if forward may write tensors without a new version.
+        in_turns: True if lanes must run one after another, because forward writes shared weights or
+            gradients.
 
-    With `shares_hooks`, hooks are not among the twins: each keeps the cells of its closure, as in torch.nn.DataParallel.
+    With `shares_hooks`, hooks are not among the twins: each keeps the cells of its closure, as in
+    torch.nn.DataParallel.
 
     Raises:
-        ReplicaError: If the target leads to something that cannot be copied. The message names the path and a cure.
+        ReplicaError: If the target leads to something that cannot be copied. The message names the
+            path and a cure.
     """
 
-    def __init__(self, target: Any, methods: Iterable[str] = (), *, shares_hooks: bool = False) -> None:
+    def __init__(
+        self, target: Any, methods: Iterable[str] = (), *, shares_hooks: bool = False
+    ) -> None:
         self.target = target
         self._shares_hooks = shares_hooks
         self._shared_hooks: set[int] = set()
@@ -125,26 +185,26 @@ class Survey:
         self.scripts: list[torch.jit.ScriptModule] = []
         self.opaque: list[Any] = []  # instances that only `copy.deepcopy` knows how to copy
         self.functions: list[types.FunctionType] = []
+        self.namespaces: list[Any] = []
+        self.left_out: list[tuple[torch.nn.Module, str]] = []
         self.holders: dict[int, list[tuple[Place, Any] | None]] = {}
         self._walk(target)
         self._share_aliases()
         self.twins = self._find_twins()
         for function in self.twins:
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            for name, cell in zip(
+                function.__code__.co_freevars, function.__closure__ or (), strict=True
+            ):
                 if id(cell) not in self.owned:  # a caller may bind it again
                     self.owned[id(cell)] = cell
                     self._enter(cell, "cell", f"{self.path_of(function)} captures {name!r}", ())
         self.is_lazy = any(map(is_lazy, self.params))
-        self.note_modes()
         renormalizes = any(getattr(module, "max_norm", None) is not None for module in self.modules)
         owners = [*self.modules, *(place.owner for place in self.places if place.kind == "vars")]
         classes = {base for owner in owners for base in type(owner).__mro__}
-        self.in_turns = may_write_weights(classes, self.functions, methods, self.paths) or renormalizes
-
-    def note_modes(self) -> None:
-        """Read the training flags of the modules again."""
-        self.trains = any(module.training for module in self.modules)
-        self.is_quiet = self._is_quiet()
+        writes = find_writes(classes, self.functions, methods, self.paths)
+        self.writes_data = writes.weights or renormalizes
+        self.in_turns = self.writes_data or writes.gradients
 
     def path_of(self, value: Any) -> str:
         """Return the path to a part of the target."""
@@ -165,14 +225,16 @@ class Survey:
         while waiting:
             value, path, place, key = waiting.pop()
             if isinstance(value, (torch.Tensor, types.FunctionType)):
-                self.holders.setdefault(id(value), []).append(None if place is None else (place, key))
+                self.holders.setdefault(id(value), []).append(
+                    None if place is None else (place, key)
+                )
             if id(value) in self.owned or isinstance(value, _ATOMS):
                 continue
             self.owned[id(value)], self.paths[id(value)] = value, path
             waiting += reversed([*self._parts(value, path)])
 
     def _parts(self, value: Any, path: str) -> Iterable[_Part]:
-        """Enter an object, and yield each of its parts: the part, its path, and where it is held."""
+        """Enter an object, and return each of its parts: the part, its path, and its place."""
         if isinstance(value, torch.Tensor):
             learns = isinstance(value, torch.nn.Parameter) or value.requires_grad
             (self.params if learns else self.tensors).append(value)
@@ -183,18 +245,37 @@ class Survey:
         if isinstance(value, torch.nn.Module):
             return self._parts_of_module(value, path)
         if isinstance(value, dict):
+            if vars_of(value) is value or not _has_plain_lookup(value):
+                self.namespaces.append(value)
             entries = [*dict.items(value)]  # a copy, here and below: other threads may write
-            keys = [(key, f"{path} key", None, None) for key, _ in entries if not isinstance(key, _ATOMS)]
-            return [*keys, *self._enter(value, "items", path, entries), *self._attributes(value, path)]
+            keys = [
+                (key, f"{path} key", None, None)
+                for key, _ in entries
+                if not isinstance(key, _ATOMS)
+            ]
+            return [
+                *keys,
+                *self._enter(value, "items", path, entries),
+                *self._attributes(value, path),
+            ]
         if isinstance(value, LISTS):
-            return [*self._enter(value, "list", path, enumerate([*value])), *self._attributes(value, path)]
+            return [
+                *self._enter(value, "list", path, enumerate([*value])),
+                *self._attributes(value, path),
+            ]
         if isinstance(value, (tuple, frozenset)):
             return [(part, f"{path}[{at}]", None, None) for at, part in enumerate(value)]
         if isinstance(value, functools.partial):
             held = (value.func, *value.args, *value.keywords.values())
-            return [(part, f"{path}.{'args' if at else 'func'}", None, None) for at, part in enumerate(held)]
+            return [
+                (part, f"{path}.{'args' if at else 'func'}", None, None)
+                for at, part in enumerate(held)
+            ]
         if isinstance(value, types.MethodType):
-            return [(value.__self__, f"{path}.__self__", None, None), (value.__func__, path, None, None)]
+            return [
+                (value.__self__, f"{path}.__self__", None, None),
+                (value.__func__, path, None, None),
+            ]
         if isinstance(value, types.FunctionType):
             return self._parts_of_function(value, path)
         return self._parts_of_instance(value, path)
@@ -203,24 +284,28 @@ class Survey:
         names = {cls.__name__ for cls in type(module).__mro__}
         if names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
             what = repr(path) if path else "the model"
-            msg = f"{what} is a {type(module).__name__}, which is parallel already. Give the module in it"
+            msg = (
+                f"{what} is a {type(module).__name__}, which is parallel already. Give the module "
+                "in it"
+            )
             raise ReplicaError(msg)
         self.modules.append(module)
         if is_compiled_module(module):
             return [(compiled_original(module), f"{path}._orig_mod".lstrip("."), None, None)]
         state = _state_of(module)
-        own = [(name, part) for name, part in state.items() if name not in TABLES and name not in NOT_CALLED]
+        self.left_out += [(module, name) for name in [*vars(module)] if name not in state]
+        own = [(name, part) for name, part in state.items() if name not in MODULE_TABLES]
         attributes = self._enter(module, "vars", path, own)
         parts: list[_Part] = []
         for name, table in state.items():
-            if name in TABLES:
-                self.owned[id(table)], self.paths[id(table)] = table, path
-                parts += self._enter(module, name, path, [*table.items()])
-            elif name in NOT_CALLED:
+            if name in NOT_CALLED:
                 self.owned[id(table)] = table
                 self.shared.append(table)
-            elif self._shares_hooks and name.endswith("_hooks") and isinstance(table, dict):
-                self._shared_hooks.update(map(id, [*table.values()]))
+            elif name in MODULE_TABLES and isinstance(table, dict):
+                self.owned[id(table)], self.paths[id(table)] = table, path
+                parts += self._enter(module, name, path, [*table.items()])
+                if self._shares_hooks and name in HOOK_TABLES:
+                    self._shared_hooks.update(map(id, [*table.values()]))
         return [*parts, *attributes]
 
     def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Part]:
@@ -230,7 +315,11 @@ class Survey:
         self.functions.append(function)
         named = map(function.__globals__.get, function.__code__.co_names)
         self.generators += filter(is_generator, named)
-        return [(part, f"{path} captures {name}", None, None) for name, part in captured(function) if _is_model(part)]
+        return [
+            (part, f"{path} captures {name}", None, None)
+            for name, part in captured(function)
+            if _is_model(part)
+        ]
 
     def _parts_of_instance(self, value: Any, path: str) -> Iterable[_Part]:
         cls = type(value)
@@ -239,16 +328,24 @@ class Survey:
             owner = referent.__self__ if isinstance(referent, types.MethodType) else referent
             if isinstance(owner, torch.nn.Module):
                 msg = (
-                    f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would lead to the original. "
-                    "Hold it in a list: [value]"
+                    f"{path!r} is a weak reference to a {type(owner).__name__}; its copy would "
+                    "lead to the original. Hold it in a list: [value]"
                 )
                 raise ReplicaError(msg)
         if isinstance(value, Iterator) and not isinstance(value, _SHARED):
-            msg = f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items in a list"
+            msg = (
+                f"no replica can be made: {path!r} is an iterator ({cls.__name__}). Keep its items "
+                "in a list"
+            )
             raise ReplicaError(msg)
         if draws := is_generator(value):
             self.generators.append(value)
-        is_shared = isinstance(value, _SHARED) or cls is object or cls.__module__.startswith(_SHARED_BY_MODULE)
+        is_shared = (
+            isinstance(value, _SHARED)
+            or cls is object
+            or cls.__module__.startswith(_SHARED_BY_MODULE)
+        )
+        is_shared = is_shared or (cls.__module__ in _OF_TYPES and cls is not types.SimpleNamespace)
         if draws or is_shared or _is_singleton(value):
             self.shared.append(value)
             return ()
@@ -262,11 +359,17 @@ class Survey:
         own = vars_of(value)
         if own is not None and own is not value and (own or not isinstance(value, (dict, *LISTS))):
             found += self._enter(value, "vars", path, [*own.items()])
-        if slots := [(at, read_slot(value, name)) for at, name in enumerate(names_of_slots(type(value)))]:
-            found += self._enter(value, "slots", path, [(at, part) for at, part in slots if part is not ABSENT])
+        if slots := [
+            (at, read_slot(value, name)) for at, name in enumerate(names_of_slots(type(value)))
+        ]:
+            found += self._enter(
+                value, "slots", path, [(at, part) for at, part in slots if part is not ABSENT]
+            )
         return found
 
-    def _enter(self, owner: Any, kind: str, path: str, entries: Iterable[tuple[Any, Any]]) -> list[_Part]:
+    def _enter(
+        self, owner: Any, kind: str, path: str, entries: Iterable[tuple[Any, Any]]
+    ) -> list[_Part]:
         """Enter a container, and return its entries."""
         place = Place(owner, kind, path)
         self.places.append(place)
@@ -279,11 +382,17 @@ class Survey:
         self.scripts.append(module)
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if id(tensor) not in self.owned:
-                self.owned[id(tensor)], self.paths[id(tensor)] = tensor, f"{path}.{name}".lstrip(".")
+                self.owned[id(tensor)], self.paths[id(tensor)] = (
+                    tensor,
+                    f"{path}.{name}".lstrip("."),
+                )
                 self.params.append(tensor)
 
     def _share_aliases(self) -> None:
-        """Count tensors that share memory with a parameter as parameters: lanes would otherwise see old values."""
+        """Count tensors that share memory with a parameter as parameters.
+
+        Lanes share their memory too. A copy would keep the old values after a write.
+        """
         memory = {storage for tensor in self.params if (storage := storage_of(tensor))}
         aliases = [tensor for tensor in self.tensors if storage_of(tensor) in memory]
         if aliases:
@@ -296,7 +405,9 @@ class Survey:
         parts = {id(place.owner) for place in self.places} | set(map(id, self.params))
         twins: list[types.FunctionType] = []
         others = [each for each in self.functions if id(each) not in self._shared_hooks]
-        while more := [each for each in others if any(_leads(part, parts) for _, part in captured(each))]:
+        while more := [
+            each for each in others if any(_leads(part, parts) for _, part in captured(each))
+        ]:
             twins += more
             parts.update(map(id, more))
             others = [each for each in others if id(each) not in parts]
@@ -304,23 +415,28 @@ class Survey:
 
     # Decisions
 
-    def _is_quiet(self) -> bool:
-        """True if forward is code of listed torch.nn classes alone, which write no attribute, buffer, or parameter."""
-        return (
-            not self.functions
-            and not self.scripts
-            and all(map(_is_quiet_module, self.modules))
-            and all(
-                place.kind in TABLES or isinstance(place.owner, torch.nn.Module) or not place.owner for place in self.places
-            )
-        )
+    def is_quiet(self) -> bool:
+        """Read the modules: True if forward is code of listed classes of torch.nn alone.
+
+        These write no attribute, buffer, or parameter.
+        """
+        if self.functions or self.scripts or not all(map(_is_quiet_module, self.modules)):
+            return False
+        others = [
+            place.owner for place in self.places if not isinstance(place.owner, torch.nn.Module)
+        ]
+        return not any(others)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that a tensor and its views share; 0 if it has none of its own."""
+    """Return the address of the memory that a tensor and its views share; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, ValueError):  # sparse, a wrapper subclass, fake, or lazy
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+    ):  # sparse, a wrapper subclass, fake, or lazy
         return 0
 
 
@@ -336,14 +452,21 @@ def first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 def _state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that its copy gets. A copy has None for the trainer of a LightningModule."""
+    """Return the attributes of a module that its copy gets.
+
+    A copy has None for the trainer of a LightningModule.
+    """
     cls = type(module)
     if cls.__getstate__ is torch.nn.Module.__getstate__ or hasattr(cls, "__deepcopy__"):
         return dict([*vars(module).items()])
     state: Any = module.__getstate__()
     kept = state if isinstance(state, dict) else {}
     own = [*vars(module).items()]
-    return {name: part for name, part in own if name in kept and (kept[name] is not None or part is None)}
+    return {
+        name: part
+        for name, part in own
+        if name in kept and (kept[name] is not None or part is None)
+    }
 
 
 def _is_model(part: Any) -> bool:
@@ -354,15 +477,17 @@ def _is_model(part: Any) -> bool:
 
 
 def _is_singleton(value: Any) -> bool:
-    """True for an attribute of its class, and for a named global without state, such as a sentinel."""
-    cls = type(value)
-    if any(each is value for each in [*vars(cls).values()]):
-        return True
-    own = vars_of(value)
-    if own is None or any(type(part) is not str for part in [*own.values()]):
+    """True for an attribute of its class, as the members of enums are."""
+    return any(each is value for each in [*vars(type(value)).values()])
+
+
+def _has_plain_lookup(value: Any) -> bool:
+    """False for a dict whose ``__getattr__`` raises KeyError, which `copy.deepcopy` passes on."""
+    try:
+        getattr(value, "__deepcopy__", None)
+    except Exception:  # noqa: BLE001  # code of the user's
         return False
-    module = sys.modules.get(cls.__module__)
-    return module is not None and any(each is value for each in [*vars(module).values()])
+    return True
 
 
 def _is_quiet_module(module: torch.nn.Module) -> bool:
@@ -370,14 +495,21 @@ def _is_quiet_module(module: torch.nn.Module) -> bool:
     if cls not in _QUIET_CLASSES and (module.training or cls not in _QUIET_IN_EVAL):
         return False
     own = [*vars(module).items()]
-    has_hooks = any(name.endswith("_hooks") and part for name, part in own if name not in NOT_CALLED)
+    has_hooks = any(
+        name in HOOK_TABLES and part for name, part in own if name not in NOT_CALLED
+    )
     has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")
-    return not has_hooks and not has_code and is_own_forward and getattr(module, "max_norm", None) is None
+    return (
+        not has_hooks
+        and not has_code
+        and is_own_forward
+        and getattr(module, "max_norm", None) is None
+    )
 
 
 def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
-    """True if a captured value is, or leads to, one of the parts of the model, which are given by their ids.
+    """True if a captured value is, or leads to, a part of the model. `parts` are their ids.
 
     Raises:
         ReplicaError: If it is a list, tuple, or dict of such parts.
@@ -389,8 +521,8 @@ def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
         held = part.values() if isinstance(part, dict) else part
         if any(_leads(each, parts, depth + 1) for each in held):
             msg = (
-                f"a function captures a {type(part).__name__} that holds parts of the model. Make it an attribute of the "
-                "model, or give it by functools.partial"
+                f"a function captures a {type(part).__name__} that holds parts of the model. Make "
+                "it an attribute of the model, or give it by functools.partial"
             )
             raise ReplicaError(msg)
     return False

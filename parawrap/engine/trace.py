@@ -35,23 +35,33 @@ class Recorder:
         end: int,
         error: BaseException | None,
     ) -> None:
-        """Add a span to all traces that were open when it began. Without `method`, it is a call of the target itself."""
+        """Add a span to all traces that were open when it began.
+
+        Without `method`, it is a call of the target itself.
+        """
         kind = method or self._method
-        of_batch = "" if batch is None else f", batch {batch}"
-        of_rows = "" if rows is None else f", {rows} row{'s' * (rows != 1)}"
-        details = {"batch": batch, "rows": rows, "error": None if error is None else type(error).__name__}
+        label = kind
+        if batch is not None:
+            label += f", batch {batch}"
+        if rows is not None:
+            label += f", {rows} row{'s' * (rows != 1)}"
+        # The name alone: an error holds frames, and their tensors, until the trace is written.
+        failure = None if error is None else type(error).__name__
+        details = {"batch": batch, "rows": rows, "error": failure}
         track = _CALLER if lane is None else lane
-        span = displays.Span(track, start, end, f"{kind}{of_batch}{of_rows}", kind, details)
+        span = displays.Span(track, start, end, label, kind, details)
+        # `tuple` copies in one step: another thread may open or close a trace meanwhile.
         for trace in tuple(self.traces):
             if start >= trace.began:
-                trace.spans.append(span)
+                trace.spans.append(span)  # one step, for lanes that end calls at the same time
 
 
 class Trace:
-    """Records the calls that begin and end inside its ``with`` block, and writes a file at the end of the block.
+    """Records the calls that begin and end inside its ``with`` block.
 
-    `spans` has one entry per call and lane, with the index of the lane as its track; -1 is the caller's thread. `began` is
-    the start of the block, as ``time.perf_counter_ns``.
+    It writes a file at the end of the block. `spans` has one entry per call and lane, with the
+    index of the lane as its track; -1 is the caller's thread. `began` is the start of the block, as
+    ``time.perf_counter_ns``.
     """
 
     def __init__(self, recorder: Recorder, lanes: Sequence[object], path: str | Path) -> None:
@@ -61,41 +71,66 @@ class Trace:
             raise ShardError(msg)
         self._recorder = recorder
         self._lanes = lanes
-        self._path = Path(path).expanduser().absolute()  # the block may change the working directory
+        # Absolute, because the block may change the working directory.
+        self._path = Path(path).expanduser().absolute()
         self.began = 0
         self.spans: list[displays.Span] = []
 
     def __repr__(self) -> str:
-        return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
+        spans = f"{len(self.spans)} spans"
+        return f"<trace of {self._recorder.title}: {spans}, written to {str(self._path)!r}>"
 
     def __enter__(self) -> Self:
         if self.began:
-            msg = f"the trace for {str(self._path)!r} was already used. Call p.trace(...) for each `with` block"
+            msg = (
+                f"the trace for {str(self._path)!r} was already used. Call p.trace(...) for each "
+                "`with` block"
+            )
             raise SessionError(msg)
+        # Before the recorder has the trace: `record` leaves out calls that began earlier.
         self.began = perf_counter_ns()
         self._recorder.traces.append(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._recorder.traces.remove(self)
         try:
             displays.write_timeline(self._path, self.timeline())
         except OSError as failure:
             if error is None:
                 raise
+            # The error of the block matters more than its trace.
             add_note(error, f"the trace could not be written: {failure}")
 
     def timeline(self) -> displays.Timeline:
         """Return the spans on one track per lane; plain calls are on a separate track."""
-        tracks, caller = [str(lane) for lane in self._lanes], len(self._lanes)
-        spans = [span._replace(track=caller) if span.track == _CALLER else span for span in [*self.spans]]
+        title = self._recorder.title
+        tracks = [str(lane) for lane in self._lanes]
+        caller = len(tracks)  # the track after those of the lanes
+        spans = []
+        # A copy, which is one step: the trace may still be open, and lanes add spans.
+        for span in [*self.spans]:
+            is_plain = span.track == _CALLER
+            spans.append(span._replace(track=caller) if is_plain else span)
         if all(span.track < caller for span in spans):
-            return displays.Timeline(self._recorder.title, tracks, spans)
-        return displays.Timeline(self._recorder.title, [*tracks, "caller's thread"], spans, without_idle=[caller])
+            return displays.Timeline(title, tracks, spans)
+        # The caller's thread does other things between the calls, so it is not idle then.
+        tracks.append("caller's thread")
+        return displays.Timeline(title, tracks, spans, without_idle=[caller])
 
 
 def timed(
-    record: Callable[..., None] | None, lane: int | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    record: Callable[..., None] | None,
+    lane: int | None,
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call a function, and record the lane, when it ran as ``perf_counter_ns``, and its error."""
     if record is None:
@@ -103,7 +138,7 @@ def timed(
     start, error = perf_counter_ns(), None
     try:
         return function(*args, **kwargs)
-    except BaseException as raised:
+    except BaseException as raised:  # also an interrupt: the span shows where it came
         error = raised
         raise
     finally:

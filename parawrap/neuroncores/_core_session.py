@@ -172,9 +172,9 @@ class CoreSession(Session):
         After `close`, and while a layer around the compiled model has no shape yet, run the model itself, which is on none.
         """
         lane = here.lane
-        if lane in self.lanes.all and self.replicas.all:
-            return entry.of(self.replicas.all[lane.index].target)(*args, **kwargs)
-        if not self.lanes.is_alive or self.replicas.is_lazy:
+        if lane in self.lanes.all and self.replicas.state.lanes:
+            return entry.of(self.replicas.state.lanes[lane.index].target)(*args, **kwargs)
+        if not self.lanes.is_alive or self.replicas.state.survey.is_lazy:
             return entry.plain(*args, **kwargs)
         with self._lock:
             self.plain_calls += 1

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.nn.parameter import is_lazy
 
-from parawrap._private_names import version_of
 from parawrap._public import public
-from parawrap.engine.batched_copies import lasting
+from parawrap.engine.batched_copies import bytes_of, lasting
 from parawrap.engine.called_code import captured, names_of_globals
 from parawrap.engine.forward_writes import is_written_unseen
-from parawrap.engine.holdings import Holdings
-from parawrap.engine.parameter_copies import last_optimizer_step, note_optimizer_steps
+from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot
+from parawrap.engine.parameter_copies import note_optimizer_steps
 from parawrap.engine.replicas import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
@@ -78,6 +77,7 @@ class SentModel:
         self.refreshes = self.copied_bytes = 0
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
         self._is_lazy = any(map(is_lazy, self.parameters))
+        self._doubts = Doubts()
         self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
         self.forget()
         note_optimizer_steps()
@@ -90,9 +90,7 @@ class SentModel:
         self._function: bytes | None = None  # a target without a model
         self._sent: list[tuple[FunctionType | type, set[str]]] = []  # with the model, and the globals that they read
         self._captured: list[Any] = []
-        self._holdings = Holdings((), lambda owner: None)
-        self._state: tuple[Any, ...] = ()
-        self._must_read = True
+        self._state: ModelState[Any] | None = None
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
@@ -109,31 +107,31 @@ class SentModel:
         if self._packed is None or not self._is_current():
             if self._packed is not None:
                 self.refreshes += 1
-                self.copied_bytes += sum(tensor.nbytes for tensor in self._tensors if tensor.layout is torch.strided)
-            self._must_read = False  # before the look: a `renew` from here on counts for the next call
-            try:
-                if not isinstance(self.target, Build):
-                    self._survey_target()
-                self._packed = self._pack()
-            except BaseException:
-                self._must_read = True
-                raise
+                self.copied_bytes += sum(map(bytes_of, self._tensors))
+            # In case of an error, or of Ctrl-C below: what was sent is no longer that of any state
+            self._state = None
+            # A `renew` from here on counts for the next call
+            asked = self._doubts.everything, self._doubts.buffers
+            state = self._survey_target(asked)
+            self._packed = self._pack()
+            self._state = state
         return self._packed
 
     def renew(self) -> None:
         """Send the model again at the next refresh. It does not wait: a callback in a lane may call it."""
-        self._must_read = True
+        self._doubts.everything = object()
 
     def _is_current(self) -> bool:
-        """True if the target is what it was when it was read last."""
-        if self._must_read or isinstance(self.target, Build):
-            return not self._must_read
+        """True if the target, and the code that was sent with it, are what they were when they were read last.
+
+        Workers build their own model: then only `renew` makes a difference.
+        """
+        if self._state is None or not self._state.is_current():
+            return False
         now = self._read_captured()
         return (
-            self._holdings.is_same()
-            and len(now) == len(self._captured)
+            len(now) == len(self._captured)
             and all(map(is_, now, self._captured))
-            and self._state == self._read_state()
             and (self._function is None or self._function == self._pack_function())
             and all(torch.equal(tensor, sent) for tensor, sent in self._unseen)
         )
@@ -151,30 +149,26 @@ class SentModel:
         self._captured = self._read_captured()
         return packed
 
-    def _survey_target(self) -> None:
-        survey = Survey(self.target)
+    def _survey_target(self, asked: tuple[object, object]) -> ModelState[Any]:
+        survey = Survey(None if isinstance(self.target, Build) else self.target)
         refuse_generators(survey, "the model")
+        edition = Edition(survey)
+        snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
         self._tensors = [*survey.params, *survey.tensors]
-        self._holdings = Holdings(survey.places, lambda owner: owner, compares_names=True)
-        self._state = self._read_state()
+        # A write into any tensor shows, since workers have copies of all
+        state: ModelState[Any] = ModelState(edition, snapshot, self._doubts, asked, sources=self._tensors)
         self._function = None
-        if not (survey.modules or self._tensors):
+        if not (survey.modules or self._tensors or isinstance(self.target, Build)):
             self._function = self._pack_function()
-        written = survey.tensors if survey.trains else ()
+        written = survey.tensors if edition.trains else ()
         unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
         with lasting():
             self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
+        return state
 
     def _pack_function(self) -> bytes:
         """Pack a function without a model. The containers that it refers to are not watched."""
         return pack(self.target, "target").to_bytes()
-
-    def _read_state(self) -> tuple[Any, ...]:
-        """Return what a write into a tensor of the target changes."""
-        versions = [None if tensor.is_inference() else version_of(tensor) for tensor in self._tensors]
-        addresses = [tensor.data_ptr() if tensor.layout is torch.strided else id(tensor) for tensor in self._tensors]
-        forms = [(tensor.dtype, tensor.requires_grad) for tensor in self._tensors]
-        return last_optimizer_step(), versions, addresses, forms
 
     def _read_captured(self) -> list[Any]:
         """Return the code, closures, and named globals of the sent functions, and the attributes of the sent classes."""

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
+from parawrap.engine.borrowed import NOTHING, Loan, lend, mark_arguments, paths_of_containers, read_changes
 from parawrap.engine.called_code import is_generator
 from parawrap.engine.forward_writes import is_written_unseen
+from parawrap.engine.hand_over import hand_over
 from parawrap.engine.lanes import Modes
 from parawrap.engine.replicas import Replicas
-from parawrap.engine.rules.registry import splitter_of
 from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
@@ -142,7 +143,7 @@ class Server:
             answers = modes.run(
                 lambda: [tuple(self._answer(form, item, block, packer)) for item in items],
                 self._device,
-                self._replicas.home,
+                self._replicas.state.home,
             )
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
             return self.fail(items, error)
@@ -193,16 +194,24 @@ class Server:
         if not is_plain and any(map(is_generator, given)):  # its new state would stay here
             msg = f"an argument is {GENERATOR_STAYS}"
             raise SessionError(msg)
-        contents = None if is_plain else _contents_of(given, args, kwargs, is_whole=form.is_whole)
+        # What `prepare` computes stays here, and nobody waits for it
+        is_lent = not is_plain and form.prepare is None
+        loan = _lend_all((args, kwargs), given) if is_lent else NOTHING
+        contents = Contents(given) if is_lent else None
         versions = [*map(_version_of, given)]
-        output = self._run(form, args, kwargs)
-        self._replicas.warn()
+        made = self._run(form, args, kwargs)
+        output = mark_arguments(made, loan)
+        is_returned = output is not made
+        self._replicas.unkept.warn()
         if contents is not None:
             contents.check()
+        changes = read_changes(loan)
         now = [*map(_version_of, given)]
-        if now == versions:
+        if now == versions and changes is None and not is_returned:
             return output, None
-        return output, [each if one != other else None for each, one, other in zip(given, versions, now, strict=True)]
+        triples = zip(given, versions, now, strict=True)
+        tensors = [each if one != other else None for each, one, other in triples]
+        return output, Written(tensors, changes, is_returned)
 
     def _run(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call from the model's state. What it writes into the model does not stay.
@@ -217,12 +226,16 @@ class Server:
             args, kwargs = self._place(*as_call(self._prepare(*args)))
         replicas = self._replicas
         if self._is_changed or self._device != _CPU:
-            if replicas.is_stale():
+            if not replicas.state.is_current():
                 replicas.refresh()
             self._is_changed = False
-        replica = replicas.all[0]
+        state = replicas.state
+        replica = state.lanes[0]
         replicas.prepare(replica)
-        versions = [*map(version_of, replicas.params)]
+        versions = [*map(version_of, state.params)]
+        # Writes through ``.data`` show in the contents alone: they are read around the first call on new replicas
+        contents = None if state.edition.is_checked else replicas.read_contents()
+        state.edition.is_checked = True
         numbers = None if form.is_whole or not torch.are_deterministic_algorithms_enabled() else torch.get_rng_state()
         try:
             output = (replica.target if form.method is None else getattr(replica.target, form.method))(*args, **kwargs)
@@ -232,8 +245,11 @@ class Server:
         leaves = (output,) if type(output) is torch.Tensor else flatten(output)[0]
         if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
             raise SessionError(GRADIENTS.format("the output"))
+        output = hand_over(output, replica)
         replicas.settle_whole(replica, versions)
-        if not form.is_whole and replicas.survey.trains and _has_other_buffers(replicas):
+        if contents is not None:
+            replicas.check_contents(contents)
+        if not form.is_whole and state.edition.trains and _has_other_buffers(replicas):
             raise SessionError(_TRAINS)
         if numbers is not None and not torch.equal(numbers, torch.get_rng_state()):
             raise SessionError(_DRAWS)
@@ -255,23 +271,16 @@ class Server:
 
 def _has_other_buffers(replicas: Replicas) -> bool:
     """True if the last call wrote a buffer, perhaps without a new version, as batch norm does in C++."""
-    replica = replicas.all[0]
-    pairs = zip(replicas.survey.tensors, replica.tensors, strict=True)
+    replica = replicas.state.lanes[0]
+    pairs = zip(replicas.state.survey.tensors, replica.tensors, strict=True)
     return replica.is_written() or any(is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs)
 
 
-def _contents_of(leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_whole: bool) -> Contents:
-    """Read the arguments that a call must not write into.
-
-    For a part of a cut call, these are the caches that lanes give back, and objects. Each lane has containers of its own,
-    also in threads.
-    """
-    registered = [leaf.value for leaf in leaves if isinstance(leaf, WholeLeaf)]
-    returned = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    if is_whole:
-        return Contents((*args, *kwargs.values()), registered, returned)
-    caches = [value for value in registered if splitter_of(value).update is not None]
-    return Contents((*caches, *(leaf for leaf in leaves if not isinstance(leaf, WholeLeaf))), caches, returned)
+def _lend_all(call: Any, given: Sequence[Any]) -> Loan:
+    """Note the copies of the caller's containers and objects. Objects without rules are in `Contents`."""
+    objects = [index for index, leaf in enumerate(given) if isinstance(leaf, WholeLeaf)]
+    leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in given]
+    return lend(call, paths_of_containers(flatten(call)[1]), leaves, leaves, objects)
 
 
 def _version_of(leaf: Any) -> int | None:

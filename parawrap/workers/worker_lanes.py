@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.borrowed import Given
 from parawrap.engine.lanes import Lane, here
 from parawrap.errors import SessionError, add_note
 from parawrap.processes.pickling import Packed, unpack
@@ -37,7 +38,7 @@ from parawrap.workers.model import SEEDS
 from parawrap.workers.packing import Packer, restore
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Answer, Form
-from parawrap.workers.writes import write_back
+from parawrap.workers.writes import Written, write_back
 
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
@@ -95,9 +96,13 @@ class Call:
                 raise error
             same = torch.is_inference_mode_enabled() == request.form.is_inference
             with nullcontext() if same else torch.inference_mode(request.form.is_inference):  # of the plain call's tensors
-                if answer.written is not None:
-                    write_back(restore(answer.written, block), self.args, self.kwargs or {})
-                return restore(answer.output, block)
+                output = restore(answer.output, block)
+                if answer.written is None:
+                    return output
+                written: Written = restore(answer.written, block)
+                given = Given((self.args, self.kwargs or {}))
+                write_back(written, given)
+                return given.resolve(output) if written.is_returned else output
         except BaseException as error:
             if request.form.is_whole and lane is not None:
                 add_note(error, f"in {lane}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, device_of, warn_caller
+from parawrap.engine.borrowed import WRITTEN_WHOLE, rules_of_entries
 from parawrap.engine.call import Entry, must_run_plainly, raise_first_failure
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.join import join
@@ -39,10 +40,6 @@ from parawrap.workers.worker_lanes import Call, Request, WorkerLanes
 
 _CPU = torch.device("cpu")
 _LOOK_NS = 200_000  # between two looks for answers while the caller works
-_WRITTEN = (
-    "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
-    "cut the tensor with in_dims, or use an out-of-place operation"
-)
 
 
 class _SubmittedCall(Call):
@@ -91,6 +88,7 @@ class WorkerSession:
         self.lanes = WorkerLanes(workers, retries)
         self.cutters = cutters
         self.rules = rules
+        self._entry_rules = rules_of_entries(rules)
         self.output_device = output_device
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
@@ -124,14 +122,27 @@ class WorkerSession:
             return self.run_plainly(entry, args, kwargs)
         self.refuse_gradients(args, kwargs)
         form = self._form(entry.method, is_whole=False)
-        shards = plan.scatter(flat, [_CPU] * len(plan.sizes))
+        columns = plan.columns(flat, copy=False)
+        shards = [plan.place(flat, columns, index, _CPU) for index in range(len(plan.sizes))]
         versions = plan.written(flat) if len(shards) > 1 and None in plan.dims else []
         outputs = self._apply(entry, form, shards, plan)
         if versions and versions != plan.written(flat):
-            raise ShardError(_WRITTEN)
+            raise ShardError(WRITTEN_WHOLE)
+        loans = [shard.loan for shard in shards]
+        device = self._output_device(flat.leaves)
+        borrowed = plan.borrowed(flat, (args, kwargs), loans)
+        if borrowed is not None:
+            rules = self._entry_rules
+            borrowed.join_changes(lambda values: join(values, plan.sizes, rules, device), device)
+            outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
+        finds = [partial(_find_object, shard.origins) for shard in shards]
         with without_autocast(self._backend.type):
-            device = self._output_device(flat.leaves)
-            return join(outputs, plan.sizes, self.rules, device, lambda: [_find_nothing] * len(shards))
+            output = join(outputs, plan.sizes, self.rules, device, lambda: finds)
+        plan.write_back(flat, columns, loans)
+        if borrowed is None:
+            return output
+        borrowed.enter()
+        return borrowed.resolve(output)
 
     def _apply(self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan) -> list[Any]:
         """Run the shards at the same time, and return their outputs. All have ended when an error is raised."""
@@ -337,8 +348,9 @@ class WorkerSession:
         return None if found == _CPU else found
 
 
-def _find_nothing(_: Any) -> None:
-    """Return the caller's object that a worker has returned: none, because outputs are other objects."""
+def _find_object(origins: Mapping[int, Any], value: Any) -> Any:
+    """Return the caller's object that a worker has returned; None for tensors, which are others."""
+    return None if isinstance(value, torch.Tensor) else origins.get(id(value))
 
 
 def _is_on_cpu(leaf: Any) -> bool:

@@ -1,48 +1,59 @@
-"""Writes of a call in a worker into its arguments: those into tensors go back to the caller's own, others are refused."""
+"""Writes of a call in a worker into its arguments: they return to the caller's own, or are refused."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from parawrap._private_names import version_of
+from parawrap.engine.borrowed import Changes, Given
+from parawrap.engine.flat_call import is_plain_value
 from parawrap.errors import SessionError
 from parawrap.processes.pickling import IdentityPickler
-from parawrap.tree import flatten, tensors_in
+from parawrap.tree import WholeLeaf
 
-Written = Sequence[torch.Tensor | None]
-"""For each leaf of the arguments its new value, or None if the call has not written it."""
-
-_ATOMS = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
 _INTO_OTHERS = (
-    "the model wrote into an argument that is not a tensor, and such writes stay in the worker. Return the new value from "
-    "the call instead, or run the model in threads"
+    "the model wrote into an argument that is neither a tensor nor a container, and such writes stay in the worker. Return "
+    "the new value from the call instead, or run the model in threads"
 )
 _INTO_OTHER_PARTS = (
-    "the model wrote into an argument that has other tensors in the worker: it changed a shape in place, or the argument's "
+    "the model wrote into an argument that has other parts in the worker: it changed a shape in place, or the argument's "
     "class changes its parts when it is pickled. Return the new value from the call instead"
 )
 
 
-class Contents:
-    """The contents of the containers among some arguments, and the versions of tensors in values with registered rules.
+class Written(NamedTuple):
+    """What a call wrote into its arguments.
 
-    They are compared by their pickles, with tensors, classes, and functions by identity. An argument that plain pickle
-    cannot handle, such as a lock, is not compared. `returned` are the ids of the tensors that writes come back from.
+    Attributes:
+        tensors: For each leaf of the arguments its new value, or None if the call has not written it.
+        changes: The new entries of containers, and objects with rules; None if there are none.
+        is_returned: True if the output has marks in the places of arguments.
     """
 
-    def __init__(self, values: Iterable[Any], registered: Sequence[Any], returned: Container[int]) -> None:
-        self._returned = returned
-        self._values = [each for each in values if not isinstance(each, _ATOMS)]
-        self._inner = [*tensors_in(registered)]
+    tensors: Sequence[torch.Tensor | None]
+    changes: Changes | None
+    is_returned: bool
+
+
+class Contents:
+    """The contents of the objects of unknown classes among some arguments, which cannot be given back.
+
+    They are compared by their pickles, with tensors, classes, and functions by identity. An object that plain pickle cannot
+    handle, such as a lock, is not compared.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._values = [leaf for leaf in leaves if not (_is_known(leaf) or is_plain_value(leaf))]
+        self._returned = {id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._met: list[Any] = []  # alive, so that no later object has the identity of one of them
         self._before = self._read()
 
     def check(self) -> None:
-        """Raise SessionError if a container has other contents."""
+        """Raise SessionError if an object has other contents."""
         now = self._read()
         if now != self._before:
             again = self._read()  # a class may make new parts each time that it is pickled
@@ -50,7 +61,7 @@ class Contents:
                 raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
-        return [self._pickle(each) for each in self._values] + [*map(version_of, self._inner)]
+        return [self._pickle(each) for each in self._values]
 
     def _pickle(self, value: Any) -> bytes | None:
         stream = io.BytesIO()
@@ -59,6 +70,10 @@ class Contents:
         except Exception:  # noqa: BLE001 (classes may raise anything)
             return None
         return stream.getvalue()
+
+
+def _is_known(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, WholeLeaf))
 
 
 class _Pickler(IdentityPickler):
@@ -75,12 +90,18 @@ class _Pickler(IdentityPickler):
         return found
 
 
-def write_back(written: Written, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write into the caller's tensors what a call wrote into those of the worker. Raises SessionError if they differ."""
-    leaves = flatten((args, kwargs))[0]
-    pairs = [(leaf, value) for leaf, value in zip(leaves, written, strict=False) if value is not None]
-    if len(leaves) != len(written) or any(getattr(leaf, "shape", None) != value.shape for leaf, value in pairs):
+def write_back(written: Written, given: Given) -> None:
+    """Do to the caller's arguments what a call has done to those of the worker. Raises SessionError if they differ."""
+    leaves = given.leaves
+    pairs = [(leaf, value) for leaf, value in zip(leaves, written.tensors, strict=False) if value is not None]
+    has_other_leaves = len(leaves) != len(written.tensors)
+    if has_other_leaves or any(getattr(leaf, "shape", None) != value.shape for leaf, value in pairs):
         raise SessionError(_INTO_OTHER_PARTS)
     for leaf, value in pairs:
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():
             leaf.copy_(value)
+    if written.changes is not None:
+        try:
+            given.replay(written.changes)
+        except ValueError as error:
+            raise SessionError(_INTO_OTHER_PARTS) from error

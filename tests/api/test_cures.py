@@ -254,10 +254,10 @@ class Twice(nn.Module):
 
 def test_cures_of_tools():
     short = {"rounds": 2, "calls": 1, "show": False}
-    for wrong in (X[:2], X[:3].tolist() * 2):
-        with says("the batch was not cut.*Give a batch of 3 rows or more, as tensors"):
+    for wrong in (X[:4], X[:3].tolist() * 2):
+        with says("the batch was not cut.*Give a batch of 5 rows or more, as tensors"):
             check_rowwise(Double(), wrong)
-    check_rowwise(Double(), X[:3])
+    check_rowwise(Double(), X[:5])
     with says("Dropout mixes rows.*It draws random numbers, which differ between cuts. Use eval mode"):
         check_rowwise(nn.Dropout(), X)
     check_rowwise(nn.Dropout().eval(), X)

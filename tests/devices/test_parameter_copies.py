@@ -197,11 +197,17 @@ def test_training(make, home):
 @pytest.mark.parametrize("form", [torch.jit.script, lambda model: torch.jit.trace(model, rows(2))], ids=["script", "trace"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_torchscript(form):
-    """TorchScript modules stay on their device: lanes there share them, and lanes elsewhere are refused."""
+    """Lanes on its device share a TorchScript module. Lanes elsewhere have copies, without gradients."""
     model, x = form(mlp()).to("sim:0"), rows(9).to("sim:0")
     with torch.no_grad():
         plain = model(x)
         with parallel(model, ["sim:0", "sim:0"], out_dims=0):
             torch.testing.assert_close(model(x), plain)
-        with parallel(model, SIMS, out_dims=0), pytest.raises(ReplicaError, match="the module that it was made from"):
-            model(x)
+        with parallel(model, SIMS, out_dims=0):
+            torch.testing.assert_close(model(x), plain)
+            next(model.parameters()).mul_(2)
+            changed = model(x)
+            assert not torch.equal(changed, plain)
+        torch.testing.assert_close(model(x), changed)
+    with parallel(model, SIMS, out_dims=0), pytest.raises(ReplicaError, match="gradients do not flow"):
+        model(x)

@@ -1,4 +1,4 @@
-"""Joined tensors and arrays: rows in lane order on one dim, padded if asked, on the output device."""
+"""Parts of one output: padded, moved, or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def test_pad_fills_to_the_longest_lane():
         assert found[2:, :3].eq(0).all()
     assert "the shapes (3, 1), (1,) differ beyond dim 0" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
-    assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
+    assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (
+        7,
+        4,
+    )
 
 
 def test_every_value_is_moved():

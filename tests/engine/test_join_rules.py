@@ -42,12 +42,29 @@ def test_sizes_are_checked():
         assert "(2,), (1,)" in refusal(make(2), make(1), out_dims=0)
 
 
-EQUAL = [torch.zeros(2), torch.tensor(3.0), 3, True, "text", [1, 2], numpy.zeros(2), numpy.array(["a"]), float("nan")]
+EQUAL = [
+    torch.zeros(2),
+    torch.tensor(3.0),
+    3,
+    True,
+    "text",
+    [1, 2],
+    numpy.zeros(2),
+    numpy.array(["a"]),
+    float("nan"),
+]
 UNEQUAL = [
-    *((torch.zeros(2), torch.ones(2)), (torch.zeros(2), torch.zeros(2, 1)), (torch.zeros(2), torch.zeros(2).double())),
+    *(
+        (torch.zeros(2), torch.ones(2)),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2).double()),
+    ),
     *((3, 4), (1, 1.0), ([1], [2]), ([1], [1, 2]), (numpy.zeros(2), numpy.ones(2))),
     *((numpy.zeros(2), numpy.zeros(2, dtype=int)), (torch.tensor([1, 2]), torch.tensor([1, 3]))),
-    (layer := torch.nn.Linear(1, 1), copy.deepcopy(layer)),  # copies of a layer, which end with the block
+    (
+        layer := torch.nn.Linear(1, 1),
+        copy.deepcopy(layer),
+    ),  # copies of a layer, which end with the block
 ]
 if hasattr(numpy, "dtypes") and hasattr(numpy.dtypes, "StringDType"):  # since numpy 2
     UNEQUAL.append(tuple(numpy.array([f"a text of {rows} rows"], dtype=numpy.dtypes.StringDType()) for rows in (3, 1)))
@@ -58,18 +75,28 @@ def test_none_declares_one_value():
     for value in EQUAL:
         assert type(joined(value, value, sizes=(2, 2), out_dims=None)) is type(value)
     for one, other in (
-        (numpy.array(["".join("ab"), 300 + len("a")], dtype=object), numpy.array(["".join("ab"), 301], dtype=object)),
+        (
+            numpy.array(["".join("ab"), 300 + len("a")], dtype=object),
+            numpy.array(["".join("ab"), 301], dtype=object),
+        ),
         (numpy.array([0.0]), numpy.array([-0.0])),
     ):
         assert joined(one, other, sizes=(2, 2), out_dims=None) is one
     for one, other in UNEQUAL:
         assert "out_dims" in refusal(one, other, sizes=(2, 2), out_dims=None)
-    for make in (float, lambda value: torch.tensor([1.0, value]), lambda value: numpy.array([value])):
+    for make in (
+        float,
+        lambda value: torch.tensor([1.0, value]),
+        lambda value: numpy.array([value]),
+    ):
         assert "nan" in str(joined(make(float("nan")), make(float("nan")), out_dims=None))
 
 
 def test_items_and_ragged():
-    """Lists of equal shards are concatenated too, and their length is checked. A dim means the same for texts."""
+    """Lists of equal shards are concatenated too, and their length is checked.
+
+    A dim means the same for texts.
+    """
     for items in (["a", "b", "c", "d"], [torch.zeros(n) for n in range(4)]):
         assert joined(items[:2], items[2:], sizes=(2, 2), out_dims="items") == items
         message = refusal({"l": items[:3]}, {"l": items[3:]}, sizes=(2, 2), out_dims={"l": "items"})
@@ -98,8 +125,12 @@ def test_nested_tensors_have_no_dim():
 
 
 def test_trees_of_another_output():
-    """Reductions and paddings of parts leave an output alone that has no such parts, in every kind of lane."""
-    for options in ({"reduce": {"loss": "mean"}}, {"pad_value": {"loss": 0}, "join": "pad"}, {"reduce": ("sum", "sum")}):
+    """Reductions and paddings of parts leave an output alone that has no such parts."""
+    for options in (
+        {"reduce": {"loss": "mean"}},
+        {"pad_value": {"loss": 0}, "join": "pad"},
+        {"reduce": ("sum", "sum")},
+    ):
         assert joined(*rows(3, 1), **options).shape == (4, 2)
         assert joined(None, None, **options) is None
 
@@ -120,14 +151,46 @@ def test_a_tree_of_reductions():
 
 def test_trees_must_fit_the_output():
     for outputs, options, text in (
-        (({"a": {"b": 1, "c": 2}},) * 2, {"reduce": {"a": {"b": "sum", "d": "sum"}}}, "reduce declares the key 'd'"),
-        (((1, 2), (3, 4)), {"reduce": ("sum",)}, "reduce declares 1 items, and the output has 2 here"),
-        ((1.0, 2.0), {"reduce": ("sum", "sum")}, "reduce declares a tuple here, and the lanes returned a float"),
-        ((rows(3), rows(1)), {"out_dims": (0, 0)}, "out_dims declares 2 items, and the output has 1 here"),
-        ((rows(3), rows(1)), {"out_dims": {0: 0}}, "out_dims declares a dict here, and the lanes returned a tuple"),
-        (rows(3, 1), {"out_dims": (0, 0)}, "out_dims declares a tuple here, and the lanes returned a Tensor"),
-        ((rows(3), rows(1)), {"out_dims": deque([0, 0])}, "out_dims declares 2 items, and the output has 1 here"),
-        (rows(5, 5), {"reduce": {"a": "sum"}}, "reduce declares a dict here, and the lanes returned a Tensor"),
+        (
+            ({"a": {"b": 1, "c": 2}},) * 2,
+            {"reduce": {"a": {"b": "sum", "d": "sum"}}},
+            "reduce declares the key 'd'",
+        ),
+        (
+            ((1, 2), (3, 4)),
+            {"reduce": ("sum",)},
+            "reduce declares 1 items, and the output has 2 here",
+        ),
+        (
+            (1.0, 2.0),
+            {"reduce": ("sum", "sum")},
+            "reduce declares a tuple here, and the lanes returned a float",
+        ),
+        (
+            (rows(3), rows(1)),
+            {"out_dims": (0, 0)},
+            "out_dims declares 2 items, and the output has 1 here",
+        ),
+        (
+            (rows(3), rows(1)),
+            {"out_dims": {0: 0}},
+            "out_dims declares a dict here, and the lanes returned a tuple",
+        ),
+        (
+            rows(3, 1),
+            {"out_dims": (0, 0)},
+            "out_dims declares a tuple here, and the lanes returned a Tensor",
+        ),
+        (
+            (rows(3), rows(1)),
+            {"out_dims": deque([0, 0])},
+            "out_dims declares 2 items, and the output has 1 here",
+        ),
+        (
+            rows(5, 5),
+            {"reduce": {"a": "sum"}},
+            "reduce declares a dict here, and the lanes returned a Tensor",
+        ),
         (
             (torch.ones(3, 2), torch.ones(1, 3)),
             {"join": "pad", "pad_value": {"a": 0}},

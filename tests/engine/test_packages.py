@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from operator import is_
 
 import pytest
 import torch
 
 from parawrap import parallel
 from parawrap.engine.rules.geometric_graphs import graph_rules
+from parawrap.engine.rules.registry import contents_of, splitter_of, update_argument
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.errors import GatherError, SessionError, ShardError
+from parawrap.tree import flatten
 from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
 
@@ -331,3 +334,159 @@ def test_changed_batches_are_refused():
     ):
         with pytest.raises(ShardError, match=rf"{type(batch).__name__}.*{words}.*register_split"):
             rule_for(type(batch)).split(batch, [1, 2])
+
+
+# -- changes by forward
+
+
+def changed(value, sizes, change):
+    """Change the parts of an argument, as forward does, and give the argument the joined state.
+
+    Assert that the contents of each part show the change, and nothing without one.
+    """
+    flatten(value)  # finds the rules of the class
+    before = copy.copy(contents_of(value))
+    parts = cut(value, sizes)
+    for part in parts:
+        old = contents_of(part)
+        assert is_same(old, contents_of(part))
+        change(part)
+        assert not is_same(old, contents_of(part))
+    update_argument(value, splitter_of(value).join(parts))
+    assert not is_same(before, contents_of(value))
+    return value
+
+
+def is_same(before, after):
+    return len(before) == len(after) and all(map(is_, before, after))
+
+
+def test_tensordicts_take_changes():
+    """Entries are set and removed, also in nested and locked ones; others stay the same objects."""
+    import tensordict as td
+
+    def change(part):
+        was_locked = part.is_locked
+        part.unlock_()
+        part["h"] = part["a"] + 1
+        part["inner", "b"] = part["inner", "b"] * 2
+        part["inner", "new"] = torch.ones(len(part))
+        part["name"] = "y"
+        part["words"] = td.NonTensorStack(*(word.upper() for word in part["words"]))
+        del part["old"]
+        if was_locked:
+            part.lock_()
+
+    for is_locked in (False, True):
+        values = {"a": torch.randn(5, 2), "old": torch.zeros(5), "inner": {"b": torch.ones(5)}}
+        values |= {"name": "x", "words": td.NonTensorStack(*"abcde")}
+        whole = td.TensorDict(values, batch_size=[5])
+        if is_locked:
+            whole.lock_()
+        a, inner = whole["a"], whole["inner"]
+        found = changed(whole, [2, 3], change)
+        assert found["a"] is a
+        assert found["inner"] is inner
+        assert sorted(found.keys()) == ["a", "h", "inner", "name", "words"]
+        assert (found["name"], list(found["words"])) == ("y", list("ABCDE"))
+        torch.testing.assert_close(found["h"], a + 1)
+        assert (inner["b"].tolist(), inner["new"].tolist()) == ([2] * 5, [1] * 5)
+        assert (found.is_locked, inner.is_locked) == (is_locked, is_locked)
+
+
+def test_lazy_stacks_and_tensorclasses_take_changes():
+    import tensordict as td
+
+    rows = [td.TensorDict({"w": torch.full((i + 1,), float(i))}) for i in range(4)]
+    lazy = td.lazy_stack(rows)
+    changed(lazy, [1, 3], lambda part: [row.set("k", row["w"] + 1) for row in part.tensordicts])
+    assert [row["k"].tolist() for row in rows] == [[i + 1.0] * (i + 1) for i in range(4)]
+    assert all(map(is_, lazy.tensordicts, rows))
+
+    @td.tensorclass
+    class Sample:
+        x: torch.Tensor
+        y: torch.Tensor | None = None
+        name: str = "a"
+
+    sample = Sample(torch.zeros(4, 2), batch_size=[4])
+    x = sample.x
+
+    def fill(part):
+        part.y = part.x.sum(1) + 1
+        part.name = "b"
+
+    changed(sample, [1, 3], fill)
+    assert sample.x is x
+    assert (sample.y.tolist(), sample.name) == ([1] * 4, "b")
+
+
+def test_tensordicts_that_cannot_take_changes():
+    import tensordict as td
+
+    whole = td.TensorDict({"a": torch.zeros(4)}, batch_size=[4])
+    with pytest.raises(GatherError, match=r"3 rows, not 4\. Return it instead"):
+        update_argument(whole, td.TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
+    root = td.TensorDict({"inner": whole}, batch_size=[4]).lock_()
+    with pytest.raises(GatherError, match=r"part of a locked graph.*Return it instead"):
+        update_argument(root["inner"], td.TensorDict({"b": torch.zeros(4)}, batch_size=[4]))
+
+
+@pytest.mark.parametrize("make", [graph, hetero])
+def test_graphs_take_changes(make):
+    """Attributes are set and deleted, and the batch can be cut again."""
+    from torch_geometric.data import Batch
+
+    batch = Batch.from_data_list([make(nodes) for nodes in (2, 3, 1, 4, 5)])
+    y = batch.y
+
+    def change(part):
+        for store in part.node_stores:
+            store.h = store.x.sum(1)
+            store.x = store.x[:, :2] * 2
+        if make is graph:
+            del part.weight
+        else:
+            del part["a", "to", "b"].edge_index
+
+    plain = copy.deepcopy(batch)
+    change(plain)
+    changed(batch, [2, 3], change)
+    assert_same_batch(batch, plain)
+    assert batch.y is y
+    assert_same_batch(join(cut(batch, [4, 1])), plain)
+
+
+def test_changes_of_graphs_that_are_refused():
+    """An attribute that is not per node, or that counts nodes; a pooled batch."""
+    from torch_geometric.data import Batch
+
+    def pool(part):
+        part.x, part.batch = part.x[::2], part.batch[::2]
+
+    for change, words in (
+        (lambda part: setattr(part, "z", torch.zeros(7)), "its z, which is not a tensor with one row"),
+        (lambda part: setattr(part, "names", ["a"]), "its names, which is not a tensor with one row"),
+        (
+            lambda part: setattr(part, "node_index", torch.arange(part.num_nodes)),
+            "its node_index, which is not",
+        ),
+        (lambda part: delattr(part, "ptr"), "forward deleted its ptr"),
+        (pool, "its x is sparse, or of another size"),
+    ):
+        batch = Batch.from_data_list([graph(nodes) for nodes in (3, 1, 4)])
+        with pytest.raises(GatherError, match=rf"parts of a DataBatch cannot be joined: .*{words}"):
+            changed(batch, [1, 2], change)
+
+
+def test_caches_show_changes():
+    """Tensors that layers write in place count their writes; inference tensors always count."""
+    model = tiny()
+    for kind, inference in (("dynamic", False), ("static", False), ("static", True)):
+        with torch.inference_mode(inference):
+            cache = filled(model, new_cache(kind, model))
+            before = contents_of(cache)
+            assert is_same(before, contents_of(cache)) != inference
+            with torch.no_grad():
+                model(tokens(5, 1), past_key_values=cache, use_cache=True)
+            assert not is_same(before, contents_of(cache))

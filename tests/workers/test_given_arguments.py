@@ -1,4 +1,4 @@
-"""Writes of a whole call into tensors reach the caller's own. Workers refuse writes into other arguments."""
+"""Writes of a whole call into arguments reach the caller's own. Workers refuse writes into unknown objects."""
 
 from __future__ import annotations
 
@@ -25,25 +25,55 @@ class Setting:
     rows: list
 
 
-CHANGES = {
+CONTAINERS = {
     "list": ([0], lambda log: log.append(1)),
     "dict": ({"old": 1}, lambda table: table.pop("old")),
     "nested": ({"inner": (["first"], 3)}, lambda nested: nested["inner"][0].append("changed")),
+    "dataclass": (Setting("old", [1]), lambda setting: setattr(setting, "name", "new")),
+    "tensor in a list": ([torch.zeros(1)], lambda tensors: tensors.append(torch.ones(1))),
+    "order": ([3, 1, 2], lambda items: items.sort()),
+    "entry of another key": ({"a": torch.zeros(1)}, lambda table: table.update(b=table.pop("a"))),
+}
+OBJECTS = {
     "array": (np.zeros(3), lambda array: array.fill(5)),
     "set": ({"given"}, lambda names: names.add("added")),
     "bytes": (bytearray(b"abc"), lambda raw: raw.append(1)),
-    "dataclass": (Setting("old", [1]), lambda setting: setattr(setting, "name", "new")),
     "tensor in an object": (SimpleNamespace(kept=torch.zeros(1)), lambda held: held.kept.add_(1)),
-    "tensor in a list": ([torch.zeros(1)], lambda tensors: tensors.append(torch.ones(1))),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_come_back(block, name):
+    """What forward adds, replaces, and removes is in the caller's own containers after the call."""
+    value, change = CONTAINERS[name]
+    given, expected = copy.deepcopy(value), copy.deepcopy(value)
+    change(expected)
+    block.submit(lambda value: (change(value), torch.ones(1))[1], given).result()
+    assert_same(given, expected)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_argument_that_is_returned(kind, is_cut):
+    """It is the caller's own object, with what forward added."""
+
+    def forward(batch):
+        batch["y"] = batch["x"] * 2
+        return batch
+
+    batch = {"x": torch.arange(8.0)[:, None]}
+    with over(kind, forward, out_dims=0) as p:
+        output = p(batch) if is_cut else p.submit(batch).result()
+    assert output is batch
+    assert_close(batch["y"], batch["x"] * 2)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
 def test_other_arguments(block, kind, name):
     """The error says to return the value. The call after it runs."""
-    value, change = CHANGES[name]
+    value, change = OBJECTS[name]
     given, expected = copy.deepcopy(value), copy.deepcopy(value)
-    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"not a tensor.*Return the new value"):
+    refused = pytest.raises(SessionError, match=r"neither a tensor nor.*Return the new value")
+    with nullcontext() if kind == "thread" else refused:
         block.submit(lambda value: (change(value), torch.ones(1))[1], given).result()
     if kind == "thread":
         change(expected)
@@ -63,7 +93,9 @@ def test_object_of_a_local_class(kind, is_cut):
         return x
 
     x, counter = torch.ones(8, 4), Counter()
-    refused = nullcontext() if kind == "thread" else pytest.raises(SessionError, match="not a tensor")
+    refused = pytest.raises(SessionError, match="neither a tensor nor")
+    if kind == "thread":  # all lanes of a cut call use the one object
+        refused = pytest.raises(ShardError, match="every lane gets whole") if is_cut else nullcontext()
     with over(kind, count, out_dims=0, in_dims={"counter": None}) as p, refused:
         p(x, counter) if is_cut else p.submit(x, counter).result()
     assert bool(counter.seen) == (kind == "thread")
@@ -97,7 +129,7 @@ def test_views_of_one_memory(block):
 
 def test_write_into_other_tensors(block, kind):
     """A worker's argument has another shape than the caller's, so a write could not come back."""
-    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"other tensors.*Return the new"):
+    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"other parts.*Return the new"):
         block.submit(lambda x: x.unsqueeze_(0).add_(1).sum(), torch.zeros(3)).result()
 
 

@@ -1,5 +1,6 @@
-"""Values that have their own rules for being cut and joined: of registered classes, and of a few known packages.
+"""Values with their own rules for cuts and joins: of registered classes, and of a few packages.
 
-``registry.py`` finds the rules of a value. Each other file has the rules of one package, which it does not import: classes
-are recognized by the names of their bases.
+``registry.py`` finds the rules of a value, and ``object_state.py`` compares and changes objects of
+any class. Each other file has the rules of one package, which it does not import: classes are
+recognized by the names of their bases.
 """

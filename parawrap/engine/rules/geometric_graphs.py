@@ -1,98 +1,283 @@
 """Cut and join batches of PyTorch Geometric. The package is not imported.
 
-Its private `_slice_dict` holds where the attributes of each graph begin, `_inc_dict` its first node.
+Its private `_slice_dict` holds where the attributes of each graph begin, `_inc_dict` the number of
+its first node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from parawrap.engine.rules.splitter import Splitter, refuse_split, spans
+from parawrap.engine.rules.object_state import is_unchanged, list_state
+from parawrap.engine.rules.splitter import (
+    Splitter,
+    refuse_split,
+    refuse_to_join,
+    refuse_update,
+    spans,
+)
+
+Refuse = Callable[[object, str], NoReturn]
+"""Raises an error about a batch: of a cut, or of a join."""
+
+_BATCH = ("torch_geometric.data.batch", "Batch")
 
 
 def graph_rules(cls: type) -> Splitter | None:
     """Return the rules of a class of graph batches; None for any other class."""
-    name = ("torch_geometric.data.batch", "Batch")
-    is_batch = any((base.__module__, base.__qualname__) == name for base in cls.__mro__)
-    return Splitter(_split_graphs, _join_graphs, _graph_rows) if is_batch else None
+    # PyTorch Geometric makes a class for each type of graph, so only the base has a known name.
+    for base in cls.__mro__:
+        if (base.__module__, base.__qualname__) == _BATCH:
+            return _RULES
+    return None
 
 
 def _graph_rows(batch: Any) -> int:
-    if not hasattr(batch, "_slice_dict"):
-        refuse_split(batch, "it has no record of where each graph begins; make it by Batch.from_data_list")
+    _refuse_without_record(batch, refuse_split)
     return int(batch.num_graphs)
 
 
 def _split_graphs(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    graphs = _graphs(batch)
-    return [_batch_graphs([batch], graphs[start:end]) for start, end in spans(sizes)]
+    graphs = _graphs(batch, refuse_split)
+    parts = [_batch_again(batch, graphs[start:end]) for start, end in spans(sizes)]
+    # All parts are made in one way, so the first one shows what the single graphs lack.
+    for old, new in zip(batch.stores, parts[0].stores, strict=True):
+        changed = set(old.keys()) ^ set(new.keys())
+        if changed:
+            names = ", ".join(sorted(changed))
+            refuse_split(batch, f"its {names} was set or deleted after Batch.from_data_list")
+    return parts
 
 
 def _join_graphs(parts: Sequence[Any]) -> Any:
-    return _batch_graphs(parts, [graph for part in parts for graph in _graphs(part)])
+    """Return one batch, with the node attributes that forward set, and without those it deleted."""
+    kept = [_forget_deleted(part) for part in parts]
+    graphs: list[Any] = []
+    for part in kept:
+        graphs += _graphs(part, refuse_to_join)
+    joined = _batch_again(kept[0], graphs)
+    for place, store in enumerate(joined.stores):
+        stores = [part.stores[place] for part in kept]
+        names: set[str] = set()
+        for each in stores:
+            names.update(each.keys())
+        known = set(store.keys())
+        missing = ", ".join(sorted(known - names))
+        if missing:
+            refuse_to_join(parts[0], f"forward deleted its {missing}")
+        # Sorted, so that errors and attributes have one order in every process.
+        for name in sorted(names - known):
+            _add_node_attribute(joined, store, name, kept, stores)
+    return joined
 
 
-def _graphs(batch: Any) -> list[Any]:
-    """Return the single graphs. Refuse attributes that no longer lie where `Batch.from_data_list` put them."""
-    _graph_rows(batch)
+# The graphs of a batch
+
+
+def _refuse_without_record(batch: Any, refuse: Refuse) -> None:
+    if not hasattr(batch, "_slice_dict"):
+        why = "it has no record of where each graph begins; make it by Batch.from_data_list"
+        refuse(batch, why)
+
+
+def _graphs(batch: Any, refuse: Refuse) -> list[Any]:
+    """Return the single graphs. Refuse attributes that are not where `from_data_list` put them."""
+    _refuse_without_record(batch, refuse)
     for store in batch.stores:
         slices = _of_store(batch._slice_dict, store)
         for name, value in store.items():
-            if name in slices and not _fits(batch, store, name, value, slices[name]):
-                refuse_split(batch, f"its {name} is sparse, or of another size than Batch.from_data_list made it")
-    if not all(_edges_stay_inside(batch, store) for store in batch.edge_stores if "edge_index" in store):
-        refuse_split(batch, "its edge_index has edges between two graphs, or not in the order of the graphs")
+            # An attribute without slices was set later, and the single graphs do not get it.
+            if name not in slices:
+                continue
+            if not _fits(batch, store, name, value, slices[name]):
+                why = f"its {name} is sparse, or of another size than Batch.from_data_list made it"
+                refuse(batch, why)
+    for store in batch.edge_stores:
+        if "edge_index" in store and not _edges_stay_inside(batch, store):
+            why = "its edge_index has edges between two graphs, or not in the order of the graphs"
+            refuse(batch, why)
     try:
         graphs: list[Any] = batch.to_data_list()
     except KeyError as error:
-        refuse_split(batch, f"Batch.from_data_list left no record of where each graph begins in its {error}")
+        why = f"Batch.from_data_list left no record of where each graph begins in its {error}"
+        refuse(batch, why)
     return graphs
 
 
 def _of_store(noted: Any, store: Any) -> Any:
     """Return the entries of one store, by attribute."""
-    return noted if store._key is None else noted.get(store._key, {})
+    key = store._key
+    if key is None:  # the one store of a homogeneous batch, or the global one
+        return noted
+    return noted.get(key, {})
 
 
 def _fits(batch: Any, store: Any, name: str, value: Any, slices: Any) -> bool:
     """True if an attribute is as large as its slices say."""
     if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            return False
+        # None: the tensors of the graphs are stacked on a new dim 0.
         dim = batch.__cat_dim__(name, value, store) or 0
-        return value.layout == torch.strided and not value.is_nested and value.size(dim) == int(slices[-1])
+        return value.ndim > 0 and value.size(dim) == int(slices[-1])
     if isinstance(slices, dict):
-        return value.keys() == slices.keys() and all(_fits(batch, store, n, value[n], slices[n]) for n in value)
+        if not isinstance(value, dict) or value.keys() != slices.keys():
+            return False
+        return all(_fits(batch, store, key, each, slices[key]) for key, each in value.items())
     if isinstance(slices, list):
-        return len(value) == len(slices) and all(map(partial(_fits, batch, store, name), value, slices))
-    return isinstance(value, list) and len(value) == int(slices[-1])
+        if len(value) != len(slices):
+            return False
+        fits = partial(_fits, batch, store, name)
+        return all(map(fits, value, slices))
+    if not isinstance(value, list):
+        return False
+    return len(value) == int(slices[-1])
 
 
 def _edges_stay_inside(batch: Any, store: Any) -> bool:
     """True if both ends of each edge lie in the graph that the slices assign the edge to."""
     slices = _of_store(batch._slice_dict, store).get("edge_index")
     if slices is None:
-        return True  # `_batch_graphs` refuses an attribute that was set later
+        return True  # an attribute that was set later is refused after the graphs are made
     edges: torch.Tensor = store.edge_index
-    graphs = torch.repeat_interleave(slices.diff()).to(edges.device)
-    starts = _of_store(batch._inc_dict, store)["edge_index"].to(edges.device)  # one per graph, or one per graph and end
-    starts = starts.reshape(len(starts), -1).T.expand(len(edges), -1).contiguous()
-    found = [torch.bucketize(nodes.contiguous(), first, right=True) - 1 for nodes, first in zip(edges, starts, strict=True)]
-    return all(torch.equal(each, graphs) for each in found)
+    device = edges.device
+    # The slices count the edges of each graph. They lie on the CPU, whatever the batch does.
+    graphs = torch.repeat_interleave(slices.diff())
+    graphs = graphs.to(device)
+    starts = _of_store(batch._inc_dict, store)["edge_index"].to(device)
+    # One start per graph, or one per graph and end of the edges: make it one row per end.
+    by_end = starts.reshape(len(starts), -1).T
+    starts = by_end.expand(len(edges), -1).contiguous()
+    for nodes, first in zip(edges, starts, strict=True):
+        found = torch.bucketize(nodes.contiguous(), first, right=True) - 1
+        if not torch.equal(found, graphs):
+            return False
+    return True
 
 
-def _batch_graphs(parts: Sequence[Any], graphs: list[Any]) -> Any:
-    """Return one Batch of the class and with the attributes of `parts`."""
-    first: Any = parts[0]
-    followed = {name for store in first.stores for name in _of_store(first._slice_dict, store) if f"{name}_ptr" in store}
-    base: Any = type(first).__bases__[0]  # the class that the user called; the other base is that of one graph
+def _batch_again(like: Any, graphs: list[Any]) -> Any:
+    """Return a batch of these graphs, of the class and on the device of another batch."""
+    followed: set[str] = set()
+    for store in like.stores:
+        for name in _of_store(like._slice_dict, store):
+            if f"{name}_ptr" in store:
+                followed.add(name)
+    # The class that the user called; the other base is that of a graph.
+    base: Any = type(like).__bases__[0]
     made = base.from_data_list(graphs, follow_batch=sorted(followed))
-    for part in parts:
-        for old, new in zip(part.stores, made.stores, strict=True):
-            if changed := set(old.keys()) ^ set(new.keys()):
-                refuse_split(part, f"its {', '.join(sorted(changed))} was set or deleted after Batch.from_data_list")
-    devices = [store.batch.device for store in first.stores if "batch" in store]
-    helpers = [f"{name}{end}" for name in followed for end in ("_batch", "_ptr")]
-    return made.to(devices[0], "batch", "ptr", *helpers) if devices else made  # made on the CPU for all but CUDA
+    for store in made.stores:
+        key = store._key
+        if key is not None:  # a type without attributes has no record
+            made._slice_dict.setdefault(key, {})
+            made._inc_dict.setdefault(key, {})
+    devices = [store.batch.device for store in like.stores if "batch" in store]
+    if not devices:
+        return made
+    # `from_data_list` makes these on the CPU for all devices but CUDA.
+    helpers = ["batch", "ptr"]
+    for name in followed:
+        helpers += [f"{name}_batch", f"{name}_ptr"]
+    return made.to(devices[0], *helpers)
+
+
+# Changes by forward
+
+
+def _list_attributes(batch: Any) -> list[Any]:
+    """Return the names and values of the attributes of all stores."""
+    found: list[Any] = []
+    for store in batch.stores:
+        for name, value in store.items():
+            found.append(name)
+            found += list_state(value, _find_no_rules)
+    return found
+
+
+def _find_no_rules(value: object) -> None:
+    """Find the rules of values in a batch, which PyTorch Geometric itself takes apart."""
+
+
+def _forget_deleted(part: Any) -> Any:
+    """Return a batch with a record of the attributes that it still has, and no others."""
+    _refuse_without_record(part, refuse_to_join)
+    stores = {store._key: store for store in part.stores}
+
+    def keep_present(noted: Any) -> dict[Any, Any]:
+        # The record of a heterogeneous batch has one dict per type, next to global attributes.
+        kept: dict[Any, Any] = {}
+        for name, each in noted.items():
+            if name in stores:
+                store = stores[name]
+                kept[name] = {inner: found for inner, found in each.items() if inner in store}
+            elif None not in stores or name in stores[None]:
+                kept[name] = each
+        return kept
+
+    kept = copy.copy(part)  # the part may be an output that the model keeps
+    kept._slice_dict = keep_present(part._slice_dict)
+    kept._inc_dict = keep_present(part._inc_dict)
+    return kept
+
+
+def _add_node_attribute(
+    joined: Any, store: Any, name: str, parts: Sequence[Any], stores: Sequence[Any]
+) -> None:
+    """Join an attribute that forward set, and note where each graph begins in it."""
+    for part, each in zip(parts, stores, strict=True):
+        if name in each and _is_per_node(part, each, name):
+            continue
+        why = f"forward set its {name}, which is not a tensor with one row per node in every lane"
+        refuse_to_join(parts[0], f"{why}. Return it instead")
+    store[name] = torch.cat([each[name] for each in stores])
+    # With the record, a later call can cut the attribute.
+    starts = store.ptr.cpu()
+    slices = _of_store(joined._slice_dict, store)
+    slices[name] = starts
+    increments = _of_store(joined._inc_dict, store)
+    increments[name] = torch.zeros_like(starts[1:])
+
+
+def _is_per_node(part: Any, store: Any, name: str) -> bool:
+    """True for a tensor with one row per node that does not hold numbers of nodes."""
+    value = store[name]
+    if "ptr" not in store or not isinstance(value, torch.Tensor):
+        return False
+    if not value.ndim or value.layout != torch.strided:
+        return False
+    nodes = int(store.ptr[-1])
+    if value.size(0) != nodes:
+        return False
+    # Names such as "cluster_index" tell PyTorch Geometric to add the number of earlier nodes.
+    increment = part.__inc__(name, value, store)
+    if not isinstance(increment, int) or increment != 0:
+        return False
+    dim = part.__cat_dim__(name, value, store)
+    return bool(dim == 0)
+
+
+def _update_graphs(batch: Any, joined: Any) -> None:
+    """Put the attributes of joined parts into the argument."""
+    types = [store._key for store in batch.stores]
+    joined_types = [store._key for store in joined.stores]
+    if types != joined_types:
+        refuse_update(batch, "its joined parts have other types of nodes or edges")
+    for old, new in zip(batch.stores, joined.stores, strict=True):
+        deleted = set(old.keys()) - set(new.keys())
+        for name in deleted:
+            del old[name]
+        for name, value in new.items():
+            if name not in old or not is_unchanged(old[name], value):
+                old[name] = value
+    # The record belongs to the attributes: without it, a later call could not be cut.
+    batch._slice_dict = joined._slice_dict
+    batch._inc_dict = joined._inc_dict
+
+
+_RULES = Splitter(
+    _split_graphs, _join_graphs, _graph_rows, update=_update_graphs, contents=_list_attributes
+)

@@ -1,12 +1,13 @@
-"""The rules of a value that is cut and joined as a whole: registered by the user, built in, or those of plain sequences."""
+"""The rules of a value that is cut and joined as a whole.
+
+They are registered by the user, built in, or those of plain sequences.
+"""
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch.nn.utils import rnn
 from parawrap._public import public
 from parawrap.backends import record_use
 from parawrap.engine.rules.geometric_graphs import graph_rules
+from parawrap.engine.rules.object_state import list_state, make_sequence, mark_version, put_state
 from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, spans
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
+from parawrap.errors import GatherError, ShardError
 from parawrap.tree import WholeLeaf, keep_whole, keep_whole_if, tensors_in
 
+# Classes of the user, and classes with built-in rules that were met. Entries are never removed.
 _splitters: dict[type, Splitter] = {}
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, deque, torch.Tensor})
 
 
 @public
@@ -33,6 +38,9 @@ def register_split(
 ) -> None:
     """Cut and join the instances of your own class, wherever they lie in a call or an output.
 
+    If forward changes an argument of the class, `join` puts the changed parts together, and the
+    argument gets the items and attributes of the result.
+
     Args:
         cls: The class. Its instances are no longer opened, even if they are containers.
         split: ``split(value, sizes)`` returns one part per size, with that many rows, in order.
@@ -40,7 +48,8 @@ def register_split(
         rows: ``rows(value)`` counts the rows; `len` by default.
 
     Raises:
-        ShardError: At a call, if `split` returns a different number of parts than it was given sizes.
+        ShardError: At a call, if `split` returns a different number of parts than it was given
+            sizes.
 
     Example:
         >>> import torch
@@ -55,24 +64,25 @@ def register_split(
         ...     return Words(word for part in parts for word in part.items)
         >>> register_split(Words, split=split, join=join)
         >>> with parallel(lambda x, words: (x + 1, words), ["cpu", "cpu"]) as p:
-        ...     y, words = p(torch.zeros(3), Words(["a", "b", "c"]))
+        ...     y, words = p(torch.zeros(5), Words(["a", "b", "c", "d", "e"]))
         >>> y.tolist(), words.items
-        ([1.0, 1.0, 1.0], ['a', 'b', 'c'])
+        ([1.0, 1.0, 1.0, 1.0, 1.0], ['a', 'b', 'c', 'd', 'e'])
     """
     keep_whole(cls)
     _splitters[cls] = Splitter(split, join, rows)
 
 
 def registration_of(cls: type) -> str:
-    """Return the call that registers a class, for an error. A class without a length needs a function that counts rows."""
+    """Return the call that registers a class, for an error."""
     if cls is torch.Tensor:
         return "a class of your own with register_split"
+    # A class without a length needs a function that counts its rows.
     rows = "" if hasattr(cls, "__len__") else ", rows=..."
     return f"register_split({cls.__name__}, split=..., join=...{rows})"
 
 
 def splitter_of(value: object) -> Splitter:
-    """Return the rules of a value that is kept whole: the registered rules, or the rules of plain sequences."""
+    """Return the rules of a value that is kept whole; for a plain sequence, one item per row."""
     return _splitters.get(type(value), _SEQUENCE)
 
 
@@ -81,35 +91,150 @@ def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
     value, rules = leaf.value, splitter_of(leaf.value)
     if all(tensor.device == device for tensor in tensors_in(value)):
         return value
+    # The copy may run on another stream than the work that made the tensors.
     record_use([leaf])
     if rules.to is not None:
         return rules.to(value, device)
     return value.to(device) if hasattr(value, "to") else value
 
 
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Join parts of a value by the rules of their class.
+
+    Raises:
+        GatherError: If they cannot be joined.
+    """
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1:
+        refuse_to_join(
+            parts[0], f"they are {' and '.join(sorted(kind.__name__ for kind in kinds))}"
+        )
+    try:
+        return splitter_of(parts[0]).join(parts)
+    except ShardError as error:  # a built-in rule does not know the layout of the parts
+        raise GatherError(str(error)) from error
+
+
+def count_rows(part: Any) -> int:
+    """Return the rows of a part that a lane returned.
+
+    Raises:
+        GatherError: If they cannot be counted.
+    """
+    try:
+        return splitter_of(part).rows(part)
+    except ShardError as error:
+        raise GatherError(str(error)) from error
+
+
+def contents_of(value: Any) -> list[Any]:
+    """Return what a value with rules holds: keys, entries, and marks of writes into its tensors.
+
+    Compare two lists of one value by their length and by ``is``. They are the same if nothing was
+    set, replaced, deleted, or written in place in between. Writes into inference tensors are not
+    seen, except in caches, where such a tensor always counts as written.
+    """
+    rules = splitter_of(value)
+    return list_state(value, _find_rules) if rules.contents is None else rules.contents(value)
+
+
+def update_argument(value: Any, joined: Any) -> None:
+    """Put the state of the joined parts of an argument into the caller's object.
+
+    The object stays the same one. Entries that `joined` lacks are removed. Tensors with equal
+    values and without a graph stay, since joined tensors are new objects in any case. The caller
+    owns `value`; `joined` is used up.
+
+    Raises:
+        GatherError: If the object cannot take the state. The message says to return it.
+    """
+    if joined is value:
+        return
+    rules = splitter_of(value)
+    if rules.update is None:
+        put_state(value, joined, _find_rules)
+    else:
+        rules.update(value, joined)
+
+
+def _find_rules(value: object) -> Splitter | None:
+    """Return the rules of a value inside another one; None if its class has none."""
+    cls = type(value)
+    # Most values: the rules of packages need not look at their classes.
+    if cls in _PLAIN_CONTAINERS:
+        return None
+    if cls not in _splitters and not _has_builtin_rules(cls):
+        return None
+    return _splitters[cls]
+
+
 def _has_builtin_rules(cls: type) -> bool:
     rules = cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
+    # Two threads that meet the class at the same time store equal rules.
     if rules is not None:
         _splitters[cls] = rules
     return rules is not None
 
 
+# Plain sequences, which `in_dims` cuts by item
+
+_HOLDERS = (list, tuple, deque)
+
+
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(value, deque):
-        return [deque(itertools.islice(value, start, end)) for start, end in spans(sizes)]
-    return [value[start:end] for start, end in spans(sizes)]
+    if isinstance(value, deque):  # which cannot be sliced
+        parts = [itertools.islice(value, start, end) for start, end in spans(sizes)]
+        return [make_sequence(value, part) for part in parts]
+    return [value[start:end] for start, end in spans(sizes)]  # a subclass may return a plain list
+
+
+def _join_sequences(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], _HOLDERS):
+        refuse_to_join(parts[0], "it is neither a list, a tuple, nor a deque")
+    return make_sequence(parts[0], itertools.chain.from_iterable(parts))
+
+
+def _update_sequence(value: Any, joined: Any) -> None:
+    if isinstance(value, list) and type(joined) is list:  # slices of a subclass may be plain lists
+        joined = make_sequence(value, joined)
+    put_state(value, joined, _find_rules)
 
 
 def _sequence_to(value: Any, device: torch.device) -> Any:
-    return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
+    moved = [item.to(device) if isinstance(item, torch.Tensor) else item for item in value]
+    return make_sequence(value, moved)
 
 
-_SEQUENCE = Splitter(_split_sequence, lambda parts: reduce(operator.add, parts), len, _sequence_to)
-_STEPS = "its rows lie in the order of time steps"
-keep_whole(rnn.PackedSequence)
-_splitters[rnn.PackedSequence] = Splitter(
-    lambda value, _sizes: refuse_split(value, f"{_STEPS}. Pass padded rows and their lengths, and pack them in forward"),
-    lambda parts: refuse_to_join(parts[0], f"{_STEPS}. Return rnn.pad_packed_sequence(value, batch_first=True)"),
-    lambda value: int(value.batch_sizes[0]),
+def _list_items(value: Any) -> list[Any]:
+    """Return the items. The argument has the same ones, and sees writes inside them."""
+    if type(value) not in _HOLDERS:
+        return list_state(value, _find_rules)
+    marks = [mark_version(item) for item in value if isinstance(item, torch.Tensor)]
+    return [*value, *marks]
+
+
+_SEQUENCE = Splitter(
+    _split_sequence, _join_sequences, len, _sequence_to, _update_sequence, _list_items
 )
+
+# Packed sequences
+
+_STEPS = "its rows lie in the order of time steps"
+
+
+def _split_packed(value: Any, sizes: Sequence[int]) -> list[Any]:
+    refuse_split(value, f"{_STEPS}. Pass padded rows and their lengths, and pack them in forward")
+
+
+def _join_packed(parts: Sequence[Any]) -> Any:
+    cure = "Return rnn.pad_packed_sequence(value, batch_first=True)"
+    refuse_to_join(parts[0], f"{_STEPS}. {cure}")
+
+
+def _packed_rows(value: Any) -> int:
+    return int(value.batch_sizes[0])
+
+
+keep_whole(rnn.PackedSequence)
+_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows)
 keep_whole_if(_has_builtin_rules)

@@ -1,4 +1,7 @@
-"""Cut and join TensorDicts, lazy stacks, and tensorclass instances. The tensordict package is not imported."""
+"""Cut and join TensorDicts, lazy stacks, and tensorclass instances.
+
+The tensordict package is not imported: a script that uses it has imported it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,35 @@ from typing import Any
 
 import torch
 
-from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, same
+from parawrap.engine.rules.object_state import is_unchanged, mark_version
+from parawrap.engine.rules.splitter import (
+    Splitter,
+    refuse_split,
+    refuse_to_join,
+    refuse_update,
+    same,
+)
+
+# Entries with one value for all rows. `torch.cat` takes that of the first part.
+_WITHOUT_ROWS = ("MetaData", "UnbatchedTensor")
 
 
 def tensordict_rules(cls: type) -> Splitter | None:
-    """Return the rules of a class of TensorDicts; None for any other class. A TensorDictParams is a module."""
+    """Return the rules of a class of TensorDicts; None for any other class."""
     # The attribute is absent while another thread imports the package.
     is_tensordict = getattr(sys.modules.get("tensordict"), "is_tensor_collection", None)
-    if is_tensordict is None or not is_tensordict(cls) or issubclass(cls, torch.nn.Module):
+    if is_tensordict is None or not is_tensordict(cls):
         return None
-    return Splitter(_split_tensordict, _join_tensordicts, _tensordict_rows, _tensordict_to)
+    if issubclass(cls, torch.nn.Module):  # TensorDictParams
+        return None
+    return Splitter(
+        _split_tensordict,
+        _join_tensordicts,
+        _tensordict_rows,
+        _tensordict_to,
+        _update_tensordict,
+        _list_entries,
+    )
 
 
 def _tensordict_rows(value: Any) -> int:
@@ -29,10 +51,13 @@ def _tensordict_rows(value: Any) -> int:
 
 
 def _split_tensordict(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut on batch dim 0. `copy` gives each part its own nested values; `split` shares those of lazy stacks."""
+    """Cut on batch dim 0."""
     _tensordict_rows(value)
+    # `copy` gives each part its own nested values; `split` shares those of lazy stacks.
     parts = [part.copy() for part in value.split(list(sizes), 0)]
-    return [part.lock_() for part in parts] if value.is_locked else parts
+    if value.is_locked:  # a copy is not
+        parts = [part.lock_() for part in parts]
+    return parts
 
 
 def _join_tensordicts(parts: Sequence[Any]) -> Any:
@@ -48,13 +73,18 @@ def _join_tensordicts(parts: Sequence[Any]) -> Any:
 
 def _entries_without_rows(parts: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     """Yield the entries that `torch.cat` takes from the first part without reading the others."""
-    if hasattr(parts[0], "stack_dim"):  # a lazy stack; on dim 0 each row has its own entries
-        for inner in zip(*(part.tensordicts for part in parts), strict=True) if parts[0].stack_dim else ():
+    first = parts[0]
+    if _is_lazy_stack(first):
+        # On dim 0, each row has its own entries.
+        stacks = []
+        if first.stack_dim:
+            stacks = [part.tensordicts for part in parts]
+        for inner in zip(*stacks, strict=True):
             yield from _entries_without_rows(inner)
         return
-    for name in parts[0].keys():  # noqa: SIM118 -- iteration over a TensorDict yields rows
+    for name in first.keys():  # noqa: SIM118 -- iteration over a TensorDict yields rows
         values = [part.get(name, None) for part in parts]
-        if any(type(value).__name__ in ("MetaData", "UnbatchedTensor") for value in values):
+        if any(type(value).__name__ in _WITHOUT_ROWS for value in values):
             yield name, [getattr(value, "data", None) for value in values]
         elif all(hasattr(value, "batch_size") and hasattr(value, "keys") for value in values):
             yield from _entries_without_rows(values)
@@ -64,3 +94,75 @@ def _tensordict_to(value: Any, device: torch.device) -> Any:
     """Return a copy on a device. A TensorDict without a device stays without one."""
     moved = value.to(device)
     return moved if value.device is not None else moved.clear_device_()
+
+
+# Changes by forward
+
+
+def _list_entries(value: Any) -> list[Any]:
+    """Return the keys and entries, also of nested TensorDicts and lazy stacks."""
+    # A lazy stack makes a new tensor each time an entry is read, so its rows are read instead.
+    found: list[Any] = [value]
+    if _is_lazy_stack(value):
+        for row in value.tensordicts:
+            found += _list_entries(row)
+        return found
+    for name in value.keys():  # noqa: SIM118 -- iteration over a TensorDict yields rows
+        entry = value.get(name, None)
+        found += [name, entry]
+        if isinstance(entry, torch.Tensor):
+            found.append(mark_version(entry))
+        elif _is_nested(entry):
+            found += _list_entries(entry)
+    if not _is_nested(value):  # a number, a text, or another value that a TensorDict has wrapped
+        found.append(getattr(value, "data", None))
+    return found
+
+
+def _update_tensordict(old: Any, new: Any) -> None:
+    """Put the entries of joined parts into the argument, also if it is locked."""
+    if old.batch_size[:1] != new.batch_size[:1]:
+        refuse_update(
+            old, f"its joined parts have {new.batch_size[0]} rows, not {old.batch_size[0]}"
+        )
+    was_locked = old.is_locked
+    must_lock = was_locked or new.is_locked  # forward may have locked it
+    try:
+        if was_locked:
+            old.unlock_()
+        _put_entries(old, new)
+    except (KeyError, RuntimeError) as error:
+        refuse_update(old, f"tensordict refuses the change: {error}")
+    finally:
+        if must_lock and not old.is_locked:
+            old.lock_()
+
+
+def _put_entries(old: Any, new: Any) -> None:
+    if _is_lazy_stack(old):
+        is_alike = _is_lazy_stack(new) and old.stack_dim == new.stack_dim
+        if not is_alike or len(old.tensordicts) != len(new.tensordicts):
+            refuse_update(old, "it is a lazy stack, and its joined parts are stacked otherwise")
+        for row, joined_row in zip(old.tensordicts, new.tensordicts, strict=True):
+            _put_entries(row, joined_row)
+        return
+    for name in set(old.keys()) - set(new.keys()):
+        old.del_(name)
+    for name in new.keys():  # noqa: SIM118 -- iteration over a TensorDict yields rows
+        before, after = old.get(name, None), new.get(name)
+        is_alike = type(before) is type(after) and _is_nested(after)
+        if is_alike and before.batch_size == after.batch_size:
+            _update_tensordict(before, after)  # which stays the caller's object
+        elif not is_unchanged(before, after):
+            old.set(name, after)
+
+
+def _is_lazy_stack(value: Any) -> bool:
+    # By an attribute, since the name of the class differs between versions of tensordict.
+    return hasattr(value, "stack_dim")
+
+
+def _is_nested(value: Any) -> bool:
+    """True for a TensorDict, and False for other values that a TensorDict has wrapped in one."""
+    tensordict = sys.modules["tensordict"]
+    return bool(tensordict.is_tensor_collection(value) and not tensordict.is_non_tensor(value))

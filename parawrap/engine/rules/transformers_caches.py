@@ -1,6 +1,7 @@
-"""Cut and join the caches of transformers: a cache holds layers, a layer holds tensors, and some caches hold caches.
+"""Cut and join the caches of transformers.
 
-The package is not imported: its classes are recognized by the names of their bases.
+A cache holds layers, a layer holds tensors, and some caches hold caches. The package is not
+imported: its classes are recognized by the names of their bases.
 """
 
 from __future__ import annotations
@@ -11,19 +12,33 @@ from typing import Any
 
 import torch
 
+from parawrap.engine.rules.object_state import list_state
 from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_join, same, spans
+
+Change = Callable[[Any, str, list[Any]], Any]
+"""Makes one attribute from the values that caches have: of its owner, by name."""
 
 _CACHES = "transformers.cache_utils"
 # The tensors of a cache that have rows, by attribute, and the dim that the rows lie on.
-_ROW_DIMS = {"keys": 0, "values": 0, "conv_states": 0, "recurrent_states": 0, "indexer_keys": 0, "indexer_position_ids": 1}
+_ROW_DIMS = {
+    "keys": 0,
+    "values": 0,
+    "conv_states": 0,
+    "recurrent_states": 0,
+    "indexer_keys": 0,
+    "indexer_position_ids": 1,
+}
+_WRITTEN_IN_PLACE = ("conv_states", "recurrent_states")  # also in layers that are not static
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 
 
 def cache_rules(cls: type) -> Splitter | None:
     """Return the rules of a class of caches; None for any other class."""
-    is_cache = any((base.__module__, base.__qualname__) == (_CACHES, "Cache") for base in cls.__mro__)
-    return Splitter(_split_cache, _join_caches, _cache_rows, _cache_to, _update_cache) if is_cache else None
+    for base in cls.__mro__:
+        if (base.__module__, base.__qualname__) == (_CACHES, "Cache"):
+            return _RULES
+    return None
 
 
 def _cache_rows(cache: Any) -> int:
@@ -31,10 +46,13 @@ def _cache_rows(cache: Any) -> int:
     found: set[int] = set()
 
     def count(owner: Any, name: str, values: list[Any]) -> None:
-        dim = _row_dim(owner, name, values[0])
-        found.update(() if dim is None else (values[0].size(dim),))
+        (value,) = values
+        dim = _row_dim(owner, name, value)
+        if dim is not None:
+            found.add(value.size(dim))
 
-    _rebuilt(count, cache, "", [cache])
+    # The copy that it makes is dropped: it holds no tensors.
+    _rebuild(count, cache, "", [cache])
     if len(found) > 1:
         refuse_split(cache, f"its layers have different row counts: {sorted(found)}")
     return next(iter(found), 0)
@@ -42,59 +60,106 @@ def _cache_rows(cache: Any) -> int:
 
 def _split_cache(cache: Any, sizes: Sequence[int]) -> list[Any]:
     """Return one cache per size. An empty cache gives empty caches."""
-    return [_rebuilt(partial(_cut, start, end - start), cache, "", [cache]) for start, end in spans(sizes)]
+    cuts = [partial(_cut, start, end - start) for start, end in spans(sizes)]
+    return [_rebuild(cut, cache, "", [cache]) for cut in cuts]
 
 
 def _join_caches(parts: Sequence[Any]) -> Any:
-    return _rebuilt(_join_values, parts[0], "", list(parts))
+    return _rebuild(_join_values, parts[0], "", list(parts))
 
 
 def _cache_to(cache: Any, device: torch.device) -> Any:
     """Return a copy on a device, also for the tensors that its layers create later."""
 
     def move(owner: Any, name: str, values: list[Any]) -> Any:
-        moved = values[0].to(device) if isinstance(values[0], torch.Tensor) else values[0]
-        return device if isinstance(moved, torch.device) else moved
+        (value,) = values
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, torch.device):
+            return device  # layers create their tensors there
+        return value
 
-    return _rebuilt(move, cache, "", [cache])
+    return _rebuild(move, cache, "", [cache])
+
+
+# Changes by forward
+
+
+def _list_cache(cache: Any) -> list[Any]:
+    """Return the attributes of a cache and of its layers."""
+    found = list_state(cache, _find_no_rules)
+    # Inference tensors count no writes, so those that layers write in place count as written.
+    for each in found[:]:
+        if not _is_state(each.__class__):
+            continue
+        for name, value in vars(each).items():
+            if not isinstance(value, torch.Tensor) or not value.is_inference():
+                continue
+            if _writes_in_place(each, name, value):
+                found.append(object())  # differs from every other object, in the next list too
+    return found
+
+
+def _find_no_rules(value: object) -> None:
+    """Find no rules inside a cache: its rules take caches of caches apart."""
 
 
 def _update_cache(old: Any, new: Any, *, in_place: bool = False) -> Any:
-    """Put the state of `new` into `old`. Caches, layers, lists, and dictionaries of `old` stay the same objects."""
+    """Put the state of `new` into `old`, and return what stands in the place of `old`.
+
+    Caches, layers, lists, and dictionaries of `old` stay the same objects.
+    """
     if type(old) is not type(new):
         return new
     if _is_state(old.__class__):
         _update_cache(vars(old), vars(new), in_place=_is_static(old))
     elif isinstance(old, dict):
-        items = {key: _update_cache(old.get(key), value, in_place=in_place) for key, value in new.items()}
+        items: dict[Any, Any] = {}
+        for key, value in new.items():
+            items[key] = _update_cache(old.get(key), value, in_place=in_place)
+        # The order of the entries is that of `new`, as after the plain call.
         old.clear()
         old.update(items)
     elif isinstance(old, list):
-        old[:] = [*map(_update_cache, old, new), *new[len(old) :]]
+        both = map(_update_cache, old, new)
+        added = new[len(old) :]
+        old[:] = [*both, *added]
     elif in_place and isinstance(old, torch.Tensor) and old.shape == new.shape:
-        old.copy_(new)  # compiled models and CUDA graphs hold the addresses of a static layer's tensors
+        # Compiled models and CUDA graphs hold the addresses of a static layer's tensors.
+        old.copy_(new)
     else:
         return new
     return old
 
 
-def _rebuilt(change: Callable[[Any, str, list[Any]], Any], owner: Any, name: str, values: list[Any]) -> Any:
-    """Return a copy of caches of the same structure. `change` makes each attribute from the attributes in `values`."""
-    first, insides = values[0], [_inside(value) for value in values]
-    if any(type(value) is not type(first) for value in values) or any(each.keys() != insides[0].keys() for each in insides):
-        refuse_to_join(owner, f"their {name or 'types'} differ in structure")
-    is_state = _is_state(first.__class__)
-    if not is_state and type(first) not in _CONTAINERS:
+# The structure of caches
+
+
+def _rebuild(change: Change, owner: Any, name: str, values: list[Any]) -> Any:
+    """Return a copy of caches of one structure, with each attribute made by `change`."""
+    first = values[0]
+    kind = type(first)
+    insides = [_inside(value) for value in values]
+    keys = insides[0].keys()
+    for value, inside in zip(values, insides, strict=True):
+        if type(value) is not kind or inside.keys() != keys:
+            refuse_to_join(owner, f"their {name or 'types'} differ in structure")
+    if _is_state(first.__class__):
+        # Around the constructor, which takes other arguments in each class and version.
+        copied = object.__new__(kind)
+        attributes = vars(copied)
+        for key in keys:
+            inner = [inside[key] for inside in insides]
+            attributes[key] = _rebuild(change, first, key, inner)
+        return copied
+    if kind not in _CONTAINERS:
         return change(owner, name, values)
-    items = {}
-    for key in insides[0]:
-        inner = [each[key] for each in insides]
-        items[key] = _rebuilt(change, first, key, inner) if is_state else _rebuilt(change, owner, name, inner)
-    if not is_state:
-        return items if isinstance(first, dict) else type(first)(items.values())
-    copied = object.__new__(type(first))
-    vars(copied).update(items)
-    return copied
+    items: dict[Any, Any] = {}
+    for key in keys:
+        # The items of a container belong to the attribute that holds it.
+        inner = [inside[key] for inside in insides]
+        items[key] = _rebuild(change, owner, name, inner)
+    return items if kind is dict else kind(items.values())
 
 
 def _inside(value: Any) -> dict[Any, Any]:
@@ -104,10 +169,12 @@ def _inside(value: Any) -> dict[Any, Any]:
         return dict(vars(value))
     if type(value) not in _CONTAINERS:
         return {}
-    return value if isinstance(value, dict) else dict(enumerate(value))
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # more classes than a process has; each entry keeps its class alive
 def _is_state(cls: type) -> bool:
     """True for the class of a cache, or of one layer of a cache."""
     return any(base.__module__ == _CACHES for base in cls.__mro__)
@@ -118,43 +185,80 @@ def _is_static(layer: object) -> bool:
     return hasattr(layer, "max_cache_len")
 
 
+def _writes_in_place(owner: object, name: str, value: torch.Tensor) -> bool:
+    """True for a tensor that a model may write in place, such as a position."""
+    return value.ndim == 0 or _is_static(owner) or name in _WRITTEN_IN_PLACE
+
+
 def _refuse_unknown_layout(state: Any) -> None:
-    """Refuse a class that selects rows by its own methods: transformers' methods select them on the dims above."""
-    methods = (getattr(state, name, None) for name in ("reorder_cache", "batch_select_indices"))
+    """Refuse a class that selects rows by its own methods, which may lie on any dim.
+
+    The methods of transformers select them on the dims above.
+    """
     if hasattr(state, "_quantized_keys"):
         refuse_split(state, "its rows are quantized with common scales")
-    if any(method is not None and method.__module__ != _CACHES for method in methods):
-        refuse_split(state, "it selects rows by its own method, so they may lie on any dim")
+    for name in ("reorder_cache", "batch_select_indices"):
+        method = getattr(state, name, None)
+        if method is not None and method.__module__ != _CACHES:
+            refuse_split(state, "it selects rows by its own method, so they may lie on any dim")
 
 
 def _row_dim(owner: object, name: str, value: object) -> int | None:
     """Return the dim that the rows of an attribute lie on; None if it is the same for all rows."""
-    if not isinstance(value, torch.Tensor):
-        return None if isinstance(value, _PLAIN) else refuse_split(owner, f"its {name} is of type {type(value).__name__}")
-    if value.ndim == 0 or value.shape == (0,):  # a position, or a layer that is initialized and has no rows yet
+    if isinstance(value, _PLAIN):
         return None
-    return _ROW_DIMS[name] if name in _ROW_DIMS else refuse_split(owner, f"the rows of its {name} may lie on any dim")
+    if not isinstance(value, torch.Tensor):
+        refuse_split(owner, f"its {name} is of type {type(value).__name__}")
+    if value.ndim == 0 or value.shape == (0,):
+        return None  # a position, or a layer that is initialized and has no rows yet
+    if name not in _ROW_DIMS:
+        refuse_split(owner, f"the rows of its {name} may lie on any dim")
+    return _ROW_DIMS[name]
 
 
 def _cut(start: int, size: int, owner: Any, name: str, values: list[Any]) -> Any:
-    """Return `size` rows of an attribute. Tensors that a model writes to in-place are copied."""
-    (value,), dim = values, _row_dim(owner, name, values[0])
+    """Return `size` rows of an attribute."""
+    (value,) = values
+    dim = _row_dim(owner, name, value)
     if not isinstance(value, torch.Tensor):
-        return size if name == "batch_size" and isinstance(value, int) else value
-    part = value if dim is None else value.narrow(dim, start, size)
-    return part.clone() if dim is None or _is_static(owner) or name in ("conv_states", "recurrent_states") else part
+        is_row_count = name == "batch_size" and isinstance(value, int)
+        return size if is_row_count else value
+    # Clones, where a lane may write: the caller's cache gets the writes of all lanes at once, after
+    # the call.
+    if dim is None:
+        return value.clone()
+    part = value.narrow(dim, start, size)
+    if _writes_in_place(owner, name, value):
+        return part.clone()
+    return part
 
 
 def _join_values(owner: Any, name: str, values: list[Any]) -> Any:
     dims = {_row_dim(owner, name, value) for value in values}
-    if name == "batch_size" and isinstance(values[0], int):
+    first = values[0]
+    if name == "batch_size" and isinstance(first, int):
         return sum(values)
     if dims == {None}:
-        if all(same(values[0], value) for value in values):
-            return values[0]
-        refuse_to_join(owner, f"{name} is {' and '.join(map(str, values))}")
+        if not all(same(first, value) for value in values):
+            shown = " and ".join(map(str, values))
+            refuse_to_join(owner, f"{name} is {shown}")
+        return first
     shapes = [tuple(value.shape) for value in values]
     dim = _ROW_DIMS[name]
-    if None in dims or len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
-        refuse_to_join(owner, f"the shapes of {name} are {' and '.join(map(str, shapes))}")
+    others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    # None: the layer is empty in some of the lanes.
+    if None in dims or len(others) > 1:
+        shown = " and ".join(map(str, shapes))
+        refuse_to_join(owner, f"the shapes of {name} are {shown}")
     return torch.cat(values, dim)
+
+
+_RULES = Splitter(
+    _split_cache,
+    _join_caches,
+    _cache_rows,
+    _cache_to,
+    _update_cache,
+    _list_cache,
+    may_be_empty=True,
+)

@@ -123,35 +123,6 @@ def test_writes_during_a_call(is_new):
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote")
-def test_plain_calls_beside_a_stream():
-    """No batch of a stream reads the buffers of the model while a plain call writes them."""
-
-    def forward(self, x):
-        self.one += 1
-        if len(x) == 1:
-            is_writing.set()
-            has_run.wait(0.5)  # for nothing: the batch waits
-        self.two += 1
-        has_run.set()
-        return x + self.one - self.two
-
-    def batches():
-        yield torch.zeros(2, 4)
-        assert is_writing.wait(PATIENCE_S)
-        yield torch.zeros(2, 4)
-
-    is_writing, has_run = threading.Event(), threading.Event()
-    model = Stateful(forward, {"one": torch.zeros(4), "two": torch.zeros(4)})
-    with parallel(model, THREE) as p, torch.no_grad(), ThreadPoolExecutor(1) as executor:
-        outputs = p.map(batches(), buffersize=1)
-        assert_close(next(outputs), torch.zeros(2, 4))
-        has_run.clear()
-        plain = executor.submit(model, torch.zeros(1, 4))
-        assert_close(next(outputs), torch.zeros(2, 4))
-        assert_close(plain.result(PATIENCE_S), torch.zeros(1, 4))
-
-
-@pytest.mark.filterwarnings("ignore:the model wrote")
 def test_calls_beside_profiled_streams():
     """A profiler runs whole calls in the thread that submits them. No call finds what another thread's call left."""
 

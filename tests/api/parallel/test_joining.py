@@ -1,6 +1,8 @@
-"""How outputs are joined: each call has the plain output, or an error that names the option to set, at every size."""
+"""How outputs are joined: each call has the plain output, or an error that names an option."""
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 import pytest
@@ -31,12 +33,12 @@ def assert_joined(target, make=columns, rows=ROWS, **options):
 
 
 def assert_refused(target, make=columns, **options):
-    """Assert that each call that is cut raises an error that names `out_dims`, also if it is repeated."""
+    """Assert that each call that is cut raises an error that names `out_dims`, also again."""
     for lanes in (2, 3, 4):
         with parallel(target, ["cpu"] * lanes, **options) as p:
             for count in ROWS:
                 x = make(count)
-                if count == 2 or (count, lanes) == (4, 2):  # not cut
+                if count <= 4:  # not cut: two sizes would leave one row
                     assert_same(p(x), target(x))
                     continue
                 for _ in range(2):
@@ -52,7 +54,7 @@ def assert_refused(target, make=columns, **options):
         lambda x: [row[: 1 + int(row[0]) % 3] for row in x],
         lambda x: {"texts": [{"label": str(int(row[0])), "box": row} for row in x], "logits": x},
         lambda x: [x, (x + 1, x.sum(1))],
-        lambda x: {"x": x, "none": None, "name": "a", "range": range(3), "dtype": x.dtype},
+        lambda x: {"x": x, "none": None, "name": "a", "dtype": x.dtype, "device": x.device},
     ],
     ids=["arrays", "array of texts", "ragged items", "dicts", "two outputs", "constants"],
 )
@@ -72,12 +74,29 @@ def test_outputs_with_rows(target):
         lambda x: x[x[:, 0] > 2],
         lambda x: (x, {"size": str(len(x))}),
         lambda x: (x, torch.Size((len(x),)), range(len(x))),
+        lambda x: (x, x.shape[1:]),
+        lambda x: (x, range(x.shape[1])),
         lambda x: torch.cdist(x, x),
         lambda x: torch.bincount((x[:, 0] > 2).long(), minlength=3),
         lambda x: x[1:],
         lambda x: x.T,
     ],
-    ids=["constant", "array", "size", "sum", "cat", "filter", "text", "objects", "distances", "bins", "shorter", "turned"],
+    ids=[
+        "constant",
+        "array",
+        "size",
+        "sum",
+        "cat",
+        "filter",
+        "text",
+        "objects",
+        "shape",
+        "range",
+        "distances",
+        "bins",
+        "shorter",
+        "turned",
+    ],
 )
 def test_outputs_without_rows(target):
     """Also if a shard has as many rows as the output is long."""
@@ -87,7 +106,7 @@ def test_outputs_without_rows(target):
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_hidden_states(kind, layers):
-    """Their rows are on dim 1. They are refused for every layer count, and joined with `out_dims`."""
+    """Their rows are on dim 1: they are refused for every layer count without `out_dims`."""
     model, make = kind(3, 2, layers, batch_first=True), lambda rows: torch.randn(rows, 5, 3)
     with torch.no_grad():
         assert_refused(model, make)
@@ -101,8 +120,11 @@ def test_masked_arrays():
 
 
 def test_outputs_that_hold_a_layer():
-    """A lane's copy of a layer ends with the block. The rule holds in calls, `map`, and `submit`."""
-    model, x = Stateful(lambda self, x: (self.layer(x), self), layer=nn.Linear(2, 2)), torch.ones(5, 2)
+    """A lane's copy of a layer ends with the block, in calls, `map`, and `submit`."""
+    model, x = (
+        Stateful(lambda self, x: (self.layer(x), self), layer=nn.Linear(2, 2)),
+        torch.ones(5, 2),
+    )
     with torch.no_grad(), parallel(model, TWO, join="list") as p:
         for use in (lambda: p(x), lambda: next(p.map([x])), lambda: p.submit(x).result()):
             with pytest.raises(GatherError, match="holds a Stateful, which is a lane's"):
@@ -114,3 +136,63 @@ def test_join_list():
     with parallel(lambda x: torch.zeros(len(x), len(x)), THREE, join="list") as p:
         for rows, sizes in ((7, [3, 2, 2]), (1, [1]), (0, [0])):
             assert [tuple(output.shape) for output in p(torch.zeros(rows, 2))] == [(size, size) for size in sizes]
+
+
+@pytest.mark.parametrize("other", [torch.ones(9, 1), [torch.ones(9, 1)], deque([1], maxlen=3)])
+def test_deques_keep_their_maxlen(other):
+    """Whatever the other arguments are."""
+    options = {"in_dims": {"y": None}} if isinstance(other, deque) else {}
+    with torch.no_grad(), parallel(lambda x, y: deque([x, x], maxlen=2), TWO, **options) as p:
+        found = p(torch.ones(9, 1), other)
+    assert (found.maxlen, [tuple(each.shape) for each in found]) == (2, [(9, 1), (9, 1)])
+
+
+class Result:
+    def __init__(self, y):
+        self.y = y
+
+    def shape(self):
+        return tuple(self.y.shape)
+
+
+def test_an_output_with_a_method_named_shape():
+    for lanes in (2, 3):
+        refused = pytest.raises(GatherError, match=r"register_split\(Result")
+        with torch.no_grad(), parallel(Result, ["cpu"] * lanes) as p, refused:
+            p(torch.ones(9, 4))
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"out_dims": 0}], ids=["uneven", "balanced"])
+def test_the_last_batch_of_a_batch_norm(lanes, options):
+    """A lane with one row would raise an error in training, where the plain call does not.
+
+    With as many lanes as rows, every lane has one row if the outputs are declared.
+    """
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with parallel(model, ["cpu"] * lanes, **options):
+        for rows in range(2, 20):
+            if rows > lanes or not options:
+                assert model(torch.randn(rows, 4)).shape == (rows, 4)
+
+
+def test_a_loss_next_to_rows():
+    """The last batch may have one row per lane. A loss alone may be that row without its dim."""
+    model = nn.Linear(4, 4)
+
+    def with_loss(x):
+        y = model(x)
+        return y, y.mean()
+
+    for rows in (9, 2, 1):
+        x = torch.randn(rows, 4)
+        with torch.no_grad(), parallel(with_loss, TWO, out_dims=0, reduce="mean") as p:
+            assert_same(p(x), with_loss(x))
+        options = {"out_dims": 0, "reduce": {"loss": "mean"}}
+        with torch.no_grad(), parallel(lambda x: {"loss": model(x).mean()}, TWO, **options) as p:
+            torch.testing.assert_close(p(x)["loss"], model(x).mean())
+        with torch.no_grad(), parallel(lambda x: model(x).mean(), TWO, reduce="mean") as p:
+            torch.testing.assert_close(p(x), model(x).mean())
+    refused = pytest.raises(GatherError, match=r"leave out out_dims")
+    with parallel(lambda x: model(x).mean(), TWO, out_dims=0, reduce="mean") as p, refused:
+        p(torch.randn(2, 4))

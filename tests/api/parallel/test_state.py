@@ -218,8 +218,7 @@ def test_tuple_fn_copies_functions(make):
 
 @put_back
 @torch.no_grad()
-@pytest.mark.parametrize("workers", ["thread", "process"])
-def test_plain_calls_take_turns(workers):
+def test_plain_calls_take_turns_over_workers():
     """Of several threads, beside a stream."""
     model, start = SlowModel(), threading.Barrier(4)
 
@@ -228,7 +227,7 @@ def test_plain_calls_take_turns(workers):
         start.wait(PATIENCE_S)
         return [model(torch.full((1, 1), float(index))).item() for _ in range(10)]
 
-    with parallel(model, TWO, workers=workers) as p, ThreadPoolExecutor(4) as threads:
+    with parallel(model, TWO, workers="process") as p, ThreadPoolExecutor(4) as threads:
         found = threads.map(call, range(4))
         whole = [output.item() for output in p.map([torch.full((1, 1), float(i)) for i in range(20)])]
         assert list(found) == [[2.0 * index] * 10 for index in range(4)]

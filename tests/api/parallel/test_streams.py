@@ -53,7 +53,7 @@ def test_a_stream_ends_with_its_block(workers):
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("buffersize", [None, 1])
 def test_batches_in_flight(buffersize, ordered):
-    """At most `buffersize`, by default two per lane. None is taken before the first `next`. Outputs are in order."""
+    """At most `buffersize`, by default four per lane. None is taken before the first `next`. Outputs are in order."""
     taken, most, outputs = 0, 0, []
 
     def source():
@@ -68,7 +68,7 @@ def test_batches_in_flight(buffersize, ordered):
         assert taken == 0
         for output in stream:
             outputs.append(output[0].item())
-    assert (sorted(outputs) if not ordered else outputs, most) == ([*range(12)], buffersize or 4)
+    assert (sorted(outputs) if not ordered else outputs, most) == ([*range(12)], buffersize or 8)
 
 
 def test_batches_run_whole_in_all_lanes():
@@ -227,15 +227,15 @@ def test_a_callback_can_submit_again():
 def test_stats_count_calls_and_rows():
     """Also after the block. A call with a refused output does not count."""
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
-        for rows in (7, 0, 4):
+        for rows in (7, 0, 5):
             p(torch.zeros(rows))
         for x in (torch.zeros(5), torch.tensor(1.0)):
             p.submit(x).result(PATIENCE_S)
         with pytest.raises(GatherError):
             p(torch.zeros(7, 2))
     stats = p.stats()
-    assert (stats.calls, stats.plain, stats.shards) == (5, 1, (2, 1, 1))
-    assert sum(lane.rows for lane in stats.lanes) == 16
+    assert (stats.calls, stats.plain, stats.shards) == (5, 1, (3, 2))
+    assert sum(lane.rows for lane in stats.lanes) == 17
     assert "5 calls (1 plain)" in str(stats)
 
 

@@ -1,0 +1,113 @@
+"""The containers of a model: where they are, how entries are named, how they are read and written.
+
+A model with a hundred layers has a thousand containers: ``__dict__`` of each module, its tables of
+parameters, buffers, submodules, and hooks, and the lists and dicts among its attributes. `Survey`
+finds them, `Snapshot` compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from types import CellType
+from typing import Any, NamedTuple
+
+from parawrap._private_names import HOOK_TABLES
+from parawrap.tree import names_of_slots
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
+LISTS = (list, deque, set)
+
+# `copy.deepcopy` makes a new object for each of these. A class of the user's may return an object
+# that others hold too.
+ALWAYS_NEW = frozenset({dict, list, set, deque, OrderedDict, defaultdict, CellType})
+
+
+class Place(NamedTuple):
+    """One container of a model: the object that has it, its kind, and the path to it.
+
+    Kinds: "vars" is the ``__dict__`` of an object, "items" a dict, "list" a list, deque, or set,
+    "slots" the slots of an object, and "cell" a closure cell. Any other kind is the name of a table
+    of a module, such as ``_buffers``.
+    """
+
+    owner: Any
+    kind: str
+    path: str
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The identity of the place."""
+        # The place holds its owner, so no other object gets the number while the place exists.
+        return id(self.owner), self.kind
+
+    def name(self, key: Any) -> str:
+        """Return how Python code names an entry of the container."""
+        if key is None:
+            return self.path
+        if self.kind == "slots":
+            key = names_of_slots(type(self.owner))[key]
+        if self.kind in ("items", "list"):
+            return f"{self.path}[{key!r}]"
+        # The path of the model itself is empty.
+        if self.kind in HOOK_TABLES:
+            return f"{self.path}.{self.kind}[{key!r}]".lstrip(".")
+        return f"{self.path}.{key}".lstrip(".")
+
+    @property
+    def module_path(self) -> str:
+        """The path of the module that the container belongs to."""
+        if self.kind == "vars" or self.kind.startswith("_"):
+            return self.path
+        # The path ends with an attribute of the module, and the keys inside it.
+        return self.path.partition("[")[0].rpartition(".")[0]
+
+    def container(self, owner: Any) -> Any:
+        """Return the container of the owner, or of a copy of it."""
+        match self.kind:
+            case "vars":
+                return owner.__dict__
+            case "items" | "list":
+                return owner
+            case "slots":
+                return Slots(owner, names_of_slots(type(owner)))
+            case "cell":
+                return Slots(owner, ["cell_contents"])
+        return owner.__dict__[self.kind]
+
+
+class Slots:
+    """The slots of an object, or the contents of a closure cell, read and written like a list."""
+
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        self.owner = owner
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([read_slot(self.owner, name) for name in self.names])
+
+    def __setitem__(self, index: int, part: Any) -> None:
+        # Around `__setattr__` of the class, which may refuse the write or count it.
+        object.__setattr__(self.owner, self.names[index], part)
+
+    def clear(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(AttributeError):
+                object.__delattr__(self.owner, name)
+
+    def extend(self, parts: list[Any]) -> None:
+        for name, part in zip(self.names, parts, strict=True):
+            if part is not ABSENT:
+                object.__setattr__(self.owner, name, part)
+
+
+def read_slot(owner: Any, name: str = "cell_contents") -> Any:
+    """Return the value of a slot, or the contents of a closure cell; ABSENT if it has none."""
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # an empty slot, an empty cell
+        return ABSENT

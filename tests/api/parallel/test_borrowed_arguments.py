@@ -1,0 +1,283 @@
+"""What forward does to its arguments reaches the caller's own objects, as in the plain call."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import DataParallel, ShardError, parallel, register_split
+from tests.helpers.same import assert_same
+
+TWO = ["cpu"] * 2
+ROWS = torch.arange(9.0)[:, None]
+
+
+@dataclass
+class Graph:
+    x: Any
+    y: Any = None
+    extra: dict = field(default_factory=dict)
+
+
+class Words:
+    """A registered class: one text per row, and whatever forward notes."""
+
+    def __init__(self, items, note=None):
+        self.items, self.note = [*items], note
+
+    def __len__(self):
+        return len(self.items)
+
+
+def split_words(words, sizes):
+    items = iter(words.items)
+    return [Words([next(items) for _ in range(size)], words.note) for size in sizes]
+
+
+def join_words(parts):
+    notes = [part.note for part in parts]
+    note = torch.cat(notes) if isinstance(notes[0], torch.Tensor) else notes[0]
+    return Words([item for part in parts for item in part.items], note)
+
+
+register_split(Words, split=split_words, join=join_words)
+
+
+def set_entry(batch):
+    batch["y"] = batch["x"] * 2
+
+
+def replace_entry(batch):
+    batch["x"] = batch["x"] + 1
+
+
+def pop_entry(batch):
+    batch["y"] = batch.pop("x") * 2
+
+
+def alias_entry(batch):
+    batch["same"] = batch["x"]
+
+
+def nest_entry(batch):
+    batch["new"] = {"deep": [batch["x"] * 3, None]}
+
+
+def fill_inner(batch):
+    batch["inner"]["found"] = batch["x"] - 1
+
+
+def append(batch):
+    batch["log"].append(batch["x"].sum(1))
+    batch["log"].append(batch["x"])
+
+
+def insert(batch):
+    batch["log"].insert(0, batch["x"] * 5)
+
+
+def write_in_place(batch):
+    batch["x"].mul_(7)
+    batch["x"][:, 0] += 1
+
+
+DICTS = {each.__name__: each for each in (
+    set_entry, replace_entry, pop_entry, alias_entry, nest_entry, fill_inner, append, insert, write_in_place,
+)}  # fmt: skip
+
+
+def new_batch(kind=dict):
+    return kind(x=ROWS.clone(), inner=OrderedDict(a=1), log=[])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", DICTS)
+def test_dicts(change, grad):
+    """Cut calls. Entries that stay are the caller's own objects."""
+
+    def forward(batch):
+        x = batch["x"]
+        DICTS[change](batch)
+        return x + 0
+
+    expected, batch = new_batch(OrderedDict), new_batch(OrderedDict)
+    kept = {name: batch[name] for name in ("inner", "log")}
+    with torch.set_grad_enabled(grad):
+        plain = forward(expected)
+        with parallel(forward, TWO) as p:
+            assert_same(p(batch), plain)
+            assert len(p.stats().shards) == 2
+    assert_same(batch, expected)
+    assert [*batch] == [*expected]
+    assert all(batch[name] is value for name, value in kept.items())
+    if change == "alias_entry":
+        assert batch["same"] is batch["x"]
+
+
+def test_other_containers():
+    """Lists, a deque with a bound, a dataclass, a namespace, and an object of a registered class."""
+
+    class Namespace(dict):
+        def __init__(self, **entries):
+            super().__init__(**entries)
+            self.__dict__ = self
+
+    def forward(x, items, last, graph, names, words):
+        items += [x * 2]
+        last.append(x)
+        graph.y, graph.extra["z"] = x + 1, x
+        names.found = x
+        words.note = x * 4
+        return x * 1
+
+    def made():
+        items, last = [ROWS.clone()], deque([ROWS, ROWS], maxlen=2)
+        words = Words("abcdefghi")
+        return ROWS.clone(), items, last, Graph(ROWS), Namespace(first=ROWS), words
+
+    expected, given = made(), made()
+    forward(*expected)
+    with parallel(forward, TWO) as p:
+        p(*given)
+    for mine, theirs in zip(given, expected, strict=True):
+        assert_same(*(vars(each) if isinstance(each, Words) else each for each in (mine, theirs)))
+    assert given[2].maxlen == 2
+    assert given[4].found is given[4]["found"]
+
+
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "registered", "nested"])
+@pytest.mark.parametrize("way", ["call", "submit", "map", "DataParallel"])
+def test_a_returned_argument(kind, way):
+    """It is the caller's own object, with what forward changed."""
+
+    class Adds(nn.Module):
+        def forward(self, x, batch):
+            if kind == "dataclass":
+                batch.y = batch.x * 2
+            elif kind == "registered":
+                batch.note = torch.ones(len(batch), 1)
+            else:
+                batch["y"] = batch["x"] * 2
+            return (batch["x"] + 1, [batch]) if kind == "nested" else batch
+
+    batch = {"dict": {"x": ROWS}, "nested": {"x": ROWS}, "dataclass": Graph(ROWS), "registered": Words("abcdefghi")}[kind]
+    if way == "DataParallel":
+        net = DataParallel(Adds(), device_ids=TWO)
+        output = net(ROWS, batch)
+        net.close()
+    else:
+        with parallel(Adds().eval(), TWO) as p:
+            if way == "call":
+                output = p(ROWS, batch)
+            elif way == "submit":
+                output = p.submit(ROWS, batch).result()
+            else:
+                (output,) = p.map([(ROWS, batch)])
+    returned = output[1][0] if kind == "nested" else output
+    assert returned is batch
+    if kind == "registered":
+        assert batch.note.shape == (9, 1)
+    else:
+        assert_same(batch.y if kind == "dataclass" else batch["y"], ROWS * 2)
+
+
+REFUSED = {
+    "a loss without reduce": lambda batch: batch.update(loss=batch["x"].mean()),
+    "a count": lambda batch: batch.update(count=len(batch["x"])),
+    "an entry of one lane": lambda batch: batch.update(y=batch["x"]) if batch["x"][0] == 0 else None,
+    "an item of one lane": lambda batch: batch["log"].append(batch["x"]) if batch["x"][0] == 0 else None,
+    "other keys": lambda batch: batch.update({f"k{len(batch['x'])}": batch["x"]}),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_refused_changes(change):
+    """What an output could not be. Nothing is entered, the cure is named, and the next call runs."""
+
+    def forward(batch):
+        batch["first"] = batch["x"] * 2
+        if "off" not in batch:
+            REFUSED[change](batch)
+        return batch["x"] + 0
+
+    batch = new_batch()
+    before = {**batch}
+    with torch.no_grad(), parallel(forward, TWO) as p:
+        with pytest.raises(ShardError, match="Return it instead"):
+            p(batch)
+        assert batch.keys() == before.keys()
+        assert all(batch[key] is before[key] for key in before)
+        assert batch["log"] == []
+        p(batch := {**new_batch(), "off": None})
+    assert_same(batch["first"], ROWS * 2)
+
+
+def test_reduced_entries():
+    """A loss that forward appends is reduced as an output is."""
+
+    def forward(x, losses):
+        losses.append(x.mean())
+        return x, x.mean()
+
+    losses = []
+    with torch.no_grad(), parallel(forward, TWO, reduce="mean") as p:
+        assert_same(p(ROWS, losses)[1], ROWS.mean())
+    assert_same(losses, [ROWS.mean()])
+
+
+class Log:
+    def __init__(self):
+        self.lines = []
+        self.last = None
+
+
+def test_objects_that_all_lanes_share():
+    """A whole object that lanes write is refused; one that they read is not."""
+
+    def forward(x, log, write):
+        if write:
+            log.last = x
+        return x * len(log.lines) + x
+
+    log = Log()
+    with torch.no_grad(), parallel(forward, TWO, in_dims={"log": None}) as p:
+        assert_same(p(ROWS, log, False), ROWS)
+        with pytest.raises(ShardError, match=r"every lane gets whole.*Return what it writes"):
+            p(ROWS, log, True)
+
+
+@torch.no_grad()
+def test_an_argument_at_two_places():
+    """The caller's one object gets what forward wrote at either place."""
+
+    def forward(x, one, other):
+        one["y"] = x * 2
+        return x
+
+    batch = {"x": ROWS}
+    with parallel(forward, TWO) as p:
+        p(ROWS, batch, batch)
+    assert_same(batch, {"x": ROWS, "y": ROWS * 2})
+
+
+@torch.no_grad()
+def test_arguments_of_streams():
+    """Batches of `map` and `submit` are the caller's own objects: one lane writes them."""
+
+    def forward(batch):
+        append(batch)
+        return batch["x"] + 1
+
+    batches = [new_batch() for _ in range(6)]
+    expected = copy.deepcopy(batches)
+    outputs = [forward(batch) for batch in expected]
+    with parallel(forward, TWO) as p:
+        assert_same([*p.map((batch,) for batch in batches[:3])], outputs[:3])
+        assert_same([p.submit(batch).result() for batch in batches[3:]], outputs[3:])
+    assert_same(batches, expected)

@@ -1,0 +1,104 @@
+"""Ctrl-C at any moment leaves locks free, the block usable or closed, and the model as it was."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import parallel
+from parawrap.engine.lanes import here
+from tests.helpers.interrupts import moments_of
+from tests.helpers.waiting import PATIENCE_S
+
+X = torch.randn(9, 4)
+THREE = ["cpu"] * 3
+STEP = 23  # of the moments, so that a test takes a second; `make test-long` tries each third of them
+
+
+class Writes(nn.Linear):
+    """A class of one's own, whose calls write an attribute."""
+
+    def __init__(self):
+        super().__init__(4, 2)
+        self.step, self.options = 0, {"a": 1}
+
+    def forward(self, x, found=None):
+        self.seen = len(x)
+        if found is not None:
+            found["x"] = x
+        return super().forward(x)
+
+
+def change(model):
+    model.step += 1
+    model.options = dict(model.options)
+    model(X)
+
+
+WORK = {
+    "call": lambda model, p: model(X),
+    "call with a dict": lambda model, p: model(X, {}),
+    "call after a change": lambda model, p: change(model),
+    "plain call": lambda model, p: model(X[:1]),
+    "map": lambda model, p: list(p.map([X, X, X])),
+    "submit": lambda model, p: p.submit(X).result(PATIENCE_S),
+}
+
+
+def check_calls(kind, step):
+    model = Writes().eval()
+    expected = model(X)
+    with ThreadPoolExecutor(1) as another, parallel(model, THREE, out_dims=0) as p:
+        model(X)
+        for moment in moments_of(lambda: WORK[kind](model, p), step):
+            assert here.lane is None, moment
+            found = another.submit(torch.no_grad()(model), X).result(PATIENCE_S)
+            assert_close([found, model(X), p.submit(X).result(PATIENCE_S)], [expected] * 3, msg=moment)
+    assert "forward" not in vars(model)
+
+
+def check_blocks(step):
+    model = Writes().eval()
+    before, expected, blocks = vars(model), model(X), []
+
+    def use():
+        blocks.append(parallel(model, THREE, out_dims=0))
+        with blocks[-1]:
+            model(X)
+
+    for moment in moments_of(use, step):
+        assert vars(model) is before, moment
+        assert "forward" not in vars(model), moment
+        assert_close(model(X), expected, msg=moment)
+        blocks.clear()
+
+
+put_back = pytest.mark.filterwarnings("ignore:the model wrote", "ignore:parallel.*had no effect")
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.parametrize("kind", WORK)
+def test_interrupted_calls(kind):
+    """The next calls of this thread and of another one are right."""
+    check_calls(kind, STEP)
+
+
+@put_back
+@torch.no_grad()
+def test_interrupted_blocks():
+    """While a block opens, runs its first call, and closes."""
+    check_blocks(STEP)
+
+
+@put_back
+@torch.no_grad()
+@pytest.mark.long
+def test_interrupts_at_all_moments():
+    for kind in WORK:
+        check_calls(kind, 3)
+    check_blocks(3)

@@ -1,0 +1,61 @@
+"""Ctrl-C at every moment at which Python handles signals."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from pathlib import Path
+
+import parawrap
+
+PACKAGE = f"{Path(parawrap.__file__).parent}/"
+
+# Python looks for signals when a function begins, when a loop goes back, and after a call. Never between a lock and the
+# block of its `with`, or between two assignments
+_BEFORE = {"RESUME", "JUMP_BACKWARD"}
+_AFTER = ("CALL",)
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in this thread at one moment in code of parawrap, counted from 0."""
+
+    def __init__(self, moment):
+        self.left = moment
+        self.where = None
+        self._last = {}
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind, error, at):
+        sys.settrace(self._before)
+        return kind is KeyboardInterrupt
+
+    def _trace(self, frame, event, _):
+        if not frame.f_code.co_filename.startswith(PACKAGE) or self.where is not None:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            before, self._last[frame] = self._last.get(frame, ""), name
+            if name in _BEFORE or before.startswith(_AFTER):
+                if self.left == 0:
+                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                    raise KeyboardInterrupt
+                self.left -= 1
+        return self._trace
+
+
+def moments_of(work, step=1):
+    """Run `work` again and again, with an interrupt at each moment in turn. Yield the place of each."""
+    moment = 0
+    while True:
+        interrupts = Interrupts(moment)
+        with interrupts:
+            work()
+        if interrupts.where is None:
+            return
+        yield interrupts.where
+        moment += step
