@@ -422,10 +422,15 @@ def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 def run(case: Case) -> Outcome:
     """Run a case, and return how it ended."""
+    return outcome_of(lambda: Run(case).run())
+
+
+def outcome_of(run_case: Callable[[], None]) -> Outcome:
+    """Return how a run ended. What it raises says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            Run(case).run()
+            run_case()
             end, detail = "answered", ""
         except Refused as error:
             end, detail = "refused", str(error)
