@@ -8,6 +8,8 @@ would copy them once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -99,25 +101,19 @@ def send_packed(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
-class lasting:  # noqa: N801
+def lasting(*, grad: bool = False) -> AbstractContextManager[Any]:
     """Inside the block, new tensors are not inference tensors, whatever the caller's modes.
 
-    Without `grad`, they have no graph either.
+    Without `grad`, they have no graph either. Use it at once, as ``with lasting():``.
     """
-
-    def __init__(self, *, grad: bool = False) -> None:
-        self._grad = grad
-        self._guard = InferenceMode(False)
-
-    def __enter__(self) -> None:
-        # One guard restores both modes when it exits. With one guard per mode, Ctrl-C between the
-        # two would leave the thread in a mode of ours
-        try:
-            self._guard.__enter__()
-            set_grad_enabled(self._grad)
-        except BaseException:
-            self._guard.__exit__(None, None, None)
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(None, None, None)
+    guard = None
+    try:
+        # torch changes the mode when it makes the guard. One guard restores both modes, in C, so
+        # Ctrl-C cannot come between the two; a guard that no one holds restores them as it ends
+        guard = InferenceMode(False)
+        set_grad_enabled(grad)
+    except BaseException:
+        if guard is not None:  # the traceback keeps this frame
+            guard.__exit__(None, None, None)
+        raise
+    return guard  # type: ignore[no-any-return]

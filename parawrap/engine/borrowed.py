@@ -28,9 +28,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.flat_call import CALL_ROOTS
+from parawrap.engine.flat_call import CALL_ROOTS, is_plain_value
 from parawrap.engine.join_rules import JoinRules, Returned, is_tree
-from parawrap.engine.rules.registry import contents_of, place_leaf, splitter_of, update_argument
+from parawrap.engine.rules.object_state import list_state
+from parawrap.engine.rules.registry import (
+    contents_of,
+    find_rules,
+    place_leaf,
+    splitter_of,
+    update_argument,
+)
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import (
     UNDECLARED,
@@ -41,7 +48,6 @@ from parawrap.tree import (
     flatten,
     is_kept_whole,
     names_of_slots,
-    parts_below,
     unflatten,
 )
 
@@ -56,22 +62,37 @@ _ABSENT: Any = object()
 Path = tuple[Any, ...]
 """The keys that lead from (args, kwargs) to a container."""
 
-Join = Callable[[Sequence[Any]], Any]
+Join = Callable[[Sequence[Any], "Path | None", Any], Any]
 """Takes the values that the lanes put at one place, and returns the one value for the caller.
-Raises GatherError."""
+
+It also takes the place of the container in the output, or None, and the key. Raises GatherError.
+"""
 
 
-def rules_of_entries(rules: JoinRules) -> JoinRules:
-    """Return the rules for what forward puts into arguments, from the rules for outputs.
+def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = None) -> JoinRules:
+    """Return the rules for what forward puts into an argument, from the rules for outputs.
 
-    Options that name places of the output say nothing about places in the arguments.
+    If the output returns the container at `place`, the options for its places hold for the entry
+    `key`. Otherwise, options that name places of the output say nothing about the arguments.
     """
+
+    def below(option: Any, missing: Any) -> Any:
+        if place is None:
+            return missing if is_tree(option) else option
+        for step in (*place, key):
+            if isinstance(option, dict):
+                option = option.get(step, missing)
+            elif isinstance(option, tuple):
+                has_step = isinstance(step, int) and step < len(option)
+                option = option[step] if has_step else missing
+        return option
+
     return JoinRules(
         rules.dim,
-        UNDECLARED if is_tree(rules.out_dims) else rules.out_dims,
-        None if is_tree(rules.reduce) else rules.reduce,
+        below(rules.out_dims, UNDECLARED),
+        below(rules.reduce, None),
         "pad" if rules.join == "pad" else "cat",
-        None if is_tree(rules.pad_value) else rules.pad_value,
+        below(rules.pad_value, None),
         rules.as_torch,
     )
 
@@ -181,7 +202,7 @@ class Loan(NamedTuple):
         containers: Each container, and what it held, in the order of the paths.
         objects: By the index of a leaf, the part of an object with rules, and what it held.
         moved: The tensors that came from another device.
-        attributes: Those of the objects, by the index of the leaf.
+        attributes: Those of the objects with their versions, by the index of the leaf.
         leaves: The lane's leaves.
         shared: By the index of a leaf, an object that all lanes use, and what it held.
     """
@@ -232,19 +253,24 @@ def lend(
         [(each, Contents.read(each)) for each in containers],
         {index: (leaves[index], contents_of(leaves[index])) for index in objects},
         moved,
-        {index: _read_attributes(leaves[index]) for index in objects},
+        {index: _read_versions(leaves[index]) for index in objects},
         leaves,
         {index: (leaves[index], _read_shared(leaves[index])) for index in shared},
     )
 
 
+def _read_versions(value: Any) -> dict[str, tuple[Any, int]]:
+    """Return the attributes of an object, each with its version if it is a tensor."""
+    found: dict[str, tuple[Any, int]] = {}
+    for name, part in _read_attributes(value).items():
+        has_version = isinstance(part, torch.Tensor) and not part.is_inference()
+        found[name] = part, version_of(part) if has_version else 0
+    return found
+
+
 def _read_shared(value: Any) -> list[Any]:
-    """Return what an object of any class holds, in a shallow copy."""
-    if parts_below(value) is not None:
-        return contents_of(value)
-    items, attributes = Contents.read(value)
-    values = items.values() if isinstance(items, dict) else items
-    return [*values, *attributes, *attributes.values()]
+    """Return what an object of any class holds, at any depth."""
+    return list_state(value, find_rules)
 
 
 # After forward
@@ -263,10 +289,21 @@ class New(NamedTuple):
 
 
 class EntriesAfter(NamedTuple):
-    """The entries of a container after the call: an `Old` or a `New` for each of them."""
+    """The entries of a container after the call.
+
+    Attributes:
+        items: An `Old` or a `New` for each item, as a list or by key.
+        removed: The keys of the items that forward has removed.
+        attributes: An `Old` or a `New` for each attribute.
+        removed_attributes: The names of the attributes that forward has removed.
+        length: The number of items before the call.
+    """
 
     items: Any
+    removed: Sequence[Any]
     attributes: dict[str, Any]
+    removed_attributes: Sequence[str]
+    length: int
 
 
 def _read_entries(container: Any, before: Contents) -> EntriesAfter | None:
@@ -274,8 +311,16 @@ def _read_entries(container: Any, before: Contents) -> EntriesAfter | None:
     if before.is_of(container):
         return None
     now = Contents.read(container)
-    items = _find_sources(now.items, before.items)
-    return EntriesAfter(items, _find_sources(now.attributes, before.attributes))
+    removed: list[Any] = []
+    if isinstance(before.items, dict):
+        removed = [key for key in before.items if key not in now.items]
+    return EntriesAfter(
+        _find_sources(now.items, before.items),
+        removed,
+        _find_sources(now.attributes, before.attributes),
+        [name for name in before.attributes if name not in now.attributes],
+        len(before.items),
+    )
 
 
 def _find_sources(now: Any, before: Any) -> Any:
@@ -284,7 +329,11 @@ def _find_sources(now: Any, before: Any) -> Any:
     A value that is still under its key comes from there, and a value that was under another key
     from that one, so that a moved entry is the caller's own object.
     """
-    keys = {id(value): key for key, value in _entries(before)}
+    keys: dict[int, Any] = {}
+    for key, value in _entries(before):
+        # Equal numbers and texts may be one object, and say nothing about where they come from
+        if not is_plain_value(value):
+            keys[id(value)] = key
     found: dict[Any, Old | New] = {}
     for key, value in _entries(now):
         if _get(before, key) is value:
@@ -342,13 +391,16 @@ class Borrowed:
         self._name = name
         # By the kind and the number of an argument: True for containers, False for leaves
         self._marks: dict[tuple[bool, int], Returned] = {}
-        self._changed: list[tuple[Any, Contents, EntriesAfter]] = []
+        self._changed: list[tuple[Any, EntriesAfter]] = []
+        self._joined: dict[tuple[int, ...], Any] = {}
+        self._outputs: dict[int, Path] = {}  # by the number of a container, its place in the output
         self._updates: list[tuple[Any, Any]] = []
 
-    def join_changes(self, join: Join, device: torch.device | None) -> None:
+    def join_changes(self, join: Join, device: torch.device | None, output: Any = None) -> None:
         """Join what forward did to the copies. The caller's own objects are not written yet.
 
-        Parts of objects return to `device`; None leaves them where they are.
+        Parts of objects return to `device`; None leaves them where they are. `output` is that of
+        the first lane: options for its places hold for the entries of a container that it returns.
 
         Raises:
             ShardError: If a change cannot be joined, or lanes wrote an object that all of them use.
@@ -356,13 +408,17 @@ class Borrowed:
         if all(loan.is_unchanged() for loan in self._loans):
             return
         self._refuse_shared()
+        numbers = {id(each): number for number, (each, _) in enumerate(self._loans[0].containers)}
+        for path, node in _walk(output):
+            if id(node) in numbers:
+                self._outputs.setdefault(numbers[id(node)], path)
         self._changed = [*self._join_containers(join)]
         self._updates = [*self._join_objects(device)]
 
     def enter(self) -> None:
         """Bring what forward did to the caller's own objects."""
-        for container, before, after in self._changed:
-            _enter(container, before, after)
+        for container, after in self._changed:
+            _enter(container, after)
         for value, joined in self._updates:
             update_argument(value, joined)
 
@@ -405,40 +461,53 @@ class Borrowed:
                 )
                 raise ShardError(msg)
 
-    def _join_containers(self, join: Join) -> Iterator[tuple[Any, Contents, EntriesAfter]]:
-        """Yield each container of the caller that changes, what it holds, and what it will hold."""
+    def _join_containers(self, join: Join) -> Iterator[tuple[Any, EntriesAfter]]:
+        """Yield each container of the caller that changes, and what it will hold."""
         columns = zip(*(loan.containers for loan in self._loans), strict=True)
-        for path, column in zip(self._paths, columns, strict=True):
+        done: set[int] = set()
+        for number, column in enumerate(columns):
             found = [_read_entries(container, before) for container, before in column]
             changed = [each for each in found if each is not None]
             if not changed:
                 continue
+            path = self._paths[number]
             own = _follow(self._call, path)
             place = address(CALL_ROOTS[path[0]], path[1:])
-            if len(changed) < len(found) or not all(
-                _is_alike(each, changed[0]) for each in changed
-            ):
+            if id(own) in done:
+                _refuse(place, own, "it is at two places of the call, where each lane has two")
+            done.add(id(own))
+            is_alike = all(_is_alike(each, changed[0]) for each in changed)
+            if len(changed) < len(found) or not is_alike:
                 _refuse(place, own, "the lanes changed it differently")
-            items = self._join_entries([each.items for each in changed], join, place, own)
+            items = [each.items for each in changed]
             attributes = [each.attributes for each in changed]
-            joined = self._join_entries(attributes, join, place, own)
-            yield own, Contents.read(own), EntriesAfter(items, joined)
+            yield (
+                own,
+                changed[0]._replace(
+                    items=self._join_entries(items, join, place, number),
+                    attributes=self._join_entries(attributes, join, place, number),
+                ),
+            )
 
-    def _join_entries(self, columns: Sequence[Any], join: Join, place: str, own: Any) -> Any:
+    def _join_entries(self, columns: Sequence[Any], join: Join, place: str, number: int) -> Any:
         """Return the entries of one container, joined from those of the lanes."""
         joined: dict[Any, Old | New] = {}
         for key, first in _entries(columns[0]):
             if isinstance(first, Old):
                 joined[key] = first
                 continue
-            # An entry may be an argument too, or hold one
-            values = [
-                self.mark_returned(column[key].value, lane) for lane, column in enumerate(columns)
-            ]
-            try:
-                joined[key] = New(self.resolve(join(values)))
-            except GatherError as error:
-                _refuse(address(place, [key]), own, str(error))
+            column = [each[key].value for each in columns]
+            ids = tuple(map(id, column))  # of values that the lanes' containers keep alive
+            if ids not in self._joined:
+                # An entry may be an argument too, or hold one
+                values = [self.mark_returned(value, lane) for lane, value in enumerate(column)]
+                try:
+                    self._joined[ids] = self.resolve(join(values, self._outputs.get(number), key))
+                except GatherError as error:
+                    own = _follow(self._call, self._paths[number])
+                    _refuse(address(place, [key]), own, str(error))
+            # One value under two names stays one object
+            joined[key] = New(self._joined[ids])
         return [*joined.values()] if isinstance(columns[0], list) else joined
 
     def _join_objects(self, device: torch.device | None) -> Iterator[tuple[Any, Any]]:
@@ -479,8 +548,9 @@ class Borrowed:
 
     def _has_lane_set(self, index: int, name: str) -> bool:
         for loan in self._loans:
-            before = loan.attributes[index].get(name, _ABSENT)
-            if _read_attributes(loan.objects[index][0]).get(name, _ABSENT) is not before:
+            part, before = loan.objects[index][0], loan.attributes[index].get(name)
+            now = _read_versions(part).get(name)
+            if before is None or now is None or now[0] is not before[0] or now[1] != before[1]:
                 return True
         return False
 
@@ -501,37 +571,75 @@ def _values(items: Any) -> Any:
     return items if isinstance(items, list) else items.values()
 
 
-def _enter(container: Any, before: Contents, after: EntriesAfter) -> None:
+def _enter(container: Any, after: EntriesAfter) -> None:
     """Give a container of the caller the entries that it has after the call.
 
-    Entries that stay are not touched: another thread may read them.
+    Only what forward has changed is written: other calls may write the same container meanwhile,
+    and each step on a list or a dict is one step for all threads.
     """
-    items = {key: _value_of(source, before.items) for key, source in _entries(after.items)}
     if isinstance(container, (list, deque)):
-        if not _are_same([*items.values()], before.items):
-            container.clear()
-            container.extend(items.values())
+        _enter_items(container, after)
     elif isinstance(container, Mapping):
         writable: Any = container
-        for key in before.items:
-            if key not in items:
+        values = {key: _value_of(source, container) for key, source in after.items.items()}
+        for key in after.removed:
+            if key in writable:
                 del writable[key]
-        for key, value in items.items():
-            if _get(before.items, key) is not value:
+        for key, value in values.items():
+            if not _stays(after.items[key], key):
                 writable[key] = value
-    names = {*before.attributes, *after.attributes}
-    now = _read_attributes(container) if names else {}  # a new item may be an attribute already
-    for name in before.attributes:
-        if name not in after.attributes and name in now:
+    if not (after.attributes or after.removed_attributes):
+        return
+    now = _read_attributes(container)  # a new item may be an attribute already
+    attributes = {name: _value_of(source, now) for name, source in after.attributes.items()}
+    for name in after.removed_attributes:
+        if name in now:
             object.__delattr__(container, name)
-    for name, source in after.attributes.items():
-        value = _value_of(source, before.attributes)
-        if now.get(name, _ABSENT) is not value:
+    for name, value in attributes.items():
+        if not _stays(after.attributes[name], name) and now.get(name, _ABSENT) is not value:
             object.__setattr__(container, name, value)  # also of a frozen dataclass
 
 
-def _value_of(source: Old | New, before: Any) -> Any:
-    return source.value if isinstance(source, New) else before[source.key]
+def _enter_items(container: Any, after: EntriesAfter) -> None:
+    """Give a list or a deque of the caller the items that it has after the call."""
+    kept, added = after.items[: after.length], after.items[after.length :]
+    is_longer = len(kept) == after.length and all(map(_stays, kept, range(after.length)))
+    if is_longer and all(isinstance(source, New) for source in added):
+        container.extend([source.value for source in added])
+        return
+    own = [*container]
+    items = [_value_of(source, own) for source in after.items]
+    container.clear()
+    container.extend(items)
+
+
+def _stays(source: Old | New, key: Any) -> bool:
+    """True if the entry under a key is the one from before the call."""
+    return isinstance(source, Old) and bool(source.key == key)
+
+
+def _value_of(source: Old | New, own: Any) -> Any:
+    """Return the value of an entry. Old ones are the caller's own."""
+    return source.value if isinstance(source, New) else own[source.key]
+
+
+def _walk(value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the containers of an output, with the path to each."""
+    waiting: list[tuple[Path, Any]] = [((), value)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, torch.Tensor) or is_kept_whole(type(node)):
+            continue
+        parts, spec = _flatten_once(node)
+        if spec.is_leaf():
+            continue
+        yield path, node
+        waiting += [((*path, step), part) for step, part in zip(spec.entries(), parts, strict=True)]
+
+
+def _flatten_once(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the parts of one node, and its structure, which says their order."""
+    return flatten(value, lambda node: node is not value)
 
 
 def _replace(value: Any, find: Callable[[Any], Any]) -> Any:
@@ -544,13 +652,12 @@ def _replace(value: Any, find: Callable[[Any], Any]) -> Any:
         return found
     if isinstance(value, torch.Tensor) or is_kept_whole(type(value)):
         return value
-    parts = parts_below(value)
-    if parts is None:
+    # The order of the parts of a dict is not that of its items
+    parts, spec = _flatten_once(value)
+    if spec.is_leaf():
         return value
     made = [_replace(part, find) for part in parts]
-    if all(map(is_, made, parts)):
-        return value
-    return unflatten(flatten(value, lambda node: node is not value)[1], made)
+    return value if all(map(is_, made, parts)) else unflatten(spec, made)
 
 
 def _refuse(place: str, container: Any, why: str) -> NoReturn:
@@ -566,12 +673,12 @@ def _refuse(place: str, container: Any, why: str) -> NoReturn:
 
 
 class SentBack:
-    """The place of an argument in an output that travels: its number among those of its kind."""
+    """The place of an argument in what travels: the kind of argument, and its number."""
 
-    __slots__ = ("is_container", "number")
+    __slots__ = ("kind", "number")
 
-    def __init__(self, is_container: bool, number: int) -> None:
-        self.is_container = is_container
+    def __init__(self, kind: str, number: int) -> None:
+        self.kind = kind
         self.number = number
 
 
@@ -591,27 +698,50 @@ def read_changes(loan: Loan) -> Changes | None:
     """Return what forward did to the copies of a loan, for `Given.replay`; None for nothing."""
     if loan.is_unchanged():
         return None
-    containers = [_read_entries(container, before) for container, before in loan.containers]
-    objects = [
-        None if _are_same(contents_of(part), before) else part
-        for part, before in loan.objects.values()
-    ]
+    mark = _find_marks(loan)
+
+    def marked(source: Old | New) -> Old | New:
+        return New(_replace(source.value, mark)) if isinstance(source, New) else source
+
+    containers: list[EntriesAfter | None] = []
+    for container, before in loan.containers:
+        after = _read_entries(container, before)
+        if after is not None:
+            items = after.items
+            is_list = isinstance(items, list)
+            found = {key: marked(source) for key, source in _entries(items)}
+            attributes = {name: marked(source) for name, source in after.attributes.items()}
+            sources = [*found.values()] if is_list else found
+            after = after._replace(items=sources, attributes=attributes)
+        containers.append(after)
+    objects = []
+    for part, held in loan.objects.values():
+        objects.append(None if _are_same(contents_of(part), held) else part)
     return Changes(containers, objects)
+
+
+def _find_marks(loan: Loan) -> Callable[[Any], SentBack | None]:
+    """Return a function from an argument of the lane to its mark."""
+    marks: dict[int, SentBack] = {}
+    for number, leaf in enumerate(loan.leaves):
+        if isinstance(leaf, torch.Tensor):
+            marks[id(leaf)] = SentBack("leaf", number)
+    for number, (container, _) in enumerate(loan.containers):
+        marks[id(container)] = SentBack("container", number)
+    for number, (part, _) in enumerate(loan.objects.values()):
+        marks[id(part)] = SentBack("object", number)
+    return lambda node: marks.get(id(node))
 
 
 def mark_arguments(output: Any, loan: Loan) -> Any:
     """Return an output with marks for arguments, which must not travel as other objects."""
-    if type(output) is torch.Tensor or not (loan.containers or loan.objects):
+    if not (loan.containers or loan.objects):
         return output
-    containers = [container for container, _ in loan.containers]
-    objects = [part for part, _ in loan.objects.values()]
-    marks = {id(each): SentBack(True, number) for number, each in enumerate(containers)}
-    marks |= {id(each): SentBack(False, number) for number, each in enumerate(objects)}
-    return _replace(output, lambda node: marks.get(id(node)))
+    return _replace(output, _find_marks(loan))
 
 
 class Given:
-    """The arguments of a call that another process runs, as they are in this one."""
+    """The arguments of a call that another process runs, as they are when it is sent."""
 
     def __init__(self, call: Any) -> None:
         self.leaves, spec = flatten(call)
@@ -623,22 +753,30 @@ class Given:
 
         Raises:
             ValueError: If they have another structure than the copies.
+            KeyError: If an entry is missing here.
         """
         containers = [*zip(self.containers, changes.containers, strict=True)]
         objects = [*zip(self.objects, changes.objects, strict=True)]
         for container, after in containers:
             if after is not None:
-                _enter(container, Contents.read(container), after)
+                items = {key: self._resolve_source(each) for key, each in _entries(after.items)}
+                names = after.attributes.items()
+                attributes = {name: self._resolve_source(each) for name, each in names}
+                sources = [*items.values()] if isinstance(after.items, list) else items
+                _enter(container, after._replace(items=sources, attributes=attributes))
         for value, part in objects:
             if part is not None:
                 update_argument(value, part)
 
     def resolve(self, output: Any) -> Any:
         """Return an output with the arguments in the places of their marks."""
+        return _replace(output, self._find)
 
-        def find(node: Any) -> Any:
-            if type(node) is not SentBack:
-                return None
-            return (self.containers if node.is_container else self.objects)[node.number]
+    def _resolve_source(self, source: Old | New) -> Old | New:
+        return New(self.resolve(source.value)) if isinstance(source, New) else source
 
-        return _replace(output, find)
+    def _find(self, node: Any) -> Any:
+        if type(node) is not SentBack:
+            return None
+        kinds = {"container": self.containers, "object": self.objects, "leaf": self.leaves}
+        return kinds[node.kind][node.number]

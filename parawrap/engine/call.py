@@ -39,7 +39,7 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.backends import Backend, device_of, record_use, warn_caller
-from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, rules_of_entries
+from parawrap.engine.borrowed import WRITTEN_WHOLE, Borrowed, Path, rules_of_entries
 from parawrap.engine.called_code import draws_from_generator
 from parawrap.engine.cut import Cutter, Shard, ShardPlan
 from parawrap.engine.device_streams import Moment, moments_of
@@ -76,16 +76,18 @@ NOWHERE: Any = (lambda: None, None)
 class Stub(wrapt.CallableObjectProxy[Callable[..., Any]]):
     """A method of a module inside a block. A copy or a pickle of it is one of the plain method.
 
-    It has the signature and the name of the method. `under` is what the module's ``__dict__`` had
-    in its place. Its route is a weak reference to the caller, and the entry of the method.
+    It has the signature of the method. `name` is its place in the module's ``__dict__``, and
+    `under` what was there. Its route is a weak reference to the caller, and the entry of the
+    method.
     """
 
     # torch.compile breaks its graph here. torch.compiler.disable leaves the same marks
     _torchdynamo_disable = True
     _torchdynamo_disable_msg = "calls inside a parallel block run in lanes"
 
-    def __init__(self, plain: Callable[..., Any], under: Any) -> None:
+    def __init__(self, plain: Callable[..., Any], under: Any, name: str) -> None:
         super().__init__(plain)
+        self._self_name = name
         self._self_under = under
         self._self_route: tuple[Callable[[], Any], Entry] = NOWHERE
 
@@ -162,7 +164,6 @@ class Calls:
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
-        self.rules_of_entries = rules_of_entries(rules)
         # None: the device of the module, or of a callable's first tensor
         self.output_device = output_device
         self.lanes = Lanes(devices, labels)
@@ -297,7 +298,7 @@ class Calls:
             raise ShardError(WRITTEN_WHOLE)
 
         # Gather. Nothing of the caller's is written before all joins are done: each may be refused
-        borrowed = self._join_arguments(plan, flat, call, shards) if shards else None
+        borrowed = self._join_arguments(plan, flat, call, shards, outputs) if shards else None
         is_here = not shards or self._output_place(flat) is None
         output = self._cat_rows(outputs, plan, columns, leaves) if is_here else None
         if output is None:
@@ -489,7 +490,12 @@ class Calls:
     # After the lanes
 
     def _join_arguments(
-        self, plan: ShardPlan, flat: FlatCall, call: Any, shards: Sequence[Shard]
+        self,
+        plan: ShardPlan,
+        flat: FlatCall,
+        call: Any,
+        shards: Sequence[Shard],
+        outputs: Sequence[Any],
     ) -> Borrowed | None:
         """Join what forward put into copies of arguments. None for tensors alone."""
         borrowed = plan.borrowed(flat, call, [shard.loan for shard in shards])
@@ -498,13 +504,13 @@ class Calls:
         device, lanes = self._output_place(flat), self.replicas.state.lanes
         originals = partial(_originals_of, lanes, plan, flat, shards)
 
-        def join_entries(values: Sequence[Any]) -> Any:
+        def join_entries(values: Sequence[Any], place: Path | None, key: Any) -> Any:
             if device is not None:
                 record_use(flatten(values)[0])
-            joined = join(values, plan.sizes, self.rules_of_entries, device, originals)
-            return hand_over(joined, lanes[0])
+            rules = rules_of_entries(self.rules, place, key)
+            return hand_over(join(values, plan.sizes, rules, device, originals), lanes[0])
 
-        borrowed.join_changes(join_entries, device)
+        borrowed.join_changes(join_entries, device, outputs[0])
         return borrowed
 
     def _cat_rows(
@@ -549,7 +555,7 @@ class Calls:
         device = self._output_place(flat)
         if device is not None:
             record_use(flatten(outputs)[0])
-        if borrowed is not None:
+        if borrowed is not None and self.rules.join != "list":
             outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
         originals = partial(_originals_of, self.replicas.state.lanes, plan, flat, shards)
         with without_autocast(self.lanes.backend.type):

@@ -12,8 +12,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain, pairwise
+from functools import cache, cached_property, partialmethod
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,11 @@ from parawrap.errors import ReplicaError
 # Attributes through which code may write a parameter, and leave its version alone
 _WRITERS = frozenset({"data", "set_"})
 # Attributes through which code writes gradients and flags of parameters, which lanes share
-_LEARNERS = frozenset({"grad", "backward", "zero_grad", "requires_grad_"})
-_FUNCTIONAL = frozenset(
-    {"autograd", "func"}
-)  # torch.autograd.grad and torch.func.grad return gradients, and write none
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR")
+_LEARNERS = frozenset({"grad", "backward", "zero_grad", "requires_grad_", "requires_grad"})
+# torch.autograd.grad and torch.func.grad return gradients, and write none
+_FUNCTIONAL = frozenset({"autograd", "func"})
+_LOADS_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 
 # Libraries whose code finds no module of the user's by a global. Their forward is read like any
 # other.
@@ -85,8 +85,10 @@ def find_writes(
             (f"{place} uses the global {name!r}", value) for name, value in _read_globals(function)
         ]
         called = [value for _, value in outside if isinstance(value, types.FunctionType)]
+        held = captured(function)  # by a decorator, the function that it wraps
+        called += [value for _, value in held if isinstance(value, types.FunctionType)]
         if function not in own:  # lanes have their own closures of those
-            outside += [(f"{place} captures {name!r}", value) for name, value in captured(function)]
+            outside += [(f"{place} captures {name!r}", value) for name, value in held]
         if not _is_of_library(function.__module__):
             for what, value in outside:
                 _refuse_held(what, value)
@@ -131,26 +133,35 @@ def _writes_gradients(code: types.CodeType) -> bool:
     """True if code uses an attribute that writes gradients, or flags of parameters."""
     if _LEARNERS.isdisjoint(code.co_names):
         return False
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in _ATTRIBUTES]
-    return any(
-        name in _LEARNERS and before not in _FUNCTIONAL for before, name in pairwise([None, *names])
-    )
+    before = None  # the name that was read last: that of the object in most cases
+    for step in dis.get_instructions(code):
+        name = step.argval
+        if step.opname in _LOADS_ATTRIBUTE:
+            # To read the flag `requires_grad` is no write
+            is_functional = name == "grad" and before in _FUNCTIONAL
+            if name in _LEARNERS and name != "requires_grad" and not is_functional:
+                return True
+            before = name
+        elif step.opname in _LOADS_GLOBAL:
+            if name == "backward":  # of torch.autograd
+                return True
+            before = name
+        elif step.opname in ("STORE_ATTR", "DELETE_ATTR") and name in _LEARNERS:
+            return True
+    return False
 
 
 def _refuse_held(what: str, value: Any) -> None:
     """Refuse a value that is a module with tensors, or a container that holds one."""
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple, set))
-        else [value]
-    )
+    parts: Iterable[Any] = [value]
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        parts = value
     for held in parts:
-        if (
-            isinstance(held, torch.nn.Module)
-            and next(chain(held.parameters(), held.buffers()), None) is not None
-        ):
+        if not isinstance(held, torch.nn.Module):
+            continue
+        if next(chain(held.parameters(), held.buffers()), None) is not None:
             msg = f"{what}, which holds a {type(held).__name__}: {_CURE}"
             raise ReplicaError(msg)
 
@@ -163,9 +174,8 @@ def _read_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             for name in code.co_names
             if _is_followed(value := function.__globals__.get(name))
         }
-        loaded = (
-            _find_loaded_globals(code) if found else set()
-        )  # names of attributes are among co_names too
+        # Names of attributes are among co_names too
+        loaded = _find_loaded_globals(code) if found else set()
         for name in found.keys() & loaded:
             yield name, found[name]
 
@@ -182,11 +192,7 @@ def names_of_globals(code: types.CodeType) -> set[str]:
 
 
 def _find_loaded_globals(code: types.CodeType) -> set[str]:
-    return {
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
+    return {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS_GLOBAL}
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -197,12 +203,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _functions(value: Any) -> list[types.FunctionType]:
-    """Return the functions behind an entry of a class: of a method, a static method, a property."""
-    found = (
-        [value.fget, value.fset]
-        if isinstance(value, property)
-        else [getattr(value, "__func__", value)]
-    )
+    """Return the functions behind an entry of a class, such as a method or a property."""
+    found = [getattr(value, "__func__", value)]
+    if isinstance(value, property):
+        found = [value.fget, value.fset]
+    elif isinstance(value, (cached_property, partialmethod)):
+        found = [value.func]
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 

@@ -7,9 +7,10 @@ values or earlier calls. It is made once per combination and cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -49,6 +50,10 @@ from parawrap.tree import TreeSpec, WholeLeaf, addresses, flatten, unflatten
 T = TypeVar("T")
 _TENSOR = frozenset({torch.Tensor})
 # Names of the nodes of autograd that made the parts. Any other node is a write of forward
+_NEW_SHAPE = (
+    "the model changed its shape in place, and each lane changed its own part. Use an out-of-place "
+    "operation, such as unsqueeze or reshape"
+)
 _COPIES = ("SplitWithSizes", "CloneBackward")
 _MOST_PLANS = 1024  # for loaders with many sizes; a guess that no test has contradicted
 
@@ -266,7 +271,8 @@ class ShardPlan:
         argument is written already.
 
         Raises:
-            ShardError: If lanes wrote into copies of a tensor that each of them got whole.
+            ShardError: If lanes wrote into copies of a tensor that each of them got whole, or
+                changed a shape in place.
         """
         if torch.is_grad_enabled():
             self._write_back_with_graph(flat, columns, loans)
@@ -275,6 +281,8 @@ class ShardPlan:
             for moved in filter(_is_written, loan.moved):
                 self._refuse_whole(moved.leaf)
                 record_use([moved.copied])
+                if moved.copied.shape != moved.part.shape:
+                    self._refuse_new_shape(moved.leaf)
                 moved.part.copy_(moved.copied)
 
     def _write_back_with_graph(
@@ -304,7 +312,10 @@ class ShardPlan:
             with torch.set_grad_enabled(is_recorded):
                 at_home = [transfer(part, argument.device) for part in now]
                 dim = self.dims[index] or 0
-                argument.copy_(torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0])
+                joined = torch.cat(at_home, dim) if len(at_home) > 1 else at_home[0]
+                if joined.shape != argument.shape:
+                    self._refuse_new_shape(index)
+                argument.copy_(joined)
 
     def _read_parts(
         self, index: int, parts: Sequence[torch.Tensor], by_lane: Sequence[dict[int, Moved]]
@@ -328,6 +339,10 @@ class ShardPlan:
         if self.dims[index] is None and len(self.sizes) > 1:
             raise ShardError(WRITTEN_WHOLE)
 
+    def _refuse_new_shape(self, index: int) -> NoReturn:
+        msg = f"{self._name(index)}: {_NEW_SHAPE}"
+        raise ShardError(msg)
+
     def _name(self, index: int) -> str:
         return addresses(self.spec, CALL_ROOTS)[index]
 
@@ -337,14 +352,12 @@ def _is_written(moved: Moved) -> bool:
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, WholeLeaf):
-        return place_leaf(leaf, device)
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, (torch.Tensor, WholeLeaf)):
         return leaf
-    if leaf.device != device and torch.is_inference_mode_enabled():
-        with lasting():  # an inference tensor has no version, which shows a write in place
-            return transfer(leaf, device)
-    return transfer(leaf, device)
+    # An inference tensor has no version, which shows a write in place
+    is_copied = isinstance(leaf, WholeLeaf) or leaf.device != device
+    with lasting() if is_copied and torch.is_inference_mode_enabled() else nullcontext():
+        return place_leaf(leaf, device) if isinstance(leaf, WholeLeaf) else transfer(leaf, device)
 
 
 class Cutter:

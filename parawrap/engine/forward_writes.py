@@ -86,10 +86,8 @@ def settle_writes(edition: Edition, used: Sequence[Replica], *, is_cut: bool) ->
     for replica in used:
         for change in replica.snapshot.changes() if replica.is_dirty else ():
             place, key, before, now = change
-            if (
-                place.kind in HOOK_TABLES
-            ):  # as for output_hidden_states; put back, and nothing of the model's
-                continue
+            if place.kind in HOOK_TABLES:
+                continue  # as for output_hidden_states; put back, and nothing of the model's
             name = place.name(key)
             _refuse_layers(change, name, replica)
             if place.kind == BUFFERS:
@@ -178,9 +176,8 @@ def _give_back(survey: Survey, written: set[int], first: Replica) -> None:
     """Copy the buffers that lane 0 wrote to the model."""
     with lasting():
         for index, tensor in enumerate(survey.tensors):
-            if (
-                index in written or survey.writes_data or is_written_unseen(tensor)
-            ) and survey.is_buffer(tensor):
+            may_differ = index in written or survey.writes_data or is_written_unseen(tensor)
+            if may_differ and survey.is_buffer(tensor):
                 value = first.tensors[index]
                 if value.device != tensor.device:
                     record_use([value])

@@ -28,8 +28,8 @@ _CODE = (
     types.FunctionType,
     types.MethodType,
     functools.partial,
-    types.GeneratorType,
     types.CoroutineType,
+    Iterator,  # such as a generator or a `map`, which may hold a layer where no one can look
 )
 
 

@@ -495,6 +495,8 @@ class _Join:
             return False  # torch joins lists item by item
         if isinstance(out_dim, int) and any(map(_holds_tensors, column)):
             return False  # a list of tensors, each with its rows on that dim
+        if any(isinstance(item, Returned) for value in column for item in value):
+            return False  # a list with arguments, each of which is one object in all lanes
         if out_dim == "ragged":
             # A list may have any number of rows; a tuple of tensors is a structure.
             if type(column[0]) is not tuple:

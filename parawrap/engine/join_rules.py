@@ -181,6 +181,8 @@ def refuse(why: str) -> NoReturn:
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
     """Refuse an option for the parts of a container where the output has another value."""
+    if kind is Returned:  # an argument: the options hold for what forward put into it
+        return
     declares_keys = isinstance(option, dict)
     declares_items = isinstance(option, tuple) and kind not in SEQUENCES
     if declares_keys or declares_items:

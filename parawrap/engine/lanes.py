@@ -217,9 +217,8 @@ class Job:
             lane, task = self.lanes[at_lane], self.tasks[index]
             if context is not None and at > 0:  # it finds no variable that an earlier part has set
                 task = partial(context.copy().run, task)
-                if (
-                    self.moments
-                ):  # turns are turns on the devices too, which run what lanes have queued
+                if self.moments:
+                    # Turns are turns on the devices too, which run what lanes have queued
                     earlier = [self.lanes[before % len(self.lanes)] for before in group[:at]]
                     task = partial(_run_after, earlier, task)
             with lane.lock:  # no interrupt comes between this line and the next
@@ -457,9 +456,8 @@ class Lanes:
                 lane.streams.be_waited_for()
 
     def _start(self, lanes: Sequence[Lane]) -> None:
-        with intra_op_threads(
-            None
-        ):  # a lane sets the count for new threads too: leaving the block restores it
+        # A lane sets the count for new threads too: leaving the block restores it
+        with intra_op_threads(None):
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self._threads)
@@ -532,10 +530,10 @@ class Modes(NamedTuple):
         if home is not None and device != home and (default_device or _CPU) == home:
             default_device = device
         context = self.context.copy()  # a context can be entered by one thread at a time
-        # Its exit restores the thread's grad mode too. It does nothing if Ctrl-C comes before the entry
+        # torch changes the mode when it makes the guard, whose exit restores the grad mode too. If
+        # Ctrl-C comes before the assignment, no one holds the guard, and it ends
         guard = InferenceMode(self.inference)
         try:
-            guard.__enter__()
             set_grad_enabled(self.grad)
             for kind, dtype in self.autocast:
                 work = partial(

@@ -112,6 +112,7 @@ class Snapshot:
         self._hook_getters: list[itemgetter[Any]] = []
         # Read whole: the ``__dict__`` of other objects, and the items of dicts and lists
         self._instances: list[Any] = []
+        self._owners: list[Any] = []  # of each ``__dict__`` of the model, for their classes
         self._views: list[Any] = []
         # Compared by their keys and by their lengths, or for being empty
         self._named: list[Any] = []
@@ -139,6 +140,8 @@ class Snapshot:
                 self._sized.append(own)
             return
         self._dicts.append(found)
+        if kind == "vars" and self._is_model:
+            self._owners.append(found.owner)
         # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
             self._enter_module(found)
@@ -155,8 +158,7 @@ class Snapshot:
             self._named.append(dict.keys(own))
         if not is_table:
             # An entry that moves from one container to the next leaves the order of all that is
-            # held.
-            # Tables need no count: what enters one comes last, after entries that were there
+            # held. Tables need no count: what enters one comes last, after what was there
             self._sized.append(own)
 
     def _enter_module(self, found: _Container) -> None:
@@ -185,8 +187,7 @@ class Snapshot:
         held, counts, keys, classes = self._held
         try:
             # As in `_read_held`, in place: this is asked several times per call. Each ``__dict__``
-            # is
-            # read from its owner, which may have got another one
+            # is read from its owner, which may have got another one
             dicts = [*map(_dict_of, self._modules)]
             of_modules = map(_read_entries, self._getters, dicts)
             of_instances = map(dict.values, map(_dict_of, self._instances))
@@ -196,7 +197,7 @@ class Snapshot:
                 and not any(self._empty)
                 and [*map(len, dicts), *map(len, self._sized)] == counts
                 and [*chain.from_iterable(self._named)] == keys
-                and (not self._is_model or [*map(type, self._modules)] == classes)
+                and [*map(type, self._owners)] == classes
                 and (RemovableHandle.next_id == self._last_hook or self._has_same_hooks())
             )
         except (KeyError, RuntimeError):
@@ -211,8 +212,7 @@ class Snapshot:
         now = chain.from_iterable(chain(of_modules, of_instances, self._views))
         counts = [*map(len, dicts), *map(len, self._sized)]
         keys = [*chain.from_iterable(self._named)]
-        classes = [*map(type, self._modules)] if self._is_model else []
-        return [*now], counts, keys, classes
+        return [*now], counts, keys, [*map(type, self._owners)]
 
     def _has_same_hooks(self) -> bool:
         """Look at all tables of hooks: some module of the process has got a hook."""

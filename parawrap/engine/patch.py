@@ -62,14 +62,14 @@ class PlainView(dict[str, Any]):
         found: dict[str, Any] = {}
         # The list is a copy, which is one step: other threads may set attributes.
         for name, value in [*dict.items(self)]:
-            under = _under(value)
+            under = _under(value, name)
             if under is not ABSENT:
                 found[name] = under
         return found
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        under = _under(value)
+        under = _under(value, name)
         # A method of the class has no entry to return. A reader that found its name gets the stub.
         return value if under is ABSENT else under
 
@@ -120,7 +120,7 @@ class PatchedMethods:
             find_calls = weakref.ref(calls)
             for name in dict.fromkeys(self._methods):
                 plain = getattr(module, name)
-                stub = Stub(plain, dict.get(own, name, ABSENT))
+                stub = Stub(plain, dict.get(own, name, ABSENT), name)
                 of_class = getattr(type(module), name, None)
                 entry = Entry(partial(_call_plainly, module, stub, name, of_class), name)
                 # The stub has its route before another thread can call it.
@@ -152,6 +152,10 @@ class PatchedMethods:
                     if top._self_under is stub:
                         top._self_under = under
                     top = top._self_under
+                # Under the names that other code has given the stub, the plain method stays
+                for other, value in [*dict.items(own)]:
+                    if value is stub:
+                        dict.__setitem__(own, other, stub.__wrapped__)
             self._stubs = {}
             # The list is a copy, which is one step: other threads may set attributes.
             if isinstance(own, PlainView) and Stub not in map(type, [*dict.values(own)]):
@@ -172,11 +176,14 @@ def _call_plainly(
     return now.__get__(module)(*args, **kwargs)  # type: ignore[union-attr]
 
 
-def _under(value: Any) -> Any:
+def _under(value: Any, name: str) -> Any:
     """Return the value that was in the place of a stub before the first one.
 
-    Return any other value as it is.
+    Other code may have stored the stub under another name, as `accelerate` does: that entry is the
+    method itself. Return any other value as it is.
     """
+    if type(value) is Stub and value._self_name != name:
+        return original_method(value)
     while type(value) is Stub:
         value = value._self_under
     return value

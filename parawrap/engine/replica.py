@@ -1,8 +1,8 @@
 """One replica: `copy.deepcopy` of the target with a seeded memo.
 
-The memo has what the lane uses in the place of each tensor, and it says who owns what. What the copy
-made, the replica owns: it may write and empty that. What deepcopy got from elsewhere, such as a
-registry or a cache, belongs to the process, and the replica leaves it alone.
+The memo has what the lane uses in the place of each tensor, and it says who owns what. What the
+copy made, the replica owns: it may write and empty that. What deepcopy got from elsewhere, such as
+a registry or a cache, belongs to the process, and the replica leaves it alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replica:
         self.is_dirty = self.has_graph = self.is_lent = False
         self._of_process: set[int] = set()
         self.params, self.tensors = [*params], tensors
-        # The memo has ids, and the survey keeps the originals alive: no later object gets one of them
+        # The memo has ids, and the survey keeps the originals alive: no later object gets one
         self._memo: dict[int, Any] = {id(each): each for each in survey.shared}
         self._memo.update(known)
         originals = [*survey.params, *survey.tensors]
@@ -215,8 +215,8 @@ class Replica:
     def _copy_target(self) -> None:
         survey, memo = self.survey, self._memo
         self._copy_scripts()
-        # What deepcopy would take apart wrongly gets an empty copy first, which the copies around it
-        # refer to, and is filled once all parts exist
+        # What deepcopy would take apart wrongly gets an empty copy first, which the copies around
+        # it refer to, and is filled once all parts exist
         twins = [function for function in survey.twins if id(function) not in memo]
         for function in twins:
             memo[id(function)] = self._make_twin(function)
@@ -303,9 +303,8 @@ class Replica:
         twin.__doc__ = function.__doc__
         twin.__annotations__ = function.__annotations__
         vars(twin).update({name: self._copy_part(part) for name, part in vars(function).items()})
-        for holder in self.survey.holders.get(
-            id(function), ()
-        ):  # Python 3.14 copies functions without a look at the memo
+        # Python 3.14 copies functions without a look at the memo
+        for holder in self.survey.holders.get(id(function), ()):
             if holder is not None and (owner := self._own_copy(holder[0].owner)) is not None:
                 holder[0].container(owner)[holder[1]] = twin
 

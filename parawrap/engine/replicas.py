@@ -10,7 +10,7 @@ the model; after it, one comparison per lane shows what forward wrote (`forward_
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -153,9 +153,14 @@ class Replicas:
             changes, mark = before.snapshot.read_changes()
             has_structure = mark is not None and self._can_apply(before, changes)
         if must_drop or before.must_rebuild() or not has_structure:
-            self.state = self._build(before, asked)
-        else:
-            self.state = self._update(before, asked, changes, mark) or self._build(before, asked)
+            self.state = self._build(before, asked, before.generation + 1)
+            return
+        # A model whose forward may write buffers unseen is made again for each call, and whole
+        # calls go on: it is the same model
+        is_other = changes or before.have_sources_changed() or before.has_written_tensors()
+        generation = before.generation + bool(is_other)
+        updated = self._update(before, asked, changes, mark, generation)
+        self.state = updated or self._build(before, asked, generation)
 
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
@@ -169,7 +174,7 @@ class Replicas:
         return ModelState(_NOTHING, _NO_SNAPSHOT, self.doubts, (None, None), generation=generation)
 
     def _build(
-        self, before: ModelState[Replica], asked: tuple[object, object]
+        self, before: ModelState[Replica], asked: tuple[object, object], generation: int
     ) -> ModelState[Replica]:
         """Make all replicas for the structure of now.
 
@@ -181,7 +186,6 @@ class Replicas:
         self._drop(before)
         edition = Edition(survey)
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
-        generation = before.generation + 1
         if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
             return ModelState(edition, snapshot, self.doubts, (None, None), generation=generation)
         home = home_of_survey(survey)
@@ -195,11 +199,9 @@ class Replicas:
         are_same = len(at_home) == len(originals) and all(map(is_, at_home, originals))
         if is_asked or not (has_copies and are_same):
             away = self._copy_parameters(devices, at_home)
-        known = (
-            [{}] * len(self.devices)
-            if options.copies_of_parts is None
-            else options.copies_of_parts(survey)
-        )
+        known: Sequence[Mapping[int, Any]] = [{}] * len(self.devices)
+        if options.copies_of_parts is not None:
+            known = options.copies_of_parts(survey)
         lanes = [
             Replica(
                 survey,
@@ -219,17 +221,12 @@ class Replicas:
         asked: tuple[object, object],
         changes: Sequence[Change],
         mark: Any,
+        generation: int,
     ) -> ModelState[Replica] | None:
         """Give the replicas what changed, and return the new state; None to make them again."""
-        survey, edition, lanes, generation = (
-            before.survey,
-            before.edition,
-            before.lanes,
-            before.generation,
-        )
+        survey, edition, lanes = before.survey, before.edition, before.lanes
         must_renew = before.must_renew_tensors()
         if changes:
-            generation += 1
             before.snapshot.accept(changes, mark)
             for replica in lanes:
                 for place, key, _, now in changes:
@@ -240,7 +237,6 @@ class Replicas:
                 must_renew = True  # training may have written statistics without a new version
         away = before.away
         if not before.has_same_sources():
-            generation += before.have_sources_changed()
             away = self._copy_parameters(away.devices, away.originals)
             if survey.scripts:  # copies of TorchScript modules have parameters of their own
                 return None
@@ -249,7 +245,6 @@ class Replicas:
             is_away = replica.device in away.by_device and not all(map(is_, params, replica.params))
             if is_away and not replica.replace(survey.params, replica.params, params):
                 return None
-        generation += before.has_written_tensors()
         if must_renew and not all(self._renew_tensors_of(replica, before) for replica in lanes):
             return None  # a tuple, or the like, holds one of them
         return self._note(edition, before.snapshot, asked, lanes, away, generation)
@@ -284,10 +279,8 @@ class Replicas:
 
     def _can_apply(self, before: ModelState[Replica], changes: Sequence[Change]) -> bool:
         """True if all changes are of numbers, flags, and texts, which need no new copies."""
-        if not (
-            before.lanes and changes
-        ):  # without a change of an entry, an object has another class
-            return False
+        if not (before.lanes and changes):
+            return False  # without a change of an entry, an object has another class
         for place, key, then, now in changes:
             if key is None or key in _DECIDE or type(then) not in SIMPLE or type(now) not in SIMPLE:
                 return False
@@ -399,9 +392,8 @@ class Replicas:
         for replica in state.lanes:
             record_use(replica.tensors)
         must_drop = bool(state.away.by_device) and torch.is_grad_enabled()
-        if (
-            must_drop
-        ):  # parameters remember the stream of the graphs that lead to them, so these must end
+        if must_drop:
+            # Parameters remember the stream of the graphs that lead to them, so these must end
             for replica in state.lanes:
                 replica.has_graph = False
             state.away.clear()
@@ -419,7 +411,7 @@ class Replicas:
         """
         state = self.state
         if [*map(version_of, state.params)] != versions:
-            self.refuse_write(versions)
+            self.refuse_write(versions, state)
         if state.away.by_device:
             self._refuse_writes_away()
         if True in map(_is_dirty, used) or state.must_renew_tensors():
@@ -435,11 +427,9 @@ class Replicas:
         """
         state = self.state
         replica.is_dirty = not replica.snapshot.is_same()
-        if (
-            replica.device not in state.away.by_device
-            and [*map(version_of, state.params)] != versions
-        ):
-            self.refuse_write(versions)
+        is_at_home = replica.device not in state.away.by_device
+        if is_at_home and [*map(version_of, state.params)] != versions:
+            self.refuse_write(versions, state)
         if state.away.by_device:
             self._refuse_writes_away()
         if replica.is_dirty or replica.is_written():
@@ -450,22 +440,20 @@ class Replicas:
         if replica.is_dirty:
             replica.restore()
         state = self.state
-        if (state.renews_always or replica.is_written()) and not self._renew_tensors_of(
-            replica, state
-        ):
+        if not (state.renews_always or replica.is_written()):
+            return
+        if not self._renew_tensors_of(replica, state):
+            tensors = self._copy_tensors(replica.device, state.survey, state.home)
             with torch.no_grad():  # a tuple holds one of them
-                copy_all(
-                    replica.tensors, self._copy_tensors(replica.device, state.survey, state.home)
-                )
+                copy_all(replica.tensors, tensors)
             replica.note_versions()
 
-    def refuse_write(self, versions: Sequence[int]) -> None:
+    def refuse_write(self, versions: Sequence[int], state: ModelState[Replica]) -> None:
         """Raise an error that names the first parameter with another version than it had.
 
         Raises:
             ReplicaError: If there is one whose writes are not allowed.
         """
-        state = self.state
         for tensor, before in zip(state.params, versions, strict=True):
             if version_of(tensor) != before and not may_renormalize(state.survey, tensor):
                 raise parameter_error(state.survey, tensor)

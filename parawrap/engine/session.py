@@ -18,12 +18,19 @@ import torch
 
 from parawrap._private_names import global_hooks, profiler_runs, version_of
 from parawrap.backends import backend_of, device_of, drop_own_frames, record_use
-from parawrap.engine.borrowed import NOTHING, lend, paths_of_containers, replace_new_entries
+from parawrap.engine.borrowed import (
+    NOTHING,
+    lend,
+    paths_of_containers,
+    replace_new_entries,
+    rules_of_entries,
+)
 from parawrap.engine.call import Calls, Entry
 from parawrap.engine.device_streams import Moment, Reached, moments_of
 from parawrap.engine.hand_over import hand_over
 from parawrap.engine.join import join
 from parawrap.engine.lanes import Lane, Modes, here
+from parawrap.engine.model_state import ModelState
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.stats import LaneStats, Stats
@@ -65,7 +72,7 @@ class Ready(NamedTuple):
     Attributes:
         modes: The modes of the caller.
         versions: Those of the parameters.
-        generation: That of the state of the model. A call of another generation is refused.
+        state: That of the model. A call of another generation is refused.
         is_quiet: True if calls of tensors write nothing.
         in_order: True if one lane must run all calls.
         prepares: For each lane, the function that computes the arguments.
@@ -74,7 +81,7 @@ class Ready(NamedTuple):
 
     modes: Modes
     versions: list[int]
-    generation: int
+    state: ModelState[Replica]
     is_quiet: bool
     in_order: bool
     prepares: Sequence[Prepare] | None
@@ -109,9 +116,8 @@ class LaneFuture(Future[Any]):
         try:
             value = super().result(timeout)
         except BaseException:
-            if (
-                self.done() and self.reached
-            ):  # work that was queued before the error may still read the model
+            if self.done() and self.reached:
+                # Work that was queued before the error may still read the model
                 follow(self.reached, None)
             del self  # it has the error, and the traceback of the error holds this frame
             raise
@@ -129,18 +135,9 @@ class WholeCall:
     """
 
     __slots__ = (
-        *(
-            "_callbacks",
-            "_claim",
-            "_done",
-            "_error",
-            "_output",
-            "args",
-            "entry",
-            "future",
-            "kwargs",
-        ),
-        *("moment", "reached", "ready", "rows", "session", "staged"),
+        *("_callbacks", "_claim", "_done", "_error", "_output"),
+        *("args", "entry", "future", "kwargs", "moment"),
+        *("reached", "ready", "rows", "session", "staged"),
     )
 
     def __init__(
@@ -178,8 +175,7 @@ class WholeCall:
         while True:
             with lane.gate:
                 # The flag is set before a cut call waits for the gates, and read with the gate
-                # held:
-                # either this call ends first, or it sees the flag
+                # held: either this call ends first, or it sees the flag
                 if not session.holds_whole_calls:
                     self._run_in(lane)
                     break
@@ -220,9 +216,8 @@ class WholeCall:
         self._done.acquire()
         error, output = self._error, self._output
         self._error = self._output = None
-        if (
-            self.reached
-        ):  # also after an error: work that was queued before it may still read the model
+        if self.reached:
+            # Also after an error: work that was queued before it may still read the model
             follow(self.reached, output)
         try:
             if error is not None:
@@ -308,7 +303,7 @@ class Session(Calls):
             return Ready(
                 Modes.capture(self.lanes.backend.type),
                 [*map(version_of, state.params)],
-                state.generation,
+                state,
                 is_quiet=not (writes or self.recorder.traces) and self.rules.keep_single,
                 in_order=draws
                 or bool(state.survey.generators)
@@ -347,7 +342,7 @@ class Session(Calls):
             and (call.ready.prepares is not None or _are_on_cpu(call.args, call.kwargs))
         ):
             sources = map(device_of, flatten((call.args, call.kwargs))[0])
-            places = (self.replicas.state.home, self.output_device, *self.devices, *sources)
+            places = (call.ready.state.home, self.output_device, *self.devices, *sources)
             call.moment = next(iter(moments_of(self.devices[:1], places)), None)
         self.runs_whole_calls = True
         if profiler_runs():
@@ -358,12 +353,16 @@ class Session(Calls):
     def run_whole(self, call: WholeCall, lane: Lane) -> Any:
         """Run a whole call in a lane, in the modes of the caller, and return the output."""
         ready, state = call.ready, self.replicas.state
-        if not state.lanes or ready.generation != state.generation:
+        if not state.lanes or ready.state.generation != state.generation:
             raise ReplicaError(_CHANGED)
         is_plain = ready.is_quiet and call.moment is None and not call.kwargs
         if is_plain and _TENSORS.issuperset(map(type, call.args)):
             replica = state.lanes[lane.index]
             output = call.entry.of(replica.target)(*call.args)
+            # A stream looks once, at its end
+            is_read_now = call.future is not None
+            if is_read_now and [*map(version_of, state.params)] != ready.versions:
+                raise ReplicaError(_CHANGED)
             lane.whole_calls += 1
             first = call.args[0] if call.args else None
             lane.rows += first.shape[self.rules.dim] if first is not None and first.ndim else 0
@@ -497,13 +496,14 @@ class Staged:
         """
         rules, home = self._session.rules, self._home
         if self._borrowed is not None:
-            of_entries = self._session.rules_of_entries
 
-            def join_entry(values: Sequence[Any]) -> Any:
-                return join([hand_over(values[0], replica)], (1,), of_entries, home)
+            def join_entry(values: Sequence[Any], place: Any, key: Any) -> Any:
+                of_entry = rules_of_entries(rules, place, key)
+                return join([hand_over(values[0], replica)], (1,), of_entry, home)
 
-            self._borrowed.join_changes(join_entry, home)
-            output = self._borrowed.mark_returned(output, 0)
+            self._borrowed.join_changes(join_entry, home, output)
+            if rules.join != "list":
+                output = self._borrowed.mark_returned(output, 0)
         output = hand_over(output, replica)
         if home is None and rules.keep_single:
             return output
@@ -574,10 +574,11 @@ class ThreadStream:
         if ready is not None and session.lanes.is_open:
             replicas = session.replicas
             replicas.unkept.warn()
-            if ready.generation != replicas.state.generation:
+            # The state of the stream itself: another thread may refresh the replicas right now
+            if ready.state.generation != replicas.state.generation:
                 raise ReplicaError(_CHANGED)
-            if [*map(version_of, replicas.state.params)] != ready.versions:
-                replicas.refuse_write(ready.versions)
+            if [*map(version_of, ready.state.params)] != ready.versions:
+                replicas.refuse_write(ready.versions, ready.state)
 
 
 def _are_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

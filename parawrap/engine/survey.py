@@ -432,12 +432,8 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of the memory that a tensor and its views share; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (
-        RuntimeError,
-        NotImplementedError,
-        ValueError,
-    ):  # sparse, a wrapper subclass, fake, or lazy
-        return 0
+    except (RuntimeError, NotImplementedError, ValueError):
+        return 0  # sparse, a wrapper subclass, fake, or lazy
 
 
 def vars_of(value: Any) -> dict[str, Any] | None:
@@ -495,9 +491,7 @@ def _is_quiet_module(module: torch.nn.Module) -> bool:
     if cls not in _QUIET_CLASSES and (module.training or cls not in _QUIET_IN_EVAL):
         return False
     own = [*vars(module).items()]
-    has_hooks = any(
-        name in HOOK_TABLES and part for name, part in own if name not in NOT_CALLED
-    )
+    has_hooks = any(name in HOOK_TABLES and part for name, part in own if name not in NOT_CALLED)
     has_code = any(callable(part) and hasattr(cls, name) for name, part in own)
     is_own_forward = cls.forward.__module__.startswith("torch.")
     return (

@@ -45,9 +45,12 @@ _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" hold
 
 
 class Call:
-    """A call in a message. `place` is its position there; `request` changes if the call is sent again alone."""
+    """A call in a message. `place` is its position there; `request` changes if the call is sent again alone.
 
-    __slots__ = ("args", "callbacks", "is_cancelled", "kwargs", "place", "record", "request", "rows")
+    `given` are the arguments as they are when the call is sent: the caller may change containers before the answer comes.
+    """
+
+    __slots__ = ("args", "callbacks", "given", "is_cancelled", "kwargs", "place", "record", "request", "rows")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.args = args
@@ -55,6 +58,7 @@ class Call:
         self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
         self.is_cancelled = False
         self.place = self.rows = 0
+        self.given: Given | None = None  # None: tensors alone, or arguments that the worker computes
         self.request: Request | None = None
         self.record: Callable[..., None] | None = None  # takes the lane, start, end, and error of a call that is traced
 
@@ -100,7 +104,7 @@ class Call:
                 if answer.written is None:
                     return output
                 written: Written = restore(answer.written, block)
-                given = Given((self.args, self.kwargs or {}))
+                given = self.given or Given((self.args, self.kwargs or {}))
                 write_back(written, given)
                 return given.resolve(output) if written.is_returned else output
         except BaseException as error:
@@ -136,6 +140,9 @@ class Request:
         Raises:
             UnsendableError: If an argument cannot be pickled.
         """
+        is_simple = not call.kwargs and all(type(each) is torch.Tensor for each in call.args)
+        if self.form.prepare is None and not is_simple:
+            call.given = Given((call.args, call.kwargs or {}))
         if call.kwargs:
             self.items.append(self.packer.add({"args": call.args, "kwargs": call.kwargs}, ""))
         else:

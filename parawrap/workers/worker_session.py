@@ -88,7 +88,6 @@ class WorkerSession:
         self.lanes = WorkerLanes(workers, retries)
         self.cutters = cutters
         self.rules = rules
-        self._entry_rules = rules_of_entries(rules)
         self.output_device = output_device
         self.recorder = Recorder(target)
         self.shards: tuple[int, ...] = ()
@@ -132,9 +131,14 @@ class WorkerSession:
         device = self._output_device(flat.leaves)
         borrowed = plan.borrowed(flat, (args, kwargs), loans)
         if borrowed is not None:
-            rules = self._entry_rules
-            borrowed.join_changes(lambda values: join(values, plan.sizes, rules, device), device)
-            outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
+
+            def join_entries(values: Sequence[Any], place: Any, key: Any) -> Any:
+                rules = rules_of_entries(self.rules, place, key)
+                return join(values, plan.sizes, rules, device)
+
+            borrowed.join_changes(join_entries, device, outputs[0])
+            if self.rules.join != "list":
+                outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
         finds = [partial(_find_object, shard.origins) for shard in shards]
         with without_autocast(self._backend.type):
             output = join(outputs, plan.sizes, self.rules, device, lambda: finds)

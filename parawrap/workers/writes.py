@@ -103,5 +103,5 @@ def write_back(written: Written, given: Given) -> None:
     if written.changes is not None:
         try:
             given.replay(written.changes)
-        except ValueError as error:
+        except (ValueError, LookupError) as error:
             raise SessionError(_INTO_OTHER_PARTS) from error

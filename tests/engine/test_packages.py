@@ -13,7 +13,7 @@ from parawrap.engine.rules.geometric_graphs import graph_rules
 from parawrap.engine.rules.registry import contents_of, splitter_of, update_argument
 from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
-from parawrap.errors import GatherError, SessionError, ShardError
+from parawrap.errors import GatherError, ShardError
 from parawrap.tree import flatten
 from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
@@ -159,14 +159,19 @@ def test_calls_with_a_cache():
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_workers_refuse_to_fill_a_cache(kind):
-    """The caller's cache would miss the new keys, of a cut call and of a whole one."""
+def test_workers_fill_a_cache(kind):
+    """The caller's cache gets the new keys, of a cut call and of a whole one."""
     model = tiny()
+    plain, text = copy.deepcopy(model), tokens(5, 1)
+    expected = filled(plain, new_cache(kind, model))
+    wanted = plain(text, past_key_values=expected, use_cache=True).logits.detach()
     with torch.no_grad(), parallel(model, ["cpu"] * 2, workers="process") as p:
         for call in p, lambda *args, **kwargs: p.submit(*args, **kwargs).result():
-            cache = filled(copy.deepcopy(model), new_cache(kind, model))
-            with pytest.raises(SessionError, match=r"not a tensor.*run the model in threads"):
-                call(tokens(5, 1), past_key_values=cache, use_cache=True)
+            cache = filled(plain, new_cache(kind, model))
+            output = call(text, past_key_values=cache, use_cache=True)
+            torch.testing.assert_close(output.logits, wanted)
+            assert output.past_key_values is cache
+            assert_same_cache(cache, expected)
 
 
 def test_unknown_caches_are_refused():

@@ -110,7 +110,9 @@ def _drawn_steps(random: Random, form: str, aux: str, *, is_home: bool) -> Itera
     if random.random() < 0.6:
         yield Step("fill", "", random.random() < 0.3)
     if random.random() < 0.4:
-        yield Step(random.choice(names), "", random.random() < 0.5)
+        name, only_wide = random.choice(names), random.random() < 0.5
+        # A write for good is seen in the first call of a structure, whatever the columns
+        yield Step(name, "", only_wide and name not in _FOR_GOOD)
 
 
 def drawn_contract_case(random: Random, kind: str = "cpu") -> ContractCase:
@@ -309,7 +311,9 @@ def rule_of(case: ContractCase, rows: int, *, wide: bool, whole: bool, mode: Mod
     lines, given = {step.line for step in steps}, {step.value for step in steps} | {*case.outputs}
     writes_for_good = not lines.isdisjoint(_FOR_GOOD)
     written = lines & {"seen", "tick", "room"}  # some come back in training mode
-    parts_state = mode.training and written and len(written | lines & {"fill", "last"}) > 1
+    # A narrow call clears what a wide one has filled, which is a write too
+    unparted = {step.line for step in case.steps} & {"fill", "last"}
+    parts_state = mode.training and written and len(written | unparted) > 1
     choose = sizes_of_block(1, are_uneven=not case.declares_rows)
     sizes = choose(rows, len(case.devices))
     if whole or len(sizes) == 1:

@@ -37,9 +37,11 @@ class Interrupts:
         if not frame.f_code.co_filename.startswith(PACKAGE) or self.where is not None:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "call":  # another frame may have had this id before
+            self._last.pop(id(frame), None)
         if event == "opcode":
             name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            before, self._last[frame] = self._last.get(frame, ""), name
+            before, self._last[id(frame)] = self._last.get(id(frame), ""), name
             if name in _BEFORE or before.startswith(_AFTER):
                 if self.left == 0:
                     self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"

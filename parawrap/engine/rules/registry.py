@@ -89,7 +89,9 @@ def splitter_of(value: object) -> Splitter:
 def place_leaf(leaf: WholeLeaf, device: torch.device) -> Any:
     """Return the value of a leaf that is kept whole, with its tensors on `device`."""
     value, rules = leaf.value, splitter_of(leaf.value)
-    if all(tensor.device == device for tensor in tensors_in(value)):
+    places = {tensor.device for tensor in tensors_in(value)}
+    # An empty cache has no tensors, and layers on another device still need a cache of their own
+    if places == {device} or not (places or rules.may_be_empty):
         return value
     # The copy may run on another stream than the work that made the tensors.
     record_use([leaf])
@@ -135,7 +137,7 @@ def contents_of(value: Any) -> list[Any]:
     seen, except in caches, where such a tensor always counts as written.
     """
     rules = splitter_of(value)
-    return list_state(value, _find_rules) if rules.contents is None else rules.contents(value)
+    return list_state(value, find_rules) if rules.contents is None else rules.contents(value)
 
 
 def update_argument(value: Any, joined: Any) -> None:
@@ -152,12 +154,12 @@ def update_argument(value: Any, joined: Any) -> None:
         return
     rules = splitter_of(value)
     if rules.update is None:
-        put_state(value, joined, _find_rules)
+        put_state(value, joined, find_rules)
     else:
         rules.update(value, joined)
 
 
-def _find_rules(value: object) -> Splitter | None:
+def find_rules(value: object) -> Splitter | None:
     """Return the rules of a value inside another one; None if its class has none."""
     cls = type(value)
     # Most values: the rules of packages need not look at their classes.
@@ -197,7 +199,7 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
 def _update_sequence(value: Any, joined: Any) -> None:
     if isinstance(value, list) and type(joined) is list:  # slices of a subclass may be plain lists
         joined = make_sequence(value, joined)
-    put_state(value, joined, _find_rules)
+    put_state(value, joined, find_rules)
 
 
 def _sequence_to(value: Any, device: torch.device) -> Any:
@@ -208,7 +210,7 @@ def _sequence_to(value: Any, device: torch.device) -> Any:
 def _list_items(value: Any) -> list[Any]:
     """Return the items. The argument has the same ones, and sees writes inside them."""
     if type(value) not in _HOLDERS:
-        return list_state(value, _find_rules)
+        return list_state(value, find_rules)
     marks = [mark_version(item) for item in value if isinstance(item, torch.Tensor)]
     return [*value, *marks]
 

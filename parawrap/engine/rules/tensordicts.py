@@ -92,7 +92,8 @@ def _entries_without_rows(parts: Sequence[Any]) -> Iterator[tuple[str, list[Any]
 
 def _tensordict_to(value: Any, device: torch.device) -> Any:
     """Return a copy on a device. A TensorDict without a device stays without one."""
-    moved = value.to(device)
+    # Blocking: the next stream that reads the copy need not know of this one
+    moved = value.to(device, non_blocking=False)
     return moved if value.device is not None else moved.clear_device_()
 
 

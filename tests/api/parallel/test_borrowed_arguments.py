@@ -82,13 +82,19 @@ def insert(batch):
     batch["log"].insert(0, batch["x"] * 5)
 
 
+def swap(batch):
+    first = batch["x"]
+    batch["z"], batch["x"] = first, first * 2
+    batch["pair"] = {"z": first, "a": first * 3, "m": batch["inner"]}
+
+
 def write_in_place(batch):
     batch["x"].mul_(7)
     batch["x"][:, 0] += 1
 
 
 DICTS = {each.__name__: each for each in (
-    set_entry, replace_entry, pop_entry, alias_entry, nest_entry, fill_inner, append, insert, write_in_place,
+    set_entry, replace_entry, pop_entry, alias_entry, nest_entry, fill_inner, append, insert, swap, write_in_place,
 )}  # fmt: skip
 
 
@@ -264,6 +270,79 @@ def test_an_argument_at_two_places():
     with parallel(forward, TWO) as p:
         p(ROWS, batch, batch)
     assert_same(batch, {"x": ROWS, "y": ROWS * 2})
+
+
+@torch.no_grad()
+def test_two_copies_of_one_argument():
+    """An object at two places is two in each lane, and what both of them got cannot be joined."""
+
+    def forward(x, one, other):
+        one.append(x)
+        other.append(x)
+        return x
+
+    log = []
+    with parallel(forward, TWO) as p, pytest.raises(ShardError, match="at two places of the call"):
+        p(ROWS, log, log)
+    assert log == []
+
+
+@torch.no_grad()
+def test_entries_of_a_list_of_outputs():
+    """Each lane's own output stays as it is, and options for places of the output hold for an argument in it."""
+
+    def forward(batch):
+        batch["mean"] = batch["x"].mean()
+        return batch
+
+    batch = {"x": ROWS}
+    with parallel(forward, TWO, reduce={"mean": "mean"}) as p:
+        output = p(batch)
+    assert output is batch
+    assert_same(batch, {"x": ROWS, "mean": ROWS.mean()})
+    with parallel(lambda batch: {"x": batch["x"]}, TWO, join="list") as p:
+        assert_same(p({"x": ROWS}), [{"x": ROWS[:5]}, {"x": ROWS[5:]}])
+
+
+@torch.no_grad()
+def test_numbers_that_lanes_count():
+    """A number of the lanes that equals one of the caller's is still theirs, and has no sum by itself."""
+
+    def forward(batch):
+        batch["n"] = len(batch["x"])
+        return batch["x"]
+
+    batch = {"x": ROWS[:8], "heads": 4}
+    with parallel(forward, TWO, out_dims=0) as p, pytest.raises(ShardError, match=r'"n".*Return it'):
+        p(batch)
+    assert [*batch] == ["x", "heads"]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_new_shapes_in_place(grad):
+    """Lanes have parts of their own, whose new shape the argument cannot take over."""
+    x = ROWS.clone()
+    with torch.set_grad_enabled(grad), parallel(lambda x: x.unsqueeze_(1) * 2, TWO, out_dims=0) as p:
+        if grad:
+            with pytest.raises(ShardError, match=r"args\[0\].*shape in place"):
+                p(x.add_(0))
+    assert x.shape == (9, 1)
+
+
+@torch.no_grad()
+def test_one_list_of_many_calls():
+    """Calls that run at the same time write one list of the caller, and no entry is lost."""
+
+    def forward(x, log):
+        log.append(x + 1)
+        return x
+
+    log = []
+    with parallel(forward, TWO) as p:
+        futures = [p.submit(ROWS + number, log) for number in range(50)]
+        for future in futures:
+            future.result()
+    assert sorted(each[0].item() for each in log) == [float(number + 1) for number in range(50)]
 
 
 @torch.no_grad()

@@ -56,6 +56,7 @@ def check_calls(kind, step):
         model(X)
         for moment in moments_of(lambda: WORK[kind](model, p), step):
             assert here.lane is None, moment
+            assert not torch.is_grad_enabled(), moment
             found = another.submit(torch.no_grad()(model), X).result(PATIENCE_S)
             assert_close([found, model(X), p.submit(X).result(PATIENCE_S)], [expected] * 3, msg=moment)
     assert "forward" not in vars(model)
@@ -72,6 +73,7 @@ def check_blocks(step):
 
     for moment in moments_of(use, step):
         assert vars(model) is before, moment
+        assert not torch.is_grad_enabled(), moment
         assert "forward" not in vars(model), moment
         assert_close(model(X), expected, msg=moment)
         blocks.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import sys
 import types
 
@@ -17,6 +18,14 @@ from tests.helpers.calling import Stateful
 
 THREE = ["cpu"] * 3
 X = torch.randn(24, 8)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapped
 
 
 class Scores(nn.Linear):
@@ -79,6 +88,43 @@ class Masked(nn.Linear):
         self.common.mask = x.sum(1, keepdim=True)
         torch.randn(100, 100) @ torch.randn(100, 100)
         return super().forward(x) * self.common.mask
+
+
+class Doubles(nn.Linear):
+    """Writes its weights for a moment, past autograd, in a decorated forward."""
+
+    @decorated
+    def forward(self, x):
+        self.weight.data.mul_(2)
+        y = super().forward(x)
+        self.weight.data.div_(2)
+        return y
+
+
+@torch.no_grad()
+def test_a_decorated_forward():
+    """What a decorator wraps is code of the model too."""
+    model = Doubles(8, 4)
+    expected = model(X)
+    with parallel(model, THREE) as p:
+        assert_close([model(X) for _ in range(20)], [expected] * 20)
+        assert_close(torch.cat([*p.map(X.split(6))]), expected)
+
+
+@torch.no_grad()
+def test_another_class_in_the_block():
+    """The next call sees that the model itself has another class."""
+
+    class Thrice(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 3
+
+    model = nn.Linear(8, 4)
+    expected = model(X)
+    with parallel(model, THREE):
+        assert_close(model(X), expected)
+        model.__class__ = Thrice
+        assert_close(model(X), expected * 3)
 
 
 @torch.no_grad()
