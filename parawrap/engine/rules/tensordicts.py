@@ -68,6 +68,9 @@ def _join_tensordicts(parts: Sequence[Any]) -> Any:
         joined: Any = torch.cat(list(parts), 0)
     except (KeyError, RuntimeError) as error:
         refuse_to_join(parts[0], str(error))
+    names = getattr(parts[0], "names", ())
+    if any(names):  # torch.cat drops the names of the dims
+        joined.names = names
     return joined.lock_() if parts[0].is_locked else joined
 
 
