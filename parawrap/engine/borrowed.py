@@ -498,7 +498,8 @@ class Borrowed:
                 continue
             column = [each[key].value for each in columns]
             ids = tuple(map(id, column))  # of values that the lanes' containers keep alive
-            if ids not in self._joined:
+            # Two equal numbers may be one object, and each has the options of its own key
+            if ids not in self._joined or all(map(is_plain_value, column)):
                 # An entry may be an argument too, or hold one
                 values = [self.mark_returned(value, lane) for lane, value in enumerate(column)]
                 try:

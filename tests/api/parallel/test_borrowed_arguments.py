@@ -318,6 +318,20 @@ def test_numbers_that_lanes_count():
     assert [*batch] == ["x", "heads"]
 
 
+@torch.no_grad()
+def test_equal_numbers_under_two_keys():
+    """Each number is reduced by the option of its own key, also if both are the same object."""
+
+    def forward(batch):
+        batch["total"] = batch["each"] = len(batch["x"])
+        return batch
+
+    with parallel(forward, TWO, reduce={"total": "sum", "each": "stack"}) as p:
+        output = p({"x": ROWS})
+    assert output["total"] == 9
+    assert [*output["each"]] == [5, 4]
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_new_shapes_in_place(grad):
     """Lanes have parts of their own, whose new shape the argument cannot take over."""
