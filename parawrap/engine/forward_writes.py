@@ -42,9 +42,8 @@ class UnkeptWrites:
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[
-            str, str
-        ] = {}  # by the name without its key: a cache by shape gets another key at each call
+        # By the name without its key: a cache by shape gets another key at each call
+        self.waiting: dict[str, str] = {}
         self._warned: set[str] = set()
 
     def add(self, names: Sequence[str]) -> None:
