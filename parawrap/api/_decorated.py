@@ -23,9 +23,14 @@ class Decorated:
     """
 
     if TYPE_CHECKING:
-        __wrapped__: Callable[..., Any]
-        __name__: str
-        __qualname__: str
+        # As properties: from Python 3.14, the annotations of a class hide those of the function
+
+        @property
+        def __wrapped__(self) -> Callable[..., Any]: ...
+        @property
+        def __name__(self) -> str: ...
+        @property
+        def __qualname__(self) -> str: ...
 
     def __init__(self, function: Callable[..., Any], setting: Any, defined: Any = None) -> None:
         functools.update_wrapper(self, function)  # type: ignore[arg-type]

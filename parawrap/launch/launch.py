@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +27,7 @@ R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 _LONGEST = 100  # characters of a line of output in a table
+_LOOK_S = 1.0  # between two looks for a signal, in a wait for the end
 _running: set[Launch[Any]] = set()
 
 
@@ -227,7 +230,15 @@ class Launch(Generic[R]):
         if os.getpid() != self._pid:
             msg = f"this launch of {self._job.name} belongs to process {self._pid}: use it there, not in a forked child"
             raise LaunchError(msg)
-        return threading.current_thread() is self._watch or self._ended.wait(timeout)
+        if threading.current_thread() is self._watch:
+            return True
+        # Python runs the handler of a signal between two steps of the main thread. A signal that comes in the moment in
+        # which the thread begins to wait for a lock does not wake it, so each wait is short: Ctrl-C may come at any moment
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def _watch_ranks(self) -> None:
         if not self._claim.acquire(blocking=False):

@@ -22,7 +22,7 @@ def is_lost(reference: ref[Any]) -> bool:
     handle = reference()
     if handle is None:
         return True
-    total, found = sys.getrefcount(handle) - 2, 0  # without the argument of getrefcount, and `handle`
+    total, found = sys.getrefcount(handle) - _count_own_references(), 0
     running = _running_frames()
     for holder in gc.get_referrers(handle):
         if isinstance(holder, FrameType) and id(holder) not in running:
@@ -31,6 +31,12 @@ def is_lost(reference: ref[Any]) -> bool:
             is_local = _has_locals_of_ended_frame(holder, running)
             found += _count(handle, [value for name, value in list(holder.items()) if is_local or _is_shown(name)])
     return found >= total
+
+
+def _count_own_references() -> int:
+    """Return how many references `is_lost` adds: its variable, and before Python 3.14 the argument of getrefcount."""
+    value = object()
+    return sys.getrefcount(value)
 
 
 def _count(handle: Any, values: list[Any]) -> int:

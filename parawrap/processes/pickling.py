@@ -125,7 +125,9 @@ def pack(value: Any, address: str = "", make_pickler: Callable[..., ValuePickler
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {str(reason) or repr(reason)}"
         del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
         raise UnsendableError(msg) from error
-    return Packed(stream.getbuffer(), buffers)
+    # Not `getbuffer`: a collector that meets the stream first cannot close it while a view of it exists, and says so.
+    # `getvalue` hands over the stream's own bytes, without a copy
+    return Packed(memoryview(stream.getvalue()), buffers)
 
 
 def unpack(block: memoryview | bytes) -> Any:

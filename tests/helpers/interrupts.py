@@ -42,7 +42,9 @@ class Interrupts:
         if event == "opcode":
             name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
             before, self._last[id(frame)] = self._last.get(id(frame), ""), name
-            if name in _BEFORE or before.startswith(_AFTER):
+            is_moment = name in _BEFORE or before.startswith(_AFTER)
+            # Without a line: a generator that is being thrown away, in which Python ignores errors
+            if is_moment and frame.f_lineno is not None:
                 if self.left == 0:
                     self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
                     raise KeyboardInterrupt
