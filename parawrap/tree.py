@@ -32,6 +32,7 @@ _ITEMS_OF_ROWS = "_encodings"  # in a BatchEncoding of transformers, a UserDict:
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
 _nodes: set[type] = set()
 _whole: set[type] = set()  # of the nodes, those that are kept whole
+# All three are written with the lock held, and read without it: a look at one of them is one step
 _learning = threading.Lock()
 _claims: list[Callable[[type], bool]] = []
 

@@ -174,12 +174,14 @@ class Calls:
         self.plain_calls = self.cut_calls = 0
         self.shards: tuple[int, ...] = ()
         self.stays_on_cpu = False  # True if the lanes, the output, and the model are on the CPU
+        # Both are written with `_lock` held. A whole call reads the first with its lane's gate held
         self.holds_whole_calls = False
-        self.runs_whole_calls = False  # True from the first one on
+        self.runs_whole_calls = False  # True from the first stream or submitted call on
         # Of this build of torch, whatever the machine
         self._has_only_cpu = torch.accelerator.current_accelerator() is None
         self._lock = threading.RLock()  # cut calls of several threads wait for each other
         self._counting = threading.Lock()  # of `plain_calls`; never held while user code runs
+        # Flags of warnings: two threads at the same time may give one twice
         self._warns_of_turns = devices[0].type == "cpu" and self.lanes.share_devices
         self._has_warned_of_plan = False
 
@@ -198,14 +200,15 @@ class Calls:
                 return self.run_plainly(entry, args, kwargs)
             try:
                 # Whole calls would find what this call leaves in a replica. Those that have begun
-                # end first: each holds its lane's gate, and looks at the flag when it has it
+                # end first: each holds its lane's gate, and looks at the flag when it has it. If
+                # there were none yet, the first one waits for `_lock` before it can begin
                 self.holds_whole_calls = True
                 for lane in lanes.all if self.runs_whole_calls else ():
                     with lane.gate:
                         pass
                 if not replicas.state.is_current():
                     self.refresh()
-                    if replicas.state.survey.is_lazy:
+                    if not replicas.state.lanes:
                         return self.run_plainly(entry, args, kwargs)
                 plan, flat = planned
                 return self._call_in_lanes(entry, plan, flat, (args, kwargs))
@@ -248,7 +251,7 @@ class Calls:
         # Listed layers of torch write nothing, unless an argument or a hook brings other code
         looks = not (state.edition.is_quiet and only_tensors) or any(global_hooks)
         watched = plan.written(flat) if None in plan.dims else []
-        versions = [*map(version_of, state.params)] if looks else []
+        versions = [*map(version_of, state.params)]
         turns = self._decide_turns(leaves, only_tensors) if lanes.count > 1 else None
 
         # Facts that no comparison shows: read for each new plan, and after each change of the model
@@ -313,6 +316,8 @@ class Calls:
         # Settle: the writes of forward reach the model and the arguments, or are refused
         if looks:
             replicas.settle_call(used, versions)
+        elif [*map(version_of, state.params)] != versions:  # another thread wrote it
+            replicas.refuse_write(versions, state)
         if is_probe:
             if contents is not None:
                 replicas.check_contents(contents)
@@ -388,9 +393,9 @@ class Calls:
             if not replicas.state.is_current():
                 self.refresh()
             state = replicas.state
-            if state.survey.is_lazy:
+            if not state.lanes:
                 parts = zip(args, kwargs, strict=True)
-                return [self.run_plainly(entry, part, named) for part, named in parts]
+                return [Calls.run_plainly(self, entry, part, named) for part, named in parts]
             used = state.lanes[: len(args)]
             versions = [*map(version_of, state.params)]
             calls = [

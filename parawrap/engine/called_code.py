@@ -155,9 +155,9 @@ def _refuse_held(what: str, value: Any) -> None:
     """Refuse a value that is a module with tensors, or a container that holds one."""
     parts: Iterable[Any] = [value]
     if isinstance(value, dict):
-        parts = value.values()
+        parts = [*value.values()]  # in one step, here and below: other threads may write it
     elif isinstance(value, (list, tuple, set)):
-        parts = value
+        parts = [*value]
     for held in parts:
         if not isinstance(held, torch.nn.Module):
             continue

@@ -496,7 +496,11 @@ class Cutter:
 
 
 def _keep(cache: dict[Any, T], key: Any, value: T) -> None:
-    """Add an entry to a cache of limited size."""
+    """Add an entry to a cache of limited size.
+
+    Each line is one step, so no lock is needed: two threads may make the same entry, and one that
+    clears the cache may drop a new one.
+    """
     if len(cache) >= _MOST_PLANS:
         cache.clear()
     cache[key] = value

@@ -100,7 +100,8 @@ def _stream_of_lane(device: torch.device, lane: int, use: str) -> Stream:
     """Return the stream of the lanes with this index, of all blocks.
 
     Blocks share it, because torch keeps a workspace for each stream ever used. `use` keeps the
-    stream for copies apart from the one for work.
+    stream for copies apart from the one for work. Two threads that ask first at the same time may
+    get two streams for once: a lane orders its streams in any case.
     """
     stream = backend_of(device.type).new_stream(device)
     assert stream is not None, "a device with a current stream has others"

@@ -21,21 +21,19 @@ from parawrap._private_names import (
 from parawrap.backends import record_use, warn_caller
 from parawrap.engine.batched_copies import lasting
 from parawrap.engine.model_state import Change, Edition
-from parawrap.engine.places import ABSENT, Place
+from parawrap.engine.places import ABSENT, SIMPLE, Place
 from parawrap.engine.replica import Replica
 from parawrap.engine.survey import Survey
 from parawrap.errors import ReplicaError
-
-# Values that an assignment on the model sets in the replicas too, without new copies
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class UnkeptWrites:
     """The names of what forward wrote and the model does not get, each for one warning.
 
     Lanes add names, and the caller's thread warns: a warning of a lane would not point at the
-    user's line. Each operation on the two containers is one step, so no lock is needed; a name that
-    is added twice is warned of once.
+    user's line. Each operation on the two containers is one step, and both stay the same objects,
+    so no lock is needed: a name that comes while another thread warns waits for the next warning,
+    and of two threads that warn at the same time one gets each name.
 
     Attributes:
         waiting: The names without a warning yet.
@@ -55,9 +53,12 @@ class UnkeptWrites:
 
     def warn(self) -> None:
         """Warn of the names that were added since the last warning. For the caller's thread."""
-        waiting, self.waiting = self.waiting, {}
-        names = [name for stem, name in [*waiting.items()] if stem not in self._warned]
-        self._warned.update(waiting)
+        names = []
+        for stem in [*self.waiting]:
+            self._warned.add(stem)  # first: from here on, no lane adds the name again
+            name = self.waiting.pop(stem, None)
+            if name is not None:
+                names.append(name)
         if not names:
             return
         warn_caller(

@@ -2,14 +2,22 @@
 
 Guarantees:
 
-- A lane runs one part at a time: the thread that works in it holds ``lane.lock``. - The caller runs
-lane 0's part, and then every part that no thread has begun. With gradients, the caller runs all
-parts of a device itself, in order. - The outcome of a part reaches the caller whatever the part
-raises; the lane lives on. - A part never waits for a lane: `here.lane` is set in it, and calls of
-the model run plainly. A part that waits for another thread, which itself makes a call, waits
-forever. - An interrupted caller leaves at once. Its parts that have not started are dropped. -
-Threads start when first needed. They end with `close`, with the last reference to the lanes, or
-with the interpreter. - A forked child has no lanes: all calls run plainly there.
+- A lane runs one part at a time: the thread that works in it holds ``lane.lock``.
+- The caller runs lane 0's part, and then every part that no thread has begun. With gradients, the
+  caller runs all parts of a device itself, in order.
+- The outcome of a part reaches the caller whatever the part raises; the lane lives on.
+- A part never waits for a lane: `here.lane` is set in it, and calls of the model run plainly. A
+  part that waits for another thread, which itself makes a call, waits forever.
+- An interrupted caller leaves at once. Its parts that have not started are dropped.
+- Threads start when first needed. They end with `close`, with the last reference to the lanes, or
+  with the interpreter.
+- A forked child has no lanes: all calls run plainly there.
+
+Threads need no interpreter lock here. What several of them change is one of three things:
+
+- work to be claimed, in a dict, list, or deque: ``pop`` gives each piece to one thread alone;
+- what an own lock protects, which the attribute says;
+- a flag that decides only who does the work, never what is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import cycle
+from itertools import cycle, filterfalse
 from operator import attrgetter
 from os import getpid
 from queue import SimpleQueue
@@ -43,6 +51,8 @@ from parawrap.engine.device_streams import LaneStreams, Moment, moment_of, wait_
 from parawrap.errors import SessionError
 
 _CPU = torch.device("cpu")
+_is_taking = attrgetter("is_taking")
+_load_of = attrgetter("load")
 _EXIT_PATIENCE_S = 5.0  # at the exit of the program; threads are daemons, so none blocks it
 _DRAWS = (
     "lanes that share a random generator drew from it at the same time, so a seed does not "
@@ -66,26 +76,37 @@ here = _Here()
 class Lane:
     """One device slot and, once it was needed, its thread.
 
-    `device` is where its tensors lie; `label` names it. `taking` is locked while its thread runs
-    whole calls, or is about to. `own` are whole calls for this lane alone, `shared` those for any
-    lane; both oldest first.
+    Attributes:
+        device: Where its tensors lie.
+        label: The name of the device.
+        lock: Of the thread that works in the lane. It protects the counters too.
+        gate: Held by a whole call.
+        own: Whole calls for this lane alone, oldest first.
+        is_taking: True while its thread runs whole calls, or is about to. Changed with `queueing`.
     """
 
     def __init__(
-        self, index: int, device: torch.device, label: str, shared: deque[Any] | None = None
+        self,
+        index: int,
+        device: torch.device,
+        label: str,
+        shared: deque[Any],
+        queueing: threading.Lock,
     ) -> None:
+        """`shared` are whole calls for any lane, and `queueing` is the lock of all who add some."""
         self.index = index
         self.device = device
         self.label = label
-        self.lock = threading.Lock()  # of the thread that works in the lane
-        self.gate = threading.Lock()  # held by a whole call
+        self.lock = threading.Lock()
+        self.gate = threading.Lock()
         self.inbox: SimpleQueue[Any] = SimpleQueue()
-        self.taking = threading.Lock()
+        self.is_taking = False
         self.tasks = self.rows = self.whole_calls = self.busy_ns = 0
         self.thread: threading.Thread | None = None
         self.streams = LaneStreams(device, index)
         self.own: deque[Any] = deque()
-        self._shared = deque() if shared is None else shared
+        self._shared = shared
+        self._queueing = queueing
 
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
@@ -106,19 +127,26 @@ class Lane:
         ready.wait()
 
     def take(self, _: Lane) -> None:
-        """Run whole calls, the oldest first, until none waits or other work waits."""
-        while self.inbox.empty():
+        """Run whole calls, the oldest first, until none waits.
+
+        Other work that waits runs between two of them.
+        """
+        while True:
             try:
                 work = (self.own or self._shared).popleft()
-            except IndexError:
-                self.taking.release()
-                if not ((self.own or self._shared) and self.taking.acquire(blocking=False)):
-                    # If a call came meanwhile, its sender has put this method into the inbox
-                    return
-                continue  # a call came, and its sender saw this lane at work
+            except IndexError:  # there is none, or another lane was quicker
+                # `Lanes.send` adds a call and looks for an idle lane under this lock. So either
+                # this thread finds the call, or the sender finds this lane idle
+                with self._queueing:
+                    if not (self.own or self._shared):
+                        self.is_taking = False
+                        return
+                continue
             work(self)
             del work
-        self.inbox.put(self.take)
+            if not self.inbox.empty():
+                self.inbox.put(self.take)
+                return
 
     def _serve(self, threads: int | None, ready: threading.Event) -> None:
         """Run the lane's thread.
@@ -147,19 +175,8 @@ class Job:
     """
 
     __slots__ = (
-        *(
-            "asleep",
-            "done",
-            "errors",
-            "groups",
-            "home",
-            "lanes",
-            "missing",
-            "modes",
-            "moments",
-            "outputs",
-            "tasks",
-        ),
+        *("asleep", "done", "errors", "groups", "home", "lanes"),
+        *("missing", "modes", "moments", "outputs", "tasks"),
     )
 
     def __init__(
@@ -173,12 +190,13 @@ class Job:
         self.lanes = lanes  # not their pool: a job that waits in an inbox would keep it alive
         self.tasks = tasks
         self.asleep: list[Lane] = []  # the lanes that are not woken yet, the next one last
-        self.groups = (
-            groups  # by lane: its thread would run the group; the thread that pops a group runs it
-        )
+        # By lane: its thread would run the group, and the thread that pops a group runs it
+        self.groups = groups
         self.home = home
         self.moments = moments
         self.modes: Modes  # of the caller, if a part runs elsewhere than in the caller's own modes
+        # Each thread writes the places of its own group. `done` opens after the last of them, so
+        # the caller, who waits for it, sees all that the lanes have written
         self.outputs: list[Any] = [None] * len(tasks)
         self.errors: list[tuple[int, BaseException]] = []
         self.missing = [*range(len(groups))]  # popped after each group; the last one opens `done`
@@ -205,7 +223,7 @@ class Job:
             while True:
                 lane = self.asleep.pop()
                 lane.inbox.put(self)
-                if not lane.taking.locked():
+                if not lane.is_taking:
                     return
 
     def run(self, group: tuple[int, ...]) -> None:
@@ -257,9 +275,11 @@ class Lanes:
         self, devices: Sequence[torch.device], labels: Sequence[str] | None = None
     ) -> None:
         self._shared: deque[Any] = deque()
+        self._queueing = threading.Lock()  # of `send`, of a lane that falls idle, and of `close`
         named = zip(devices, labels or map(str, devices), strict=True)
         self.all = tuple(
-            Lane(index, device, label, self._shared) for index, (device, label) in enumerate(named)
+            Lane(index, device, label, self._shared, self._queueing)
+            for index, (device, label) in enumerate(named)
         )
         self.count = len(self.all)
         self.backend: Backend = backend_of(devices[0].type)
@@ -268,8 +288,8 @@ class Lanes:
         self.is_open = True
         self._threads = self.backend.intra_op_threads(len(devices))
         self._only_cpu = all(device.type == "cpu" for device in devices)
+        # Entries are never changed. Two threads may make the same one
         self._groups: dict[tuple[int, str | None], dict[int, tuple[int, ...]]] = {}
-        self._gate = threading.Lock()
         self._changed: Moment = {}
         self._warns_of_draws = self.count > 1
         self._end = weakref.finalize(self, _end_threads, self.all, _EXIT_PATIENCE_S)
@@ -319,7 +339,7 @@ class Lanes:
         try:
             if others:
                 if self.all[others[0]].thread is None:
-                    with self._gate:
+                    with self._queueing:
                         self._start(self.all)
                 job.asleep = [*map(self.all.__getitem__, reversed(others))]
                 job.wake_next()
@@ -389,32 +409,34 @@ class Lanes:
         Raises:
             SessionError: If the lanes are closed.
         """
-        with self._gate:
+        with self._queueing:
             if not self.is_open or self.pid != getpid():
                 msg = (
                     "the lanes are closed: call inside the `with` block, or make a new "
                     "parallel(...)"
                 )
                 raise SessionError(msg)
+            # No loop of Python in here: Python 3.13 leaves a `with` at Ctrl-C in a jump backward
+            # without a call of `__exit__`
+            idle = [*filterfalse(_is_taking, self.all[:1] if in_order else self.all)]
+            chosen: Lane | None
+            if idle and self._only_cpu and not idle[0].lock.locked():
+                chosen = idle[0]
+            else:
+                # A caller may be at work in the first, or its device may be behind
+                chosen = min(idle, key=_load_of, default=None)
+            if chosen is not None and chosen.thread is None:
+                self._start([chosen])  # before the work is queued: there may be no thread to have
             (self.all[0].own if in_order else self._shared).append(work)
-            chosen = None
-            for lane in self.all[:1] if in_order else self.all:
-                if not lane.taking.locked():
-                    # A caller may be at work in the first, or its device may be behind
-                    chosen = lane if chosen is None else min(chosen, lane, key=attrgetter("load"))
-                    if self._only_cpu and not chosen.lock.locked():
-                        break
-            if chosen is not None and chosen.taking.acquire(blocking=False):
-                if chosen.thread is None:
-                    self._start([chosen])
+            if chosen is not None:
+                # In this order: after Ctrl-C in between, the lane only gets the method once more
                 chosen.inbox.put(chosen.take)
+                chosen.is_taking = True
 
     def queued(self) -> list[Any]:
         """Return the work that no lane has begun, oldest first."""
-        return [
-            *self.all[0].own.copy(),
-            *self._shared.copy(),
-        ]  # lanes take from them meanwhile, and only a copy is atomic
+        # Lanes take from them meanwhile. A deque is copied in one step, and read in several
+        return [*self.all[0].own.copy(), *self._shared.copy()]
 
     # Life
 
@@ -442,11 +464,11 @@ class Lanes:
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
-        if self.pid != getpid():  # there, another thread's hold on the gate would never end
+        if self.pid != getpid():  # there, another thread's hold on the lock would never end
             self._end.detach()
             self.is_open = False
             return
-        with self._gate:
+        with self._queueing:
             self.is_open = False
         if self._end.alive:
             _end_threads(self.all)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter, ne, not_
+from time import monotonic
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,22 +26,33 @@ from torch.utils.hooks import RemovableHandle
 from parawrap._private_names import (
     BUFFERS,
     CHILDREN,
+    COMPILED_CALL,
     HOOK_TABLES,
     MODULE_ENTRIES,
     PARAMETERS,
     version_of,
 )
 from parawrap.backends import Stream, backend_of
-from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, last_optimizer_step
-from parawrap.engine.places import ABSENT, ALWAYS_NEW, LISTS, Place
+from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies, read_memory, read_sources
+from parawrap.engine.places import (
+    ABSENT,
+    ALWAYS_NEW,
+    LISTS,
+    SIMPLE,
+    Place,
+    has_own_rules,
+    read_items,
+)
 from parawrap.engine.survey import Survey, first_tensor
 
 _TABLES = (PARAMETERS, BUFFERS, CHILDREN)
+_MOST_UNCHANGED = 2
+_IN_ORDER = ALWAYS_NEW - {set, types.CellType}
+_DICTS = (dict, OrderedDict)
 _END = ((object(),),)  # after all that is held, so that a longer or shorter list differs
 _dict_of = attrgetter("__dict__")
 _is_dirty = attrgetter("is_dirty")
 _requires_grad = attrgetter("requires_grad")
-_dtype_of = attrgetter("dtype")
 _read_entries = itemgetter.__call__  # takes a getter and a dict
 
 
@@ -52,6 +64,26 @@ def _getter(names: tuple[str, ...]) -> itemgetter[Any]:
     read twice.
     """
     return itemgetter(*names) if len(names) > 1 else itemgetter(*names, *names)
+
+
+_SETTLED_S = 1.0  # a thread that is not run for so long between two lines has other problems
+_UNSETTLED = -1  # no count of hooks
+_last_count = (_UNSETTLED, 0.0)
+
+
+def read_settled_count() -> int:
+    """Return how many hooks were registered in this process; -1 if one may not be in its table yet.
+
+    torch takes the next number, and then enters the hook into a table. Between the two, another
+    thread would find the new number, and the table without the hook.
+    """
+    global _last_count
+    count, since = _last_count  # one step, as the line that writes both
+    now = monotonic()
+    if count != RemovableHandle.next_id:
+        _last_count = RemovableHandle.next_id, now
+        return _UNSETTLED
+    return count if now - since > _SETTLED_S else _UNSETTLED
 
 
 class Change(NamedTuple):
@@ -77,11 +109,21 @@ class _Container:
         if isinstance(self.own, dict):
             self.before: Any = dict([*dict.items(self.own)])
         else:
-            self.before = [*self.own]
+            self.before = read_items(self.own)
 
     def has_other_dict(self) -> bool:
         """True if its owner has got another ``__dict__``."""
         return self.owner.__dict__ is not self.own
+
+
+class _Entered(NamedTuple):
+    """What containers held when they were entered, in the order in which `Snapshot` reads them."""
+
+    modules: list[dict[str, Any]]
+    instances: list[Any]
+    views: list[Any]
+    named: list[Any]
+    sized: list[Any]
 
 
 class Snapshot:
@@ -119,25 +161,36 @@ class Snapshot:
         self._sized: list[Any] = []
         self._empty: list[Any] = []
         self._no_hooks: list[Any] = []
+        # What is held is what the containers held when they were entered, and no second look:
+        # another thread may write the model in between
+        self._last_hook = read_settled_count()
+        first = _Entered([], [], [], [], [])
         for place in places:
             owner = copy_of(place.owner)
             if owner is not None:
-                self._enter(_Container(place, owner))
+                self._enter(_Container(place, owner), first)
         self._views += _END
-        self.note()
+        of_modules = map(_read_entries, self._getters, first.modules)
+        values = chain.from_iterable(chain(of_modules, first.instances, first.views, _END))
+        counts = [*map(len, first.modules), *map(len, first.sized)]
+        classes = [*map(type, self._owners)]
+        self._held = [*values], counts, [*chain.from_iterable(first.named)], classes
+        self._hooks = [*chain.from_iterable(map(_read_entries, self._hook_getters, first.modules))]
 
-    def _enter(self, found: _Container) -> None:
-        own, kind = found.own, found.place.kind
+    def _enter(self, found: _Container, first: _Entered) -> None:
+        own, before, kind = found.own, found.before, found.place.kind
         self._at[found.place.key] = found
         if not isinstance(own, dict):
             self._lists.append(found)
             is_plain = isinstance(own, LISTS)
-            if is_plain and not own:
+            if is_plain and not before:
                 self._empty.append(own)
             else:
                 self._views.append(own)
-            if is_plain and own:
+                first.views.append(before)
+            if is_plain and before:
                 self._sized.append(own)
+                first.sized.append(before)
             return
         self._dicts.append(found)
         if kind == "vars" and self._is_model:
@@ -145,21 +198,26 @@ class Snapshot:
         # The ``__dict__`` of a block's own module is a `PlainView`, whose `__getitem__` is Python
         if kind == "vars" and type(own) is dict and isinstance(found.owner, torch.nn.Module):
             self._enter_module(found)
+            first.modules.append(before)
             return
-        if not own:
+        if not before:
             (self._no_hooks if kind in HOOK_TABLES else self._empty).append(own)
             return
         if kind == "vars":
             self._instances.append(found.owner)
+            first.instances.append(before.values())
         else:
             self._views.append(dict.values(own))
+            first.views.append(before.values())
         is_table = kind in _TABLES or kind in HOOK_TABLES
         if self._is_model or not is_table:
             self._named.append(dict.keys(own))
+            first.named.append(before)
         if not is_table:
             # An entry that moves from one container to the next leaves the order of all that is
             # held. Tables need no count: what enters one comes last, after what was there
             self._sized.append(own)
+            first.sized.append(before)
 
     def _enter_module(self, found: _Container) -> None:
         entries = found.before
@@ -176,11 +234,11 @@ class Snapshot:
 
     def note(self) -> None:
         """Note the objects that are held now."""
-        self._held = self._read_held()
-        self._hooks = self._read_hooks()
         # Each registration of a hook takes the next number, for any module of the process. While
         # the number stays, no table can have got a hook, and the tables need no look
-        self._last_hook = RemovableHandle.next_id
+        self._last_hook = read_settled_count()  # before the look: a later hook needs another one
+        self._held = self._read_held()
+        self._hooks = self._read_hooks()
 
     def is_same(self) -> bool:
         """True if the containers hold the very same objects."""
@@ -216,7 +274,7 @@ class Snapshot:
 
     def _has_same_hooks(self) -> bool:
         """Look at all tables of hooks: some module of the process has got a hook."""
-        number = RemovableHandle.next_id  # before the look: a later hook needs another look
+        number = read_settled_count()  # before the look, as in `note`
         if any(self._no_hooks) or not all(map(is_, self._read_hooks(), self._hooks)):
             return False
         self._last_hook = number
@@ -252,7 +310,7 @@ class Snapshot:
         for each in self._find_changed():
             before, own = each.before, each.own
             if isinstance(before, list):
-                found.append(Change(each.place, None, before, [*own]))
+                found.append(Change(each.place, None, before, read_items(own)))
                 continue
             for key in dict.fromkeys([*before, *dict.keys(own)]):
                 then, now = before.get(key, ABSENT), dict.get(own, key, ABSENT)
@@ -285,7 +343,7 @@ class Snapshot:
             holders = chain.from_iterable(map(repeat, rest, lengths))
             found += compress(holders, map(is_not, now, before))
         for each in self._lists:
-            now_held = [*each.own]
+            now_held = read_items(each.own)
             same_length = len(now_held) == len(each.before)
             if not (same_length and all(map(is_, now_held, each.before))):
                 found.append(each)
@@ -333,6 +391,76 @@ class Snapshot:
             found.own[key] = value
         found.before[key] = value
 
+    def read_plain(self, left_out: set[Any]) -> PlainPart:
+        """Return what each copy of the model must hold too, without the places of these keys."""
+        plain = PlainPart([], [], [], set())
+        rules: dict[type, bool] = {}  # not a cache of the process: it would keep classes alive
+        for key, each in self._at.items():
+            cls = type(each.owner)
+            kind = key[1]
+            held = each.before
+            if cls not in rules:
+                rules[cls] = has_own_rules(cls)
+            if rules[cls] or key in left_out:
+                continue
+            is_view = kind == "vars" and hasattr(each.own, "names_of_stubs")
+            if is_view or (kind == "vars" and COMPILED_CALL in held):
+                # Copies get neither the stubs of a block nor compiled code
+                names = {COMPILED_CALL, *(each.own.names_of_stubs() if is_view else ())}
+                held = {name: value for name, value in held.items() if name not in names}
+                plain.partial.add(key)
+            elif cls not in _IN_ORDER and (kind == "items" or type(each.own) not in _DICTS):
+                continue
+            plain.keys.append(key)
+            plain.held.append(held)
+            if kind in HOOK_TABLES and held:
+                plain.hooks.append((key, [*held]))
+        return plain
+
+    def adopt(self, plain: PlainPart, copy_of: Callable[[int, Any], Any]) -> Any:
+        """Set numbers, flags, and texts of a new replica to those of the model.
+
+        `copy_of` takes the id of a part of the model, and the part, and returns its copy, or the
+        part if lanes share it.
+
+        Return the key of a place that holds something else; None if there is none. While
+        `copy.deepcopy` ran, another thread may have registered a hook, or set an attribute, and
+        taken that back before the model was looked at again: no look at the model shows that. And a
+        loop over a dict that gets and loses an entry may leave out others.
+        """
+        at = self._at
+        for key, hooks in plain.hooks:
+            if key in at and [*at[key].before] != hooks:
+                return key
+        is_changed = False
+        for key, held in zip(plain.keys, plain.held, strict=True):
+            mine = at.get(key)
+            if mine is None:  # of an object that all lanes use
+                continue
+            before = mine.before
+            if key in plain.partial:
+                before = {name: before.get(name, ABSENT) for name in held}
+            if len(before) != len(held):
+                return key
+            is_dict = isinstance(held, dict)
+            values = held.values() if is_dict else held
+            expected = [*map(copy_of, map(id, values), values)]
+            if all(map(is_, before.values() if is_dict else before, expected)):
+                continue
+            if not is_dict or before.keys() != held.keys():
+                return key
+            for name, value in zip(held, expected, strict=True):
+                if before[name] is value:
+                    continue
+                if type(value) not in SIMPLE or type(before[name]) not in SIMPLE:
+                    return key
+                dict.__setitem__(mine.own, name, value)
+                mine.before[name] = value
+                is_changed = True
+        if is_changed:
+            self.note()
+        return None
+
     def clear(self) -> None:
         """Empty the modules and the plain containers, so that cycles among them keep nothing alive.
 
@@ -342,6 +470,35 @@ class Snapshot:
         for each in self._at.values():
             if isinstance(each.owner, torch.nn.Module) or type(each.owner) in ALWAYS_NEW:
                 each.own.clear()
+
+
+def was_disturbed(error: Exception, snapshot: Snapshot | None, copies: int) -> bool:
+    """True if a copy may have failed because another thread changed the model meanwhile.
+
+    `snapshot` is that of the model before the copy, and `copies` how many were tried.
+    """
+    if snapshot is not None and not snapshot.is_same():
+        return True
+    # A change may also have come and gone. Python's error about a dict that changes under a loop is
+    # a plain RuntimeError. Two more copies are enough: so many changes leave a trace
+    cause = error.__cause__ or error
+    return type(cause) is RuntimeError and copies <= _MOST_UNCHANGED
+
+
+class PlainPart(NamedTuple):
+    """What a model and its copies hold alike: all but the parts whose classes copy themselves.
+
+    Attributes:
+        keys: Those of the places.
+        held: What the container at each place held.
+        hooks: The numbers of the hooks in each table that has any.
+        partial: The keys of places of which copies may hold more.
+    """
+
+    keys: list[tuple[int, str]]
+    held: list[Any]
+    hooks: list[tuple[tuple[int, str], list[Any]]]
+    partial: set[tuple[int, str]]
 
 
 class Edition:
@@ -401,7 +558,7 @@ class ModelState(Generic[CopyT]):
         survey: That of the edition.
         snapshot: What the containers of the model held. The next state may have the same snapshot,
             with changes accepted.
-        lanes: One replica per lane; empty if a refresh is needed first.
+        lanes: One replica per lane; empty if calls must run plainly, or a refresh is needed first.
         away: The copies of parameters on other devices than the model's.
         home: The device of the model; None if it has no tensors.
         params: The parameters that have versions.
@@ -428,13 +585,15 @@ class ModelState(Generic[CopyT]):
         lanes: Sequence[CopyT] = (),
         away: ParameterCopies = NO_COPIES,
         sources: Sequence[torch.Tensor] | None = None,
+        versions: Sequence[int] | None = None,
         renews_always: bool = False,
         generation: int = 0,
     ) -> None:
         """Note the state of now.
 
         `asked` are the doubts when the refresh began, `sources` the tensors of which copies exist
-        elsewhere: by default, those of `away`.
+        elsewhere: by default, those of `away`. `versions` are those of `read_versions` before the
+        lanes got their copies: a write that came meanwhile makes the state an old one.
         """
         survey = edition.survey
         tensors = [*survey.params, *survey.tensors]
@@ -458,8 +617,10 @@ class ModelState(Generic[CopyT]):
             own = []
         self._tracked = [tensor for tensor in own if not tensor.is_inference()]
         self._versions = [*map(version_of, self._tracked)]
+        if versions is not None:
+            self._versions[: len(versions)] = versions
         self._sources = away.originals if sources is None else sources
-        self._sources_then = _read_sources(self._sources)
+        self._sources_then = away.sources_then if sources is None else read_sources(sources)
         self._devices = frozenset(devices)
         self._streams = self._read_streams() if lanes else {}
 
@@ -498,8 +659,8 @@ class ModelState(Generic[CopyT]):
 
     def has_written_tensors(self) -> bool:
         """True if one of the model's own tensors besides parameters was written."""
-        count = sum(not tensor.is_inference() for tensor in self.survey.tensors)
-        return [*map(version_of, self._tracked[:count])] != self._versions[:count]
+        versions = read_versions(self.survey)
+        return versions != self._versions[: len(versions)]
 
     def has_same_sources(self) -> bool:
         """True if copies elsewhere are those that a call of this moment needs.
@@ -511,11 +672,11 @@ class ModelState(Generic[CopyT]):
 
     def have_sources_changed(self) -> bool:
         """True if a tensor with copies elsewhere was written, moved, frozen, or unfrozen."""
-        return _read_sources(self._sources) != self._sources_then
+        return read_sources(self._sources) != self._sources_then
 
     def have_sources_moved(self) -> bool:
         """True if such a tensor has other memory, or another dtype."""
-        return bool(self._sources) and _read_memory(self._sources) != self._sources_then[-1]
+        return bool(self._sources) and read_memory(self._sources) != self._sources_then[-1]
 
     def has_other_streams(self) -> bool:
         """True if the caller is on other streams."""
@@ -533,25 +694,15 @@ class ModelState(Generic[CopyT]):
         return found
 
 
-def _read_sources(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return what writes of tensors change.
+def read_versions(survey: Survey) -> list[int]:
+    """Return the versions of the model's own tensors besides parameters, as far as they have any.
 
-    Fused optimizers write without a new version, so the steps of all optimizers count too.
+    A write raises the version after it. So a version that is read before a copy is made, and is
+    still the same after it, is that of the copy.
     """
-    if not tensors:
-        return ()
-    versioned = [tensor for tensor in tensors if not tensor.is_inference()]
-    versions = [*map(version_of, versioned)]
-    flags = [*map(_requires_grad, tensors)]
-    return last_optimizer_step(), versions, flags, _read_memory(tensors)
-
-
-def _read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.dtype]]:
-    """Return where tensors lie, and their dtypes: ``p.data = x`` changes one of them."""
-    strided = torch.strided
-    # A sparse tensor has no address of its own
-    addresses = [each.data_ptr() if each.layout is strided else id(each) for each in tensors]
-    return addresses, [*map(_dtype_of, tensors)]
+    if survey.is_lazy:
+        return []
+    return [version_of(tensor) for tensor in survey.tensors if not tensor.is_inference()]
 
 
 def home_of_survey(survey: Survey) -> torch.device | None:

@@ -18,6 +18,7 @@ from parawrap.backends import transfer
 from parawrap.engine.batched_copies import bytes_of, copies_at, pack_small, send_packed
 
 _requires_grad = attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
 _last_step = object()
 
 
@@ -41,6 +42,27 @@ def last_optimizer_step() -> object:
     It is another object after each step.
     """
     return _last_step
+
+
+def read_sources(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return what writes of tensors change.
+
+    Fused optimizers write without a new version, so the steps of all optimizers count too.
+    """
+    if not tensors:
+        return ()
+    versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+    versions = [*map(version_of, versioned)]
+    flags = [*map(_requires_grad, tensors)]
+    return last_optimizer_step(), versions, flags, read_memory(tensors)
+
+
+def read_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.dtype]]:
+    """Return where tensors lie, and their dtypes: ``p.data = x`` changes one of them."""
+    strided = torch.strided
+    # A sparse tensor has no address of its own
+    addresses = [each.data_ptr() if each.layout is strided else id(each) for each in tensors]
+    return addresses, [*map(_dtype_of, tensors)]
 
 
 # Two nodes lie between a parameter and its copies. `_Broadcast`, one per device, runs backward on a
@@ -149,6 +171,7 @@ class ParameterCopies:
     Attributes:
         originals: The parameters.
         by_device: Their copies, in the same order.
+        sources_then: What `read_sources` found before the copies were made.
         is_linked: True if gradients flow through the copies.
     """
 
@@ -165,6 +188,7 @@ class ParameterCopies:
             # Before the copies are made, so that no later step is missed.
             note_optimizer_steps()
             self.originals += originals
+        self.sources_then = read_sources(self.originals)
         self.is_linked = self.must_link() and not detach
         self.by_device: dict[torch.device, list[torch.Tensor]] = {}
         if self.is_linked:

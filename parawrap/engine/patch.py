@@ -34,28 +34,48 @@ class PlainView(dict[str, Any]):
     # A subclass of dict, because an object takes no other ``__dict__``. C code reads the entries of
     # the dict itself, past the methods below; `dict.get(view, name)` does the same.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(vars(module))
-        self._before = vars(module)
+    def __init__(self, before: dict[str, Any], entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self._before = before
+        self._entries = entries  # of `before` when the view took its place
         # A compiled call would trace through the stub and run the batch as one.
         self._compiled = dict.get(self, COMPILED_CALL)
         if self._compiled is not None:
             dict.__setitem__(self, COMPILED_CALL, None)
 
+    @classmethod
+    def open(cls, module: torch.nn.Module) -> None:
+        """Put a view into the place of the module's ``__dict__``."""
+        before = vars(module)
+        entries = dict([*dict.items(before)])
+        view = cls(before, entries)
+        # One step: other threads see the dict or the view.
+        object.__setattr__(module, "__dict__", view)
+        _bring_late_writes(before, entries, view)
+
     def close(self, module: torch.nn.Module) -> None:
         """Give the module its own ``__dict__`` back, with all that was set in the meantime."""
-        now = self.plain()
+        seen = self.plain()
+        now = dict(seen)
         # None is what the view has put there; another value was set inside the block.
         if self._compiled is not None and now.get(COMPILED_CALL) is None:
             now[COMPILED_CALL] = self._compiled
-        # New entries come before old ones go. Code that took the dict before the block may read it
-        # in another thread, and finds each attribute that stays at any moment.
-        dict.update(self._before, now)
-        deleted = [name for name in [*self._before] if name not in now]
-        for name in deleted:
-            dict.pop(self._before, name)
+        # Only what the block has changed: a thread that took the dict before the block, and reads
+        # or writes it still, finds each attribute that stays at any moment, and keeps its writes.
+        # New entries come before old ones go
+        for name, value in now.items():
+            if value is not self._entries.get(name, ABSENT):
+                dict.__setitem__(self._before, name, value)
+        for name in self._entries:
+            if name not in now:
+                dict.pop(self._before, name, None)
         # One step: other threads see the view or the finished dict.
         object.__setattr__(module, "__dict__", self._before)
+        _bring_late_writes(self.plain(), seen, self._before)
+
+    def names_of_stubs(self) -> set[str]:
+        """Return the names of the entries that are stubs."""
+        return {name for name, value in [*dict.items(self)] if type(value) is Stub}
 
     def plain(self) -> dict[str, Any]:
         """Return the items with what lies under the stubs."""
@@ -114,7 +134,7 @@ class PatchedMethods:
         with _rewriting:
             # Blocks on one module share one view, which the last of them closes.
             if not isinstance(vars(module), PlainView):
-                object.__setattr__(module, "__dict__", PlainView(module))
+                PlainView.open(module)
             own = vars(module)
             # The module does not keep the session alive. Without a session, stubs call plainly.
             find_calls = weakref.ref(calls)
@@ -160,6 +180,26 @@ class PatchedMethods:
             # The list is a copy, which is one step: other threads may set attributes.
             if isinstance(own, PlainView) and Stub not in map(type, [*dict.values(own)]):
                 own.close(self._module)
+
+
+def _bring_late_writes(old: dict[str, Any], seen: dict[str, Any], new: dict[str, Any]) -> None:
+    """Bring what other threads have written into a dict between its copy and the end of its use.
+
+    `seen` is the copy, and `new` the dict that has taken the place of `old`. Python has no step
+    that compares and writes: if a thread writes an attribute twice while a block opens or closes,
+    and the second write comes between the two halves of the line below, the first one stays.
+    """
+    entries = dict([*dict.items(old)])
+    changed = []
+    for name in {**seen, **entries}:
+        then, now = seen.get(name, ABSENT), entries.get(name, ABSENT)
+        if now is not then:
+            changed.append((name, then, now))
+    for name, then, now in changed:
+        if now is ABSENT:
+            dict.pop(new, name, None)
+        elif dict.get(new, name, ABSENT) is then:  # else another write came later
+            dict.__setitem__(new, name, now)
 
 
 def _call_plainly(

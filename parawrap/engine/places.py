@@ -8,20 +8,33 @@ finds them, `Snapshot` compares them.
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from types import CellType
 from typing import Any, NamedTuple
+
+import torch
 
 from parawrap._private_names import HOOK_TABLES
 from parawrap.tree import names_of_slots
+
+MOST_READS = 1000  # of what another thread changes, before Python's error is raised
+MOST_COPIES = 8
+"""How often a model is copied at most because another thread changes it meanwhile.
+
+Then calls run plainly.
+"""
+
+SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+"""Classes of values that a copy shares. What the model holds of them is set in the replicas."""
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 LISTS = (list, deque, set)
 
 # `copy.deepcopy` makes a new object for each of these. A class of the user's may return an object
 # that others hold too.
-ALWAYS_NEW = frozenset({dict, list, set, deque, OrderedDict, defaultdict, CellType})
+ALWAYS_NEW = frozenset({dict, list, set, deque, OrderedDict, defaultdict, types.CellType})
 
 
 class Place(NamedTuple):
@@ -77,6 +90,20 @@ class Place(NamedTuple):
         return owner.__dict__[self.kind]
 
 
+def read_items(container: Any) -> list[Any]:
+    """Return the items of a list, deque, or set, as they are at one moment.
+
+    Other threads may write it. A list of a list or of a set is made in one step, with its lock
+    held. A deque has a lock too, which only its own methods take, and raises if it is changed.
+    """
+    if type(container) is deque:
+        return [*container.copy()]
+    for _ in range(MOST_READS):
+        with contextlib.suppress(RuntimeError):
+            return [*container]
+    return [*container]
+
+
 class Slots:
     """The slots of an object, or the contents of a closure cell, read and written like a list."""
 
@@ -111,3 +138,22 @@ def read_slot(owner: Any, name: str = "cell_contents") -> Any:
         return getattr(owner, name)
     except (AttributeError, ValueError):  # an empty slot, an empty cell
         return ABSENT
+
+
+def has_rules_for_copies(cls: type) -> bool:
+    """True if a class says itself how it is copied: it may return an object that exists."""
+    if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
+        return False
+    rules: tuple[Any, ...] = (cls.__reduce_ex__, cls.__reduce__)
+    is_default = rules == (object.__reduce_ex__, object.__reduce__) and not isinstance(
+        cls.__new__, types.FunctionType
+    )
+    return not is_default or hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table
+
+
+def has_own_rules(cls: type) -> bool:
+    """True if a class says itself what copies of its instances hold."""
+    root = torch.nn.Module if issubclass(cls, torch.nn.Module) else object
+    names = ("__getstate__", "__setstate__", "__deepcopy__")
+    has_own = any(getattr(cls, name, None) is not getattr(root, name, None) for name in names)
+    return has_own or has_rules_for_copies(cls)

@@ -8,7 +8,6 @@ a registry or a cache, belongs to the process, and the replica leaves it alone.
 from __future__ import annotations
 
 import copy
-import copyreg
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +24,8 @@ from parawrap._private_names import (
     version_of,
 )
 from parawrap.engine.batched_copies import lasting
-from parawrap.engine.model_state import Snapshot
-from parawrap.engine.places import ALWAYS_NEW, Place, read_slot
+from parawrap.engine.model_state import PlainPart, Snapshot
+from parawrap.engine.places import Place, has_rules_for_copies, read_slot
 from parawrap.engine.survey import Survey, storage_of, vars_of
 from parawrap.errors import ReplicaError
 
@@ -94,6 +93,13 @@ class Replica:
         params = [*map(self.of, survey.params)]
         # The copy outlives its replica, which nothing else needs: it has no calls that write
         return Replica(survey, self.device, params, tensors, copies).target
+
+    def find_difference(self, plain: PlainPart) -> Any:
+        """Return the key of a place that is no copy of the model's; None if there is none.
+
+        Numbers, flags, and texts are set.
+        """
+        return self.snapshot.adopt(plain, self._memo.get)
 
     # The lane's own tensors
 
@@ -188,7 +194,7 @@ class Replica:
         owners = {id(place.owner): place.owner for place in self.survey.places}
         for key, owner in owners.items():
             copied = self._memo.get(key)
-            if copied is None or copied is owner or not _has_rules_for_copies(type(owner)):
+            if copied is None or copied is owner or not has_rules_for_copies(type(owner)):
                 continue
             # Without its own entry, the owner is copied once more; its parts have copies already
             del self._memo[key]
@@ -395,17 +401,6 @@ def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if own := vars_of(tensor):
             vars(each).update(own)
     return found
-
-
-def _has_rules_for_copies(cls: type) -> bool:
-    """True if a class says itself how it is copied: it may return an object that exists."""
-    if issubclass(cls, torch.nn.Module) or cls in ALWAYS_NEW:
-        return False
-    rules: tuple[Any, ...] = (cls.__reduce_ex__, cls.__reduce__)
-    is_default = rules == (object.__reduce_ex__, object.__reduce__) and not isinstance(
-        cls.__new__, types.FunctionType
-    )
-    return not is_default or hasattr(cls, "__deepcopy__") or cls in copyreg.dispatch_table
 
 
 def _has_known_parameters(part: Any, known: set[int]) -> bool:

@@ -27,7 +27,6 @@ from parawrap._private_names import (
 from parawrap.backends import record_use
 from parawrap.engine.batched_copies import bytes_of, copies_at, lasting
 from parawrap.engine.forward_writes import (
-    SIMPLE,
     UnkeptWrites,
     contents_of,
     is_written_unseen,
@@ -43,8 +42,11 @@ from parawrap.engine.model_state import (
     Snapshot,
     home_of_survey,
     home_of_target,
+    read_versions,
+    was_disturbed,
 )
 from parawrap.engine.parameter_copies import NO_COPIES, ParameterCopies
+from parawrap.engine.places import MOST_COPIES, SIMPLE
 from parawrap.engine.replica import Replica, clone_all
 from parawrap.engine.survey import Survey
 from parawrap.errors import ReplicaError
@@ -105,6 +107,7 @@ class Replicas:
         self._lock = (
             threading.Lock()
         )  # of `copied_bytes`: several lanes may renew their tensors at once
+        self._differs_always: set[Any] = set()  # keys of places that copies never have alike
         self.state = self._know_nothing(0)
 
     def is_at_home(self, device: torch.device) -> bool:
@@ -153,14 +156,17 @@ class Replicas:
             changes, mark = before.snapshot.read_changes()
             has_structure = mark is not None and self._can_apply(before, changes)
         if must_drop or before.must_rebuild() or not has_structure:
-            self.state = self._build(before, asked, before.generation + 1)
-            return
-        # A model whose forward may write buffers unseen is made again for each call, and whole
-        # calls go on: it is the same model
-        is_other = changes or before.have_sources_changed() or before.has_written_tensors()
-        generation = before.generation + bool(is_other)
-        updated = self._update(before, asked, changes, mark, generation)
-        self.state = updated or self._build(before, asked, generation)
+            state = self._build(before, asked, before.generation + 1)
+        else:
+            state = self._update(before, asked, changes, mark)
+        for _ in range(MOST_COPIES):
+            # Lanes get their copies of tensors one after another, and another thread may have
+            # written in between. Then they get them again
+            is_old = state.has_written_tensors() or state.have_sources_changed()
+            if not (state.lanes and is_old):
+                break
+            state = self._update(state, asked, [], None)
+        self.state = state
 
     def forget(self) -> None:
         """Drop the replicas, and everything that is known of the target."""
@@ -168,6 +174,15 @@ class Replicas:
         self._drop(before)
 
     # Making and renewing
+
+    def _next_generation(self, before: ModelState[Replica], changes: Sequence[Change]) -> int:
+        """Return the next number if the model has changed since, else that of before.
+
+        A model whose forward may write buffers unseen is made again for each call, and whole calls
+        go on: it is the same model.
+        """
+        is_other = changes or before.have_sources_changed() or before.has_written_tensors()
+        return before.generation + bool(is_other)
 
     def _know_nothing(self, generation: int) -> ModelState[Replica]:
         """Return the state before the first refresh, which is not that of any model."""
@@ -181,13 +196,68 @@ class Replicas:
         Copies of parameters on other devices are kept, unless everything is asked for. The old
         replicas are dropped first: parameters remember the shapes of the graphs that lead to them.
         """
-        options = self._options
-        survey = Survey(self.target, options.methods, shares_hooks=options.shares_hooks)
         self._drop(before)
-        edition = Edition(survey)
-        snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
-        if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
-            return ModelState(edition, snapshot, self.doubts, (None, None), generation=generation)
+        options = self._options
+        for copies in range(1, MOST_COPIES + 1):
+            # The walk and `copy.deepcopy` read dicts of the model, which another thread may be
+            # changing. Then they raise, or lanes get copies of different moments: copy once more
+            snapshot = None
+            try:
+                survey = Survey(self.target, options.methods, shares_hooks=options.shares_hooks)
+                edition = Edition(survey)
+                snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
+                if survey.is_lazy:  # a parameter waits for its first call, which runs plainly
+                    doubts, asked = self.doubts, (None, None)  # the next call looks again
+                    return ModelState(edition, snapshot, doubts, asked, generation=generation)
+                state = self._copy_model(edition, snapshot, before, asked, generation)
+            except Exception as error:
+                if not was_disturbed(error, snapshot, copies):
+                    raise
+                continue
+            if not self._follow_moves(state):
+                self._drop(state)
+                continue
+            differences = self._find_differences(state)
+            if differences == {None}:
+                return state
+            if _is_alone():
+                # No other thread has changed the model: its copies differ by a rule of their own
+                self._differs_always |= differences
+                return state
+            self._drop(state)
+        # A thread that never pauses leaves no moment to copy, but a plain call is right
+        return self._know_nothing(generation)
+
+    def _follow_moves(self, state: ModelState[Replica]) -> bool:
+        """Accept changes of numbers and the like since the snapshot; False if others have come."""
+        if state.snapshot.is_same():
+            return True
+        changes, mark = state.snapshot.read_changes()
+        decides = any(change.key == "training" for change in changes)
+        if mark is None or decides or not self._can_apply(state, changes):
+            return False
+        state.snapshot.accept(changes, mark)
+        return True
+
+    def _find_differences(self, state: ModelState[Replica]) -> set[Any]:
+        """Return the first place of each replica that holds something else than the model's.
+
+        None stands for a replica that is a copy of what the snapshot shows.
+        """
+        plain = state.snapshot.read_plain(self._differs_always)
+        return {replica.find_difference(plain) for replica in state.lanes}
+
+    def _copy_model(
+        self,
+        edition: Edition,
+        snapshot: Snapshot,
+        before: ModelState[Replica],
+        asked: tuple[object, object],
+        generation: int,
+    ) -> ModelState[Replica]:
+        """Make all replicas of the surveyed model."""
+        options, survey = self._options, edition.survey
+        versions = read_versions(survey)  # before the copies, as in `_update`
         home = home_of_survey(survey)
         _refuse_devices(survey, home)
         self._refuse_cuda_graphs(survey)
@@ -213,7 +283,7 @@ class Replicas:
             for device, parts in zip(self.devices, known, strict=True)
         ]
         _refuse_shared_modules(survey, lanes)
-        return self._note(edition, snapshot, asked, lanes, away, generation)
+        return self._note(edition, snapshot, asked, lanes, away, versions, generation)
 
     def _update(
         self,
@@ -221,10 +291,11 @@ class Replicas:
         asked: tuple[object, object],
         changes: Sequence[Change],
         mark: Any,
-        generation: int,
-    ) -> ModelState[Replica] | None:
-        """Give the replicas what changed, and return the new state; None to make them again."""
+    ) -> ModelState[Replica]:
+        """Give the replicas what changed, or make them again, and return the new state."""
         survey, edition, lanes = before.survey, before.edition, before.lanes
+        # Before all looks and copies: what other threads write from here on shows at the next call
+        versions = read_versions(survey)
         must_renew = before.must_renew_tensors()
         if changes:
             before.snapshot.accept(changes, mark)
@@ -239,15 +310,18 @@ class Replicas:
         if not before.has_same_sources():
             away = self._copy_parameters(away.devices, away.originals)
             if survey.scripts:  # copies of TorchScript modules have parameters of their own
-                return None
+                return self._build(before, asked, self._next_generation(before, changes))
         for replica in lanes:
             params = self._params_on(replica.device, survey, away)
             is_away = replica.device in away.by_device and not all(map(is_, params, replica.params))
             if is_away and not replica.replace(survey.params, replica.params, params):
-                return None
+                return self._build(before, asked, self._next_generation(before, changes))
         if must_renew and not all(self._renew_tensors_of(replica, before) for replica in lanes):
-            return None  # a tuple, or the like, holds one of them
-        return self._note(edition, before.snapshot, asked, lanes, away, generation)
+            # A tuple, or the like, holds one of them
+            return self._build(before, asked, self._next_generation(before, changes))
+        # Last: streams that are open must see each change that the copies may have met
+        generation = self._next_generation(before, changes)
+        return self._note(edition, before.snapshot, asked, lanes, away, versions, generation)
 
     def _note(
         self,
@@ -256,6 +330,7 @@ class Replicas:
         asked: tuple[object, object],
         lanes: Sequence[Replica],
         away: ParameterCopies,
+        versions: Sequence[int],
         generation: int,
     ) -> ModelState[Replica]:
         survey, tensors = edition.survey, edition.survey.tensors
@@ -271,6 +346,7 @@ class Replicas:
             devices=self.devices,
             lanes=lanes,
             away=away,
+            versions=versions,
             renews_always=is_unseen
             or is_through_data
             or any(tensor.is_inference() for tensor in tensors),
@@ -488,6 +564,12 @@ class Replicas:
         for tensor, then, now in zip(tensors, before, self.read_contents(), strict=True):
             if then != now and not may_renormalize(state.survey, tensor):
                 raise parameter_error(state.survey, tensor)
+
+
+def _is_alone() -> bool:
+    """True if no other threads of Python than the lanes of blocks run beside this one."""
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return all(each.name.startswith("parawrap-lane ") for each in others)
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from os import getpid
 from pathlib import Path
@@ -34,7 +34,7 @@ from parawrap.engine.model_state import ModelState
 from parawrap.engine.replica import Replica
 from parawrap.engine.replicas import Replicas
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.engine.streams import Pending, Prepare, StreamSize, Tell, as_call, failed, succeeded
 from parawrap.engine.trace import Trace, timed
 from parawrap.errors import ReplicaError, SessionError, add_note
 from parawrap.tree import flatten
@@ -42,6 +42,8 @@ from parawrap.tree import flatten
 _CPU = torch.device("cpu")
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _is_cpu = attrgetter("is_cpu")
+_TINY_NS = 100_000  # to wake a caller costs about 30 us
+_DELAY_NS = 5_000_000  # of an output that is there, as in messages to workers
 _CHANGED = (
     "the model changed while a stream of batches or a submitted call was open, which read it when "
     "it began. Read the outputs first, and change the model then"
@@ -130,12 +132,12 @@ class WholeCall:
     """A call that one lane runs whole: a future without the locks that a stream does not need.
 
     A `Future` makes a condition and takes it five times per call, which costs a stream 3 us of CPU
-    per batch. Here `_done` is locked until the outcome is there, and `_claim` belongs to the thread
+    per batch. Here `ended` is locked until the outcome is there, and `_claim` belongs to the thread
     that gets it first: a lane that runs the call, or a caller that cancels it.
     """
 
     __slots__ = (
-        *("_callbacks", "_claim", "_done", "_error", "_output"),
+        *("_claim", "_error", "_output", "_tell", "ended"),
         *("args", "entry", "future", "kwargs", "moment"),
         *("reached", "ready", "rows", "session", "staged"),
     )
@@ -148,6 +150,7 @@ class WholeCall:
         kwargs: dict[str, Any],
         ready: Ready,
         future: LaneFuture | None = None,
+        tell: Tell | None = None,
     ) -> None:
         self.session = session
         self.entry = entry
@@ -160,10 +163,11 @@ class WholeCall:
         self._output: Any = None
         self._error: BaseException | None = None
         self.reached: list[Any] = []  # events that follow the work on its devices
-        self._callbacks: list[Callable[[Any], object]] = []
+        # Given with the call, so there is no moment when the call has ended and nobody is told
+        self._tell = tell
         self._claim = threading.Lock()
-        self._done = threading.Lock()
-        self._done.acquire()
+        self.ended = threading.Lock()
+        self.ended.acquire()
 
     def __call__(self, lane: Lane) -> None:
         """Run the call in a lane's thread, unless it was cancelled."""
@@ -184,9 +188,9 @@ class WholeCall:
         self.args, self.kwargs, self.staged = (), {}, None
         if self.future is not None:
             self._land(self.future)
-        self._done.release()
-        if self._callbacks:
-            self._run_callbacks()
+        self.ended.release()
+        if self._tell is not None:
+            self._tell_of_end(self._tell)
 
     def _run_in(self, lane: Lane) -> None:
         """Run the call in a lane, and keep its outcome."""
@@ -209,11 +213,11 @@ class WholeCall:
 
     def done(self) -> bool:
         """True if the call has ended, and its outcome was not read."""
-        return not self._done.locked()
+        return not self.ended.locked()
 
     def result(self) -> Any:
         """Wait for the call, and return its output or raise its error, once."""
-        self._done.acquire()
+        self.ended.acquire()
         error, output = self._error, self._output
         self._error = self._output = None
         if self.reached:
@@ -232,17 +236,15 @@ class WholeCall:
             return False
         self._error = CancelledError()
         self.args, self.kwargs = (), {}
-        self._done.release()
-        self._run_callbacks()
+        self.ended.release()
+        if self._tell is not None:
+            self._tell_of_end(self._tell)
         return True
 
-    def add_done_callback(self, function: Callable[[Any], object], /) -> None:
-        """Call a function once the call has ended, in the thread that ends it."""
-        # Before the look: the lane ends the call, and then looks for callbacks. One of the two
-        # threads finds the function, and `pop` gives it to one alone
-        self._callbacks.append(function)
-        if not self._done.locked():
-            self._run_callbacks()
+    def _tell_of_end(self, tell: Tell) -> None:
+        """Tell that the call has ended. The thread that has the claim does so, once."""
+        self._tell = None  # what is told may hold the call, and a cycle would keep the output
+        tell(self)
 
     def _land(self, future: LaneFuture) -> None:
         """Give the outcome to the future, whose callbacks run in this thread."""
@@ -256,11 +258,6 @@ class WholeCall:
             failure = threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
             threading.excepthook(failure)
         self._error = self._output = self.future = None
-
-    def _run_callbacks(self) -> None:
-        with suppress(IndexError):  # another thread has taken the last one
-            while self._callbacks:
-                self._callbacks.pop()(self)
 
 
 class Session(Calls):
@@ -285,10 +282,11 @@ class Session(Calls):
             return None
         replicas = self.replicas
         with self._lock:
+            self.runs_whole_calls = True
             if not replicas.state.is_current():
                 self.refresh()
             state = replicas.state
-            if state.survey.is_lazy:
+            if not state.lanes:
                 return None
             # Of earlier calls; a warning in a lane would not name the user's line
             replicas.unkept.warn()
@@ -344,7 +342,6 @@ class Session(Calls):
             sources = map(device_of, flatten((call.args, call.kwargs))[0])
             places = (call.ready.state.home, self.output_device, *self.devices, *sources)
             call.moment = next(iter(moments_of(self.devices[:1], places)), None)
-        self.runs_whole_calls = True
         if profiler_runs():
             call(self.lanes.all[0])
         else:
@@ -532,8 +529,11 @@ class ThreadStream:
         self._entry = entry
         self._prepare = prepare
         self._ready: Ready | None = None
+        # One lane tells how long batches take, since the stream began
+        self._lane = session.lanes.all[0]
+        self._tasks, self._busy_ns = self._lane.tasks, self._lane.busy_ns
 
-    def start(self, number: int, batch: Any) -> Pending:
+    def start(self, number: int, batch: Any, tell: Tell | None, /) -> Pending:
         """Start a batch.
 
         An error goes into the pending call, and is raised in place of the output.
@@ -546,22 +546,40 @@ class ThreadStream:
                 entry = entry._replace(batch=number)
             if self._ready is None:
                 args, kwargs = as_call(batch if self._prepare is None else self._prepare(batch))
-                return succeeded(session.run_plainly(entry, args, kwargs))
+                return succeeded(session.run_plainly(entry, args, kwargs), tell)
             if type(batch) is torch.Tensor or self._prepare is not None:
                 args, kwargs = (batch,), {}
             else:
                 args, kwargs = as_call(batch)
-            call = WholeCall(session, entry, args, kwargs, self._ready)
+            call = WholeCall(session, entry, args, kwargs, self._ready, tell=tell)
             session.send(call)
             return call
         except Exception as error:  # noqa: BLE001
-            return failed(error)
+            return failed(error, tell)
 
     def flush(self) -> None:
         """Do nothing: lanes have the batches at once."""
 
     def wait_for(self, _: Callable[[], bool], /) -> None:
         """Do nothing: lanes have threads."""
+
+    def wait_for_some(self, flying: Collection[Pending], /) -> int:
+        """Wait for several batches at once, if they are neither tiny nor long.
+
+        Each time that the caller wakes, it takes the interpreter lock from a lane that has just
+        begun the next batch. The other half of the batches in flight keeps the lanes at work.
+        """
+        tasks, busy_ns = self._lane.tasks - self._tasks, self._lane.busy_ns - self._busy_ns
+        each_ns = busy_ns // tasks if tasks > 0 else 0
+        half = max(1, len(flying) // 2)
+        if each_ns < _TINY_NS:  # the caller is the slower one
+            return half
+        count = max(1, min(half, _DELAY_NS // each_ns))
+        last = next(islice(flying, count - 1, None))
+        # No longer: forward may wait for something that the caller does with the first output
+        if isinstance(last, WholeCall) and last.ended.acquire(timeout=_DELAY_NS / 1e9):
+            last.ended.release()
+        return count
 
     def end(self) -> None:
         """Check that the model is what it was when the stream began.

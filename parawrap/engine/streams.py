@@ -10,7 +10,7 @@ the state of the model are read once per stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,9 @@ from torch.nn.utils.rnn import PackedSequence
 from parawrap.backends import drop_own_frames
 from parawrap.engine.resume import OutputFolder
 from parawrap.errors import ResumeError, SessionError, add_note
+
+Tell = Callable[["Pending"], object]
+"""Takes a pending call that has ended, in the thread that has ended it."""
 
 Prepare = Callable[[Any], Any]
 """Returns the arguments of a call, in one of the forms of `as_call`, from one batch."""
@@ -34,7 +37,6 @@ class Pending(Protocol):
     def result(self) -> Any: ...
     def done(self) -> bool: ...
     def cancel(self) -> bool: ...
-    def add_done_callback(self, function: Callable[[Any], object], /) -> None: ...
 
 
 class StreamSize(NamedTuple):
@@ -51,8 +53,13 @@ class StreamSize(NamedTuple):
 class Starter(Protocol):
     """Starts the batches of one stream. An error goes into the pending call of its batch.
 
-    It may keep batches back until `flush`, which follows the last one, or until a result is read,
-    or waited for. `end` follows the last output.
+    `start` takes the number of the batch, the batch, and the function that is told of the end of
+    the call; None if nobody asks. It may be told before `start` returns.
+
+    The starter may keep batches back until `flush`, which follows the last one, or until a result
+    is read, or waited for. `wait_for_some` takes the batches in flight, oldest first, may wait for
+    the first ones, and returns how many outputs may be read before it is asked again. `end` follows
+    the last output.
 
     Attributes:
         most: The number of batches in flight by default.
@@ -66,9 +73,10 @@ class Starter(Protocol):
     @property
     def has_room(self) -> Callable[[int, bool], bool] | None: ...
 
-    def start(self, number: int, batch: Any) -> Pending: ...
+    def start(self, number: int, batch: Any, tell: Tell | None, /) -> Pending: ...
     def flush(self) -> None: ...
     def wait_for(self, is_done: Callable[[], bool], /) -> None: ...
+    def wait_for_some(self, flying: Collection[Pending], /) -> int: ...
     def end(self) -> None: ...
 
 
@@ -112,6 +120,7 @@ def stream(
     # Oldest first: the number, the batch if it is yielded, and the hint.
     flying: dict[Pending, tuple[int, Any, str | None]] = {}
     finished: SimpleQueue[Pending] | None = None if ordered else SimpleQueue()
+    tell: Tell | None = None if finished is None else finished.put
 
     def has_output() -> bool:
         """True if the next output is there."""
@@ -123,6 +132,7 @@ def stream(
     most = buffersize or starter.most
     has_room = None if buffersize else starter.has_room
     number, has_ended = 0, False
+    readable = 0
     failure: Exception | None = None
     pending: Pending | None
     try:
@@ -151,11 +161,11 @@ def stream(
                 hint = None
                 if prepare is None and type(batch) is not torch.Tensor:
                     hint = _hint(batch)
-                pending = starter.start(number, batch) if saved is None else succeeded(*saved)
-                # Before the callback, which puts a call that is done into `finished` at once.
+                if saved is None:
+                    pending = starter.start(number, batch, tell)
+                else:
+                    pending = succeeded(*saved, tell)
                 flying[pending] = number, batch if with_inputs else None, hint
-                if finished is not None:
-                    pending.add_done_callback(finished.put)
                 number += 1
                 # The lane owns the batch from here on. Without these names, its memory is free
                 # while the source makes the next batch.
@@ -166,6 +176,9 @@ def stream(
             if not flying:
                 break
             if finished is None:
+                if not readable:
+                    readable = starter.wait_for_some(flying)
+                readable -= 1
                 pending = next(iter(flying))  # its `result` waits
             else:
                 # The starter may keep batches back, or read results in this thread only, so `get`
@@ -222,18 +235,22 @@ def _hint(batch: Any) -> str | None:
     return None
 
 
-def succeeded(value: Any) -> Future[Any]:
+def succeeded(value: Any, tell: Tell | None = None) -> Future[Any]:
     """Return a future with a value."""
     future: Future[Any] = Future()
     future.set_result(value)
+    if tell is not None:
+        tell(future)
     return future
 
 
-def failed(error: Exception) -> Future[Any]:
+def failed(error: Exception, tell: Tell | None = None) -> Future[Any]:
     """Return a future with an error.
 
     The frames of its traceback do not hold the future: that would be a cycle.
     """
     future: Future[Any] = Future()
     future.set_exception(error)
+    if tell is not None:
+        tell(future)
     return future

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import datetime as dt
 import enum
@@ -43,7 +44,7 @@ from parawrap._private_names import (
     is_compiled_module,
 )
 from parawrap.engine.called_code import captured, find_writes, is_generator
-from parawrap.engine.places import ABSENT, LISTS, Place, read_slot
+from parawrap.engine.places import ABSENT, LISTS, MOST_READS, Place, read_items, read_slot
 from parawrap.errors import ReplicaError
 from parawrap.tree import names_of_slots
 
@@ -247,7 +248,8 @@ class Survey:
         if isinstance(value, dict):
             if vars_of(value) is value or not _has_plain_lookup(value):
                 self.namespaces.append(value)
-            entries = [*dict.items(value)]  # a copy, here and below: other threads may write
+            # A list of the entries, here and below, is made in one step: other threads may write
+            entries = [*dict.items(value)]
             keys = [
                 (key, f"{path} key", None, None)
                 for key, _ in entries
@@ -260,7 +262,7 @@ class Survey:
             ]
         if isinstance(value, LISTS):
             return [
-                *self._enter(value, "list", path, enumerate([*value])),
+                *self._enter(value, "list", path, enumerate(read_items(value))),
                 *self._attributes(value, path),
             ]
         if isinstance(value, (tuple, frozenset)):
@@ -303,9 +305,11 @@ class Survey:
                 self.shared.append(table)
             elif name in MODULE_TABLES and isinstance(table, dict):
                 self.owned[id(table)], self.paths[id(table)] = table, path
-                parts += self._enter(module, name, path, [*table.items()])
+                # A table of hooks is an OrderedDict, whose own views are not read in one step
+                entries = [*dict.items(table)]
+                parts += self._enter(module, name, path, entries)
                 if self._shares_hooks and name in HOOK_TABLES:
-                    self._shared_hooks.update(map(id, [*table.values()]))
+                    self._shared_hooks.update(id(hook) for _, hook in entries)
         return [*parts, *attributes]
 
     def _parts_of_function(self, function: types.FunctionType, path: str) -> Iterable[_Part]:
@@ -444,6 +448,9 @@ def vars_of(value: Any) -> dict[str, Any] | None:
 
 def first_tensor(module: torch.nn.Module) -> torch.Tensor | None:
     """Return the first parameter of a module; without one, its first buffer, or None."""
+    for _ in range(MOST_READS):
+        with contextlib.suppress(RuntimeError):  # another thread adds or removes a layer
+            return next(chain(module.parameters(), module.buffers()), None)
     return next(chain(module.parameters(), module.buffers()), None)
 
 
@@ -512,7 +519,7 @@ def _leads(part: Any, parts: set[int], depth: int = 0) -> bool:
     if id(part) in parts or isinstance(part, (torch.nn.Module, functools.partial)):
         return True
     if depth < _DEEPEST_LIST and isinstance(part, (list, tuple, dict)):
-        held = part.values() if isinstance(part, dict) else part
+        held = [*(part.values() if isinstance(part, dict) else part)]
         if any(_leads(each, parts, depth + 1) for each in held):
             msg = (
                 f"a function captures a {type(part).__name__} that holds parts of the model. Make "

@@ -16,8 +16,9 @@ from parawrap._public import public
 from parawrap.engine.batched_copies import bytes_of, lasting
 from parawrap.engine.called_code import captured, names_of_globals
 from parawrap.engine.forward_writes import is_written_unseen
-from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot
+from parawrap.engine.model_state import Doubts, Edition, ModelState, Snapshot, was_disturbed
 from parawrap.engine.parameter_copies import note_optimizer_steps
+from parawrap.engine.places import MOST_COPIES
 from parawrap.engine.replicas import home_of
 from parawrap.engine.survey import Survey
 from parawrap.errors import SessionError, UnsendableError
@@ -112,10 +113,23 @@ class SentModel:
             self._state = None
             # A `renew` from here on counts for the next call
             asked = self._doubts.everything, self._doubts.buffers
-            state = self._survey_target(asked)
-            self._packed = self._pack()
-            self._state = state
+            self._state, self._packed = self._pack_target(asked)
         return self._packed
+
+    def _pack_target(self, asked: tuple[object, object]) -> tuple[ModelState[Any], Packed]:
+        """Return the state of the target, and the packed target."""
+        copies = 0
+        while True:
+            copies += 1
+            state = None
+            try:
+                state = self._survey_target(asked)
+                return state, self._pack()
+            except Exception as error:
+                # As in `Replicas`: another thread may be changing the dicts that pickle walks
+                snapshot = None if state is None else state.snapshot
+                if copies == MOST_COPIES or not was_disturbed(error, snapshot, copies):
+                    raise
 
     def renew(self) -> None:
         """Send the model again at the next refresh. It does not wait: a callback in a lane may call it."""

@@ -155,7 +155,7 @@ class WorkerLane(Lane):
     """One worker, and the messages that it has not answered. `model` and `prepare` are those that it has."""
 
     def __init__(self, index: int, device: torch.device) -> None:
-        super().__init__(index, device, f"{device} (worker {index})")
+        super().__init__(index, device, f"{device} (worker {index})", deque(), threading.Lock())
         self.worker: LocalWorker | RayWorker | None = None
         self.model: Packed | None = None
         self.prepare: bytes | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -23,7 +23,7 @@ from parawrap.engine.join import join
 from parawrap.engine.join_rules import JoinRules
 from parawrap.engine.lanes import Modes, here, without_autocast
 from parawrap.engine.stats import LaneStats, Stats
-from parawrap.engine.streams import Pending, Prepare, StreamSize, as_call, failed, succeeded
+from parawrap.engine.streams import Pending, Prepare, StreamSize, Tell, as_call, failed, succeeded
 from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, timed
 from parawrap.errors import ReplicaError, SessionError, ShardError
@@ -372,9 +372,13 @@ class StreamCall(Call):
 
     __slots__ = ("_stream",)
 
-    def __init__(self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    def __init__(
+        self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None, tell: Tell | None
+    ) -> None:
         super().__init__(args, kwargs)
         self._stream = stream
+        if tell is not None:
+            self.callbacks.append(tell)
 
     def result(self) -> Any:
         """Wait for the output."""
@@ -386,12 +390,6 @@ class StreamCall(Call):
         """Drop the batch, unless a worker has it."""
         self.is_cancelled = True
         return True
-
-    def add_done_callback(self, function: Callable[[Any], object], /) -> None:
-        """Call a function once the batch has ended."""
-        self.callbacks.append(function)  # before the look: another thread may receive the end
-        if self.done():
-            self.end()
 
 
 class WorkerStream:
@@ -411,7 +409,7 @@ class WorkerStream:
 
     # The interface of streams
 
-    def start(self, number: int, batch: Any) -> Pending:
+    def start(self, number: int, batch: Any, tell: Tell | None, /) -> Pending:
         """Put a batch into the open chunk. An error goes into the pending call, and is raised in place of the output."""
         session, entry = self._session, self._entry
         if session.recorder.traces:
@@ -423,12 +421,12 @@ class WorkerStream:
                 args, kwargs = as_call(batch)
             self._form = self._form or session.get_ready(entry.method, self._prepare)
             if self._form is None:
-                return succeeded(session.run_plainly(entry, args, kwargs or {}, self._prepare))
-            call = StreamCall(self._own, args, kwargs)
+                return succeeded(session.run_plainly(entry, args, kwargs or {}, self._prepare), tell)
+            call = StreamCall(self._own, args, kwargs, tell)
             chunk = self._chunk or self._open(self._form)
             session.add_whole(chunk, call, entry)
         except Exception as error:  # noqa: BLE001
-            return failed(error)
+            return failed(error, tell)
         if self._size.is_full(len(chunk.calls), chunk.packer.size):
             self.flush()
         return call
@@ -455,6 +453,10 @@ class WorkerStream:
         if not is_done():
             self.flush()
             self._lanes.wait(is_done)
+
+    def wait_for_some(self, _: Collection[Pending], /) -> int:
+        """Wait for nothing: a message has the outputs of several batches."""
+        return 1
 
     def end(self) -> None:
         """Do nothing: workers read the model when a stream begins."""

@@ -13,6 +13,8 @@ from torch import nn
 
 import parawrap
 from parawrap import parallel
+from parawrap.engine.model_state import read_settled_count
+from tests.helpers.waiting import eventually
 
 ROOT = f"{Path(parawrap.__file__).parent}/"
 
@@ -31,6 +33,9 @@ class Entries:
         """Return the entries of the last of 21 runs of `work`, until the lanes are idle again."""
         for _ in range(20):
             work()
+        # For a while after a hook was registered anywhere, calls look for more
+        eventually(lambda: read_settled_count() >= 0, "a count of hooks that stays")
+        work()
         self.wait_until_idle()
         self.found.clear()
         work()

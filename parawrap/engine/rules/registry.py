@@ -68,8 +68,9 @@ def register_split(
         >>> y.tolist(), words.items
         ([1.0, 1.0, 1.0, 1.0, 1.0], ['a', 'b', 'c', 'd', 'e'])
     """
-    keep_whole(cls)
+    # First: another thread may meet the class as soon as it is kept whole
     _splitters[cls] = Splitter(split, join, rows)
+    keep_whole(cls)
 
 
 def registration_of(cls: type) -> str:

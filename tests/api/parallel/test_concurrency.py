@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.hooks import RemovableHandle
 
 from parawrap import parallel
 from tests.helpers.calling import Stateful, lane_threads, mlp
@@ -69,14 +70,16 @@ def test_a_stream_that_draws_beside_another():
 
 def test_work_for_a_lane_that_goes_idle():
     """A call may be sent at any moment of a lane that looks for one: here, at lines of it, in different distances."""
-    futures, waits = [], [*range(12)] * 4
+    sent, waits = [], [*range(12)] * 4
 
     def trace(frame, event, _arg):
         if event == "line" and waits:
             waits[-1] -= 1
             if waits[-1] < 0:
                 waits.pop()
-                futures.append(executor.submit(p.submit, 0).result(PATIENCE_S))
+                sent.append(executor.submit(p.submit, 0))
+                lane = frame.f_locals["self"]  # while it holds the lock of the queue, the sender waits
+                eventually(lambda: sent[-1].done() or lane._queueing.locked(), "the end of submit")
         return trace if frame.f_code.co_name == "take" else None
 
     before = threading.gettrace()
@@ -85,7 +88,7 @@ def test_work_for_a_lane_that_goes_idle():
         with parallel(lambda x: x, ["cpu"]) as p, ThreadPoolExecutor(1) as executor:
             while waits:
                 p.submit(0).result(PATIENCE_S)
-            assert [future.result(PATIENCE_S) for future in futures] == [0] * 48
+            assert [each.result(PATIENCE_S).result(PATIENCE_S) for each in sent] == [0] * 48
     finally:
         threading.settrace(before)
 
@@ -191,6 +194,91 @@ def test_blocks_close_in_any_order(order):
         left.remove(blocks[number])
     assert "forward" not in vars(model)
     assert vars(model)["_compiled_call_impl"] is compiled
+
+
+class Meanwhile:
+    """A part of a model. At each copy of it one of `works` runs, as another thread would at that moment."""
+
+    def __init__(self, *works):
+        self.works = [*works]
+
+    def __deepcopy__(self, memo):
+        if self.works:
+            self.works.pop(0)()
+        return Meanwhile()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change", ["a hook", "a hook that goes", "a number", "a number that goes", "an attribute", "a buffer"]
+)
+def test_changes_while_lanes_are_made(change):
+    """All lanes of a call have the model of one moment, and calls after the change follow it."""
+
+    def forward(self, x):
+        return self.layer(x) * self.scale + self.buffer + getattr(self, "other", 0)
+
+    def begin():
+        if change.startswith("a hook"):
+            handles.append(model.layer.register_forward_hook(lambda _module, _args, output: output + 9))
+        elif change.startswith("a number"):
+            model.scale = 5
+        elif change == "an attribute":
+            model.other = 3
+        else:
+            model.buffer.fill_(7)
+
+    def end():
+        if change == "a hook that goes":
+            handles[0].remove()
+        elif change == "a number that goes":
+            model.scale = 1
+
+    model, x, handles = Stateful(forward, scale=1), torch.ones(5, 2), []
+    model.register_buffer("buffer", torch.zeros(1))
+    model.layer = nn.Identity()
+    model.part = Meanwhile(begin, lambda: None, end)  # two copies for each lane: parts of the process are looked for
+    with ThreadPoolExecutor(1) as another, parallel(model, TWO, out_dims=0) as p:
+        another.submit(int).result()  # there is a thread that may have made the changes
+        for output in model(x), model(x), *p.map([x, x]):
+            assert_close(output, forward(model, x).expand(5, 2))
+
+
+@torch.no_grad()
+def test_a_hook_that_is_registered_in_two_steps():
+    """Torch counts a hook, and then enters it into the table of its module. A call may come in between."""
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(5, 2)
+    with parallel(model, TWO, out_dims=0):
+        model(x)
+        handle = RemovableHandle(model[0]._forward_pre_hooks)
+        plain = model(x)
+        model[0]._forward_pre_hooks[handle.id] = lambda _module, args: (args[0] * 3,)
+        assert_close(model(x), nn.functional.linear(x * 3, *model[0].parameters()))
+        handle.remove()
+        assert_close(model(x), plain)
+
+
+def test_a_write_while_a_block_opens_and_closes():
+    """Another thread may set an attribute at any moment: here, when a function is entered or left."""
+
+    def write(_frame, _event, _arg):
+        moments.append(None)
+        if len(moments) == moment:
+            model.scale = moment
+
+    model, before, moment, moments = nn.Linear(2, 2), sys.getprofile(), 0, [None]
+    while len(moments) > moment:
+        moment, moments = moment + 1, []
+        sys.setprofile(write)
+        try:
+            with parallel(model, TWO):
+                was_written = len(moments) >= moment
+                within = vars(model).get("scale")
+        finally:
+            sys.setprofile(before)
+        assert not was_written or within == moment
+        assert len(moments) < moment or model.scale == moment
+    assert moment > 100
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
@@ -100,6 +101,39 @@ def test_outputs_behind_a_slow_batch():
             if len(seen) == 7:
                 release.set()
     assert (seen[-1], sorted(seen)) == (0, [*range(8)])
+
+
+def test_batches_that_wait_for_the_reader():
+    """Forward may wait until the caller has read earlier outputs, also after batches that were short."""
+    reading, read = threading.Condition(), 0
+
+    def forward(x):
+        time.sleep(0.0003)
+        with reading:
+            assert reading.wait_for(lambda: x[0].item() < read + 2, PATIENCE_S)
+        return x
+
+    with parallel(forward, TWO) as p:
+        for index, output in enumerate(p.map(batches(40))):
+            assert output[0].item() == index
+            with reading:
+                read += 1
+                reading.notify_all()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_error_among_short_batches(ordered):
+    """The outputs of all earlier batches come first."""
+
+    def forward(x):
+        time.sleep(0.0003)
+        return x if x[0].item() != 30 else x.reshape(3, 3, 3)
+
+    read = []
+    with parallel(forward, TWO) as p, pytest.raises(RuntimeError, match="shape") as caught:
+        read.extend(output[0].item() for output in p.map(batches(40), ordered=ordered))
+    assert "in batch 30 of the stream" in "".join(caught.value.__notes__)
+    assert not ordered or read == [*range(30)]
 
 
 def test_closing_drops_batches():
