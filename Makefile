@@ -23,7 +23,7 @@ CLUSTERS := slurm or ray
 SLOW := $(CLUSTERS) or contract or long
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-slurm test-ray test-long matrix fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: help demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-slurm test-ray test-long test-free-threaded test-without-lock matrix fuzz lint bench bench-cuda device docs pictures tally clean
 
 help:  ## this list
 	@echo "usage: make [PYTHON=python3.12] TARGET"
@@ -44,8 +44,9 @@ test: $(STAMP)  ## all tests that need only this machine
 	$(MAKE) --jobs=2 --output-sync=target test-main test-devices
 
 # All but the tests that need packages of their own: test-pages and test-distribution run these.
+TEST_MAIN = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --ignore=tests/site --ignore=tests/distribution -m 'not ($(SLOW))'
 test-main: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --ignore=tests/site --ignore=tests/distribution -m 'not ($(SLOW))'
+	$(TEST_MAIN)
 
 # In processes of their own: a simulated accelerator becomes torch's accelerator for the whole process, under one name.
 test-devices: $(STAMP)
@@ -77,6 +78,17 @@ test-ray: $(VENV)/.with-ray
 # Tests that take a minute each, or much of a processor, and the contract of the launchers that need no cluster.
 test-long: $(STAMP)  ## tests that take a minute each
 	$(BIN)/python -m pytest tests -m '(long or contract) and not ($(CLUSTERS))'
+
+# The tests of one process without the interpreter lock. CI does not run them: torch for this build of Python is a CUDA build of
+# 3 GB. tests/free_threaded_python.sh builds such a Python in some minutes.
+test-free-threaded:  ## tests without the interpreter lock: make PYTHON=FOLDER/bin/python3 ...
+	$(MAKE) VENV=.venv-free-threaded test-without-lock
+
+test-without-lock: export PYTHON_GIL := 0
+test-without-lock: export PARAWRAP_TEST_REQUIRE := free-threaded
+test-without-lock: $(STAMP)
+	$(TEST_MAIN)
+	$(BIN)/python -m tests.fuzz.races --seconds 60
 
 # Build the wheel and the source distribution, and check what is in them.
 test-distribution: $(VENV)/.with-dist  ## the wheel and the source distribution

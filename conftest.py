@@ -60,6 +60,10 @@ def pytest_configure() -> None:
     tests: a shell ignores SIGINT in background jobs.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "free-threaded" in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):
+        has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+        if has_lock:
+            pytest.exit("the free-threaded tier is required, and the interpreter lock is on", returncode=1)
     is_of = doctest.DocTestFinder._from_module  # type: ignore[attr-defined]
     doctest.DocTestFinder._from_module = lambda self, module, value: (  # type: ignore[attr-defined]
         is_of(self, module, value) if _home_of(value) is None else _home_of(value) == module.__name__
