@@ -22,6 +22,7 @@ from benchmarks import summary
 from benchmarks._measure import Row
 from benchmarks._neighbours import Neighbours, cores_of_others
 from benchmarks._process import ALLOCATOR
+from benchmarks._python import build
 
 
 class Suite(NamedTuple):
@@ -33,6 +34,11 @@ class Suite(NamedTuple):
     time_unit: str = "us"  # of the times on the page
     on_every_core: bool = False  # torch's own threads are an arm
     needs_gpu: bool = False
+    per_build: bool = False  # one pair of files for each build of Python, with its name
+
+    def file_of(self, suite: str) -> str:
+        """Return the name of the suite's files, without a suffix."""
+        return f"{suite}_{build()}" if self.per_build else suite
 
 
 SUITES = {
@@ -45,6 +51,7 @@ SUITES = {
     "cpu_lanes": Suite(
         "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True
     ),
+    "lanes": Suite("Lanes and the interpreter lock", ("lanes",), time_unit="ms", on_every_core=True, per_build=True),
     "workers": Suite("Worker processes", ("workers",), time_unit="ms", on_every_core=True),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
@@ -124,7 +131,7 @@ def _rows(name: str) -> list[Row]:
 
 def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = None) -> None:
     """Print a suite's tables. If `keep` is true, write its files and the summary."""
-    title, unit = SUITES[suite].title, SUITES[suite].time_unit
+    unit = SUITES[suite].time_unit
     machine = hardware()
     if others is not None:
         machine["others"] = f"other processes on {others:.2f} cores"
@@ -137,9 +144,30 @@ def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = Non
     }
     print(f"\n{summary.machine_of(document)}\n\n{summary.tables(document['rows'], unit)}\n", flush=True)
     if keep:
-        (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
-        summary.write_suite(RESULTS, suite, title, unit)
-        summary.write(RESULTS, {name: each.title for name, each in SUITES.items()})
+        name = SUITES[suite].file_of(suite)
+        (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        summary.write_suite(RESULTS, name, title_of(name), unit)
+        summary.write(RESULTS, titles())
+
+
+def suite_of(name: str) -> str:
+    """Return the suite of a file."""
+    return name if name in SUITES else name.rpartition("_")[0]
+
+
+def title_of(name: str) -> str:
+    """Return the title of the suite that has written a file."""
+    title = SUITES[suite_of(name)].title
+    return title if name in SUITES else f"{title}, Python {name.rpartition('_')[2]}"
+
+
+def titles() -> dict[str, str]:
+    """Return the titles of all files that suites have written, or would write."""
+    names: list[str] = []
+    for suite, each in SUITES.items():
+        found = sorted(path.stem for path in RESULTS.glob(f"{suite}_*.json")) if each.per_build else [suite]
+        names += found
+    return {name: title_of(name) for name in names}
 
 
 def hardware() -> dict[str, str]:

@@ -98,9 +98,9 @@ def tables(rows: Sequence[Mapping[str, Any]], time_unit: str) -> str:
 
 
 if __name__ == "__main__":
-    from benchmarks.__main__ import RESULTS, SUITES
+    from benchmarks.__main__ import RESULTS, SUITES, suite_of, titles
 
-    every = {name: suite.title for name, suite in SUITES.items()}
+    every = titles()
     for each in read(RESULTS, every):
-        write_suite(RESULTS, each, SUITES[each].title, SUITES[each].time_unit)
+        write_suite(RESULTS, each, every[each], SUITES[suite_of(each)].time_unit)
     write(RESULTS, every)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks import cuda_calls, cuda_map, mapping, submitting, training
+from benchmarks import cuda_calls, cuda_map, lanes, mapping, submitting, training
 from benchmarks.cuda_calls import OURS, PLAIN, THEIRS
 from benchmarks.cuda_map import COPIES, KERNELS, LOOP, MAPS, MatmulChain, RowMean, Stream
 from benchmarks.cuda_target import Target
@@ -36,6 +36,24 @@ def test_rows_have_their_arms():
     assert list(trained[0].arms) == ["plain", "lanes"]
     assert torch.get_num_threads() == before
     json.dumps([row.as_json() for row in mapped + submitted + trained])
+
+
+def test_lanes_have_their_arms():
+    """Bare threads have replicas over the parameters of the model. The goals are those of two lanes without the lock."""
+    job = lanes.Job("tiny", lambda: nn.Linear(4, 4), (4, 4), 4, 1.5, 1.2)
+    (row,) = lanes.rows([job], lanes=[2], rounds=1)
+    loops = ["loop, one thread", "loop, 2 threads"]
+    others = ["bare threads", "map", "map, workers", "cut calls", "plain calls of the cut batches"]
+    assert list(row.arms) == [*loops, *others]
+    is_judged = lanes.build().endswith("t")
+    assert [result.goal for result in row.results if result.goal] == [
+        "at least 1",
+        "at least 1.5",
+        "at least 1.2",
+    ] * is_judged
+    replica = lanes.replica_of(model := nn.Linear(4, 4))
+    assert replica.weight is model.weight
+    json.dumps(row.as_json())
 
 
 def test_calls_on_a_gpu():
