@@ -16,7 +16,7 @@ Guarantees:
 Threads need no interpreter lock here. What several of them change is one of three things:
 
 - work to be claimed, in a dict, list, or deque: ``pop`` gives each piece to one thread alone;
-- what an own lock protects, which the attribute says;
+- what a lock protects, which the comment of the lock or of the attribute says;
 - a flag that decides only who does the work, never what is computed.
 """
 
@@ -488,9 +488,9 @@ class Lanes:
 def _run_holding(locks: Sequence[threading.Lock], work: Callable[[], None]) -> None:
     """Run `work` with all locks held.
 
-    Each lock has a `with` statement of its own: Python looks for Ctrl-C between two lines, and
-    never between a lock and its block. An ExitStack has a moment when a lock is held and not yet
-    noted.
+    Each lock has a `with` statement of its own: up to Python 3.13, Python does not look for Ctrl-C
+    between a lock and its block. Python 3.14 does, and may leave the lock held (docs/versions.md).
+    An ExitStack has a moment when a lock is held and not yet noted, in any release.
     """
     if not locks:
         work()

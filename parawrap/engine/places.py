@@ -154,6 +154,6 @@ def has_rules_for_copies(cls: type) -> bool:
 def has_own_rules(cls: type) -> bool:
     """True if a class says itself what copies of its instances hold."""
     root = torch.nn.Module if issubclass(cls, torch.nn.Module) else object
-    names = ("__getstate__", "__setstate__", "__deepcopy__")
+    names = ("__getstate__", "__setstate__", "__deepcopy__", "__reduce__", "__reduce_ex__")
     has_own = any(getattr(cls, name, None) is not getattr(root, name, None) for name in names)
     return has_own or has_rules_for_copies(cls)
