@@ -11,8 +11,10 @@ import contextlib
 import hmac
 import logging
 import secrets
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -125,7 +127,8 @@ class _Starter:
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
-        self._listener.settimeout(_CONNECT_S)
+        self._listener.setblocking(False)
+        self._hellos: dict[socket.socket, bytes] = {}  # connections, and what they have said so far
         self._arrived: dict[int, dict[int, socket.socket]] = {}
         self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
         self._is_closed = False
@@ -141,37 +144,59 @@ class _Starter:
     def __exit__(self, *_: object) -> None:
         self._is_closed = True
         self._listener.close()
-        for each in [*self._status.values(), *(each for found in self._arrived.values() for each in found.values())]:
+        arrived = [each for found in self._arrived.values() for each in found.values()]
+        for each in (*self._hellos, *self._status.values(), *arrived):
             each.close()
 
     def start(self, rank: int) -> Connections:
         node = self._nodes[rank // self._per_node]
         place = f"node {node.number}, {node.host}"
-        try:
-            while len(self._arrived.get(rank, ())) < CONNECTIONS:
-                self._accept()
-        except TimeoutError as error:
-            msg = f"rank {rank} on {place} did not connect in {_CONNECT_S:g} s"
-            raise LaunchError(msg) from error
+        until = time.monotonic() + _CONNECT_S
+        while len(self._arrived.get(rank, ())) < CONNECTIONS:
+            if not self._accept(until - time.monotonic()):
+                msg = f"rank {rank} on {place} did not connect in {_CONNECT_S:g} s"
+                raise LaunchError(msg)
         status, data, control, *streams = (each for _, each in sorted(self._arrived.pop(rank).items()))
         self._status[rank] = status.dup()
         return Connections(place, data, control, status.detach(), tuple(each.detach() for each in streams))
 
-    def _accept(self) -> None:
-        """Accept a connection. Close it if it does not begin with the token."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(_CONNECT_S)
-        hello = b""
+    def _accept(self, wait_s: float) -> bool:
+        """Wait for connections, and read what they say. Return False if nothing came in that time.
+
+        A connection counts once it has said its token. Others, such as those of a port scanner, hold up nobody.
+        """
+        poll = select.poll()
+        waiting = {each.fileno(): each for each in (self._listener, *self._hellos)}
+        for file in waiting:
+            poll.register(file, select.POLLIN)
+        ready = poll.poll(1000 * max(0.0, wait_s))
+        for file, _ in ready:
+            if file == self._listener.fileno():
+                with contextlib.suppress(OSError):  # it has gone again
+                    connection, _ = self._listener.accept()
+                    connection.setblocking(False)
+                    self._hellos[connection] = b""
+            else:
+                self._read_hello(waiting[file])
+        return bool(ready)
+
+    def _read_hello(self, connection: socket.socket) -> None:
+        """Read the token, the rank, and the kind of a connection. Close it if the token is wrong."""
+        said = self._hellos[connection]
+        data = b""
         with contextlib.suppress(OSError):
-            while len(hello) < _HELLO_BYTES and (data := connection.recv(_HELLO_BYTES - len(hello))):
-                hello += data
-        if len(hello) < _HELLO_BYTES or not hmac.compare_digest(hello[:_TOKEN_BYTES], self._token):
+            data = connection.recv(_HELLO_BYTES - len(said))
+        said = self._hellos[connection] = said + data
+        if data and len(said) < _HELLO_BYTES:
+            return
+        del self._hellos[connection]
+        if not (data and hmac.compare_digest(said[:_TOKEN_BYTES], self._token)):
             connection.close()
             return
-        connection.settimeout(None)
+        connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        rank = int.from_bytes(hello[_TOKEN_BYTES:-1], "little")
-        self._arrived.setdefault(rank, {})[hello[-1]] = connection
+        rank = int.from_bytes(said[_TOKEN_BYTES:-1], "little")
+        self._arrived.setdefault(rank, {})[said[-1]] = connection
 
     def _await_end(self, node: _Node) -> None:
         """End the connections of the ranks of a node that Ray has lost. TCP would keep them open for minutes."""
