@@ -21,7 +21,7 @@ ALLOWED = {
     "backends": {"tree"},
     "engine": {"displays", "tree", "backends"},
     "neuroncores": {"engine", "tree", "backends"},
-    "processes": {"displays", "backends"},
+    "processes": {"displays", "tree", "backends"},
     "launch": {"displays", "processes", "backends"},
     "workers": {"engine", "launch", "processes", "tree", "backends"},
     "api": {"displays", "workers", "neuroncores", "engine", "launch", "processes", "tree", "backends"},

@@ -11,8 +11,7 @@ from typing import Any
 
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.processes.pickling import Packed
-from parawrap.processes.script_globals import SentScript
+from parawrap.processes.script_globals import PackedCall, SentScript
 
 _SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 
@@ -61,7 +60,7 @@ class Job:
         """Call the function in this process."""
         return self.function(*self.bound_to, *self.args, **self.kwargs)
 
-    def pack(self, script: SentScript | None = None) -> Packed:
+    def pack(self, script: SentScript | None = None) -> PackedCall:
         """Pickle the call, with the globals that its ranks lack.
 
         Raises:

@@ -77,7 +77,7 @@ class PoolOwner:
             try:
                 if self._is_cancelled:
                     pool.cancel()
-                pool.fork()
+                pool.start()
                 yield pool
             finally:
                 self._pool = None
@@ -94,7 +94,7 @@ class Attempts(PoolOwner):
     def __init__(self, job: Job, machines: Machines) -> None:
         super().__init__(job, machines)
         self._packed = job.pack()
-        self._packed.detach()  # the ranks start later
+        self._packed.block.detach()  # the ranks start later
         self._history: list[str] = []
         self._is_preempted = False  # between two pools, or before the first
         self.has_begun = False

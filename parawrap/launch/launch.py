@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +18,7 @@ from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank_results import RankResults
 from parawrap.processes.fork_server import stop_server
+from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.output import Printer, Transcript
 
@@ -27,7 +26,6 @@ R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 _LONGEST = 100  # characters of a line of output in a table
-_LOOK_S = 1.0  # between two looks for a signal, in a wait for the end
 _running: set[Launch[Any]] = set()
 
 
@@ -98,7 +96,7 @@ class Launch(Generic[R]):
             self._claim.acquire()
         else:
             self.log_folder = new_log_folder(job.platform, job.name)
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._reading = threading.Lock()
         self._known: Ending | RankResults[R] | BaseException | None = None
         self._summaries: dict[int, str] = {}
@@ -232,24 +230,18 @@ class Launch(Generic[R]):
             raise LaunchError(msg)
         if threading.current_thread() is self._watch:
             return True
-        # Python runs the handler of a signal between two steps of the main thread. A signal that comes in the moment in
-        # which the thread begins to wait for a lock does not wake it, so each wait is short: Ctrl-C may come at any moment
-        until = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._ended.wait(max(0.0, min(_LOOK_S, until - time.monotonic()))):
-            if time.monotonic() >= until:
-                return False
-        return True
+        return self._ended.wait(timeout)
 
     def _watch_ranks(self) -> None:
-        if not self._claim.acquire(blocking=False):
+        if self._run is None or not self._claim.acquire(blocking=False):
             return
-        assert self._run is not None
         try:
             ending = self._run.supervise(self._transcripts)
             self._note(ending)
             if ending.is_success:
                 self._job.finish()
         except BaseException as error:  # noqa: BLE001 (raised by `results`)
+            self._known = error  # also if the rest of the output cannot be printed
             self._note(error)
         finally:
             self._set_ended()

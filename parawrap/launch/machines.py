@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parawrap.launch._platform import Platform
 from parawrap.processes.fork_server import fork_server
-from parawrap.processes.pool_members import Starter
+from parawrap.processes.members import Starter
 from parawrap.processes.process_groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
 from parawrap.processes.settings import Settings
 

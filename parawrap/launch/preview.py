@@ -50,7 +50,7 @@ def preview(job: Job) -> str:
         f"meeting at {meeting}; {f'process groups {groups}' if groups else 'one process group'}"
         if platform.requires_ipc
         else "no process group",
-        f"{job.pack().size:,} bytes of function and arguments for each of {len(ranks)} ranks",
+        f"{job.pack().block.size:,} bytes of function and arguments for each of {len(ranks)} ranks",
         *ranks,
         script,
     ]

@@ -23,7 +23,6 @@ from parawrap.launch.launch import Launch
 from parawrap.launch.ranks_thread import LABEL, RanksCall, RanksThread, end_lost_ranks
 from parawrap.processes.outcomes import values_of
 from parawrap.processes.pool import Call
-from parawrap.processes.settings import Surroundings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +76,6 @@ class Ranks:
         self.platform = platform
         self._all = range(platform.world_size)
         self._packing = threading.RLock()
-        self._surroundings = Surroundings()
         self._pid = os.getpid()
         self._is_closed = False
         self._thread = thread = RanksThread(platform, machines_for(platform))
@@ -117,7 +115,7 @@ class Ranks:
         with self._packing:
             launch._run = request = self._pack(job, self._all, detaches=True)
             request.call.transcripts = dict(enumerate(launch._transcripts))
-            request.ending.add_done_callback(lambda ending: launch.end(ending.exception() or ending.result()))
+            request.upon_end = launch.end
             self._thread.submit(request)
         return launch
 
@@ -145,17 +143,20 @@ class Ranks:
         try:
             with self._packing:
                 request = self._pack(job, ranks)
-                self._thread.submit(request)
-            request.ending.exception()  # waits
+                held = self._thread.begin(request)
+            if held is not None:
+                self._thread.drive(request, held)
+            request.wait()
         except BaseException:  # Ctrl-C, or a call that cannot be sent
             if request is not None:
                 self._interrupt(request)
             raise
-        if request.call.has_output:
+        ending = request.result()
+        if ending.has_output:
             for transcript in self._thread.transcripts:
                 transcript.show_unfinished()
             self._thread.printer.flush()
-        return RankResults(values_of(job.name, request.ending.result(), ranks, len(self)))
+        return RankResults(values_of(job.name, ending, ranks, len(self)))
 
     def _check(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         """Return the job of a call. A function that `wrapper` decorated is unwrapped.
@@ -174,20 +175,15 @@ class Ranks:
     def _pack(self, job: Job, ranks: Sequence[int], *, detaches: bool = False) -> RanksCall:
         """Pickle a call. Calls must be submitted in the order of their pickles. `detaches` copies its tensors."""
         packed = job.pack(self._thread.script)
-        try:
-            if detaches:
-                packed.detach()
-        except BaseException:  # Ctrl-C, or no memory
-            self._thread.script.forget(self._thread.script.last_sent)
-            raise
-        call = Call(job.name, ranks, packed, changes=self._surroundings.changes())
-        return RanksCall(self._thread, call, self._thread.script.last_sent)
+        if detaches:
+            packed.block.detach()
+        return RanksCall(self._thread, Call(job.name, ranks, packed, self._thread.surroundings.changes()))
 
     def _interrupt(self, request: RanksCall) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
         try:
             self._thread.interrupt(request, cancels=False)
-            request.ending.exception()
+            request.wait()
         except BaseException:
             self._thread.cancel()
             raise

@@ -1,9 +1,9 @@
-"""The process that forks ranks: it has torch imported, has a single thread, and forks one rank per request.
+"""The process that forks ranks: it has torch imported, and a single thread.
 
 Its guarantees:
 
-- The status pipe of a request reports the rank's process id and exit code. It is closed once the rank and all processes
-  that it started have ended.
+- The status pipe of a request reports the rank's process id and exit code. It is closed once the
+  rank and all processes that it started have ended.
 - If the launching process dies, the ranks end, and then this process.
 """
 
@@ -14,9 +14,11 @@ import ctypes
 import errno
 import fcntl
 import gc
+import glob
 import importlib
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -32,9 +34,10 @@ from typing import NamedTuple, NoReturn
 
 from parawrap._private_names import interpreter_options, keep_finalizers_from_exits
 from parawrap.errors import LaunchError
+from parawrap.processes.forks import close_in_forked_children, handover
 from parawrap.processes.outcomes import exit_text
+from parawrap.processes.process_groups import store_folders
 from parawrap.processes.rank_process import leave, run_rank
-from parawrap.processes.wire import close_in_forked_children
 
 STATUS = struct.Struct("<ci")
 STARTED = b"s"  # with the process id
@@ -44,15 +47,21 @@ EXITED = b"e"  # with the exit code, or the negative signal number
 _PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
 """Modules that many ranks import, at about a second each. The server imports them once a rank has.
 
-All torch optimizers and DistributedDataParallel import the first, and torch.use_deterministic_algorithms the second.
+All torch optimizers and DistributedDataParallel import the first, and
+torch.use_deterministic_algorithms the second.
 """
 
-_FILES = 5  # attached to a request: the status pipe, two sockets, standard output, and standard error
-_PATIENCE_S = 1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
+_FILES = (
+    5  # attached to a request: the status pipe, two sockets, standard output, and standard error
+)
+_PATIENCE_S = (
+    1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
+)
 _LAST_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
+_TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
@@ -60,22 +69,28 @@ _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 # -- in the server
 
 
-def serve(modules: Sequence[str]) -> NoReturn:
-    """Serve requests from standard input, which is a socket, until it is closed and the last rank has ended.
+def serve(modules: Sequence[str], folders: str = "") -> NoReturn:
+    """Serve requests from standard input, a socket, until it is closed and no rank is left.
 
-    `modules` are imported first, so that ranks do not import them.
+    Args:
+        modules: Imported first, so that ranks do not import them.
+        folders: A pattern of folders to remove at the end: a killed launching process leaves some.
     """
     for name in modules:
         importlib.import_module(name)
     requests = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
+    # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide
+    # other warnings.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
-    # The launching thread may have blocked all signals. Those of a Slurm job, SIGUSR1 and SIGUSR2, stay blocked.
+    # The launching thread may have blocked all signals. Those of a Slurm job, SIGUSR1 and SIGUSR2,
+    # stay blocked.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD))
     _Server(requests).run()
+    for folder in glob.glob(folders):  # noqa: PTH207 (an absolute pattern)
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
 
 
@@ -83,7 +98,9 @@ class _Server:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         self._ranks: dict[int, int] = {}  # process id: status pipe
-        self._ended: dict[int, tuple[int, float]] = {}  # status pipe, and when the processes left by the rank are killed
+        self._ended: dict[
+            int, tuple[int, float]
+        ] = {}  # status pipe, and when the processes left by the rank are killed
         self._wanted: set[int] = set()  # numbers of modules that ranks have imported
         self._pid = os.getpid()
         self._libc = ctypes.CDLL(None)
@@ -108,7 +125,9 @@ class _Server:
             if is_open:
                 poll.register(self._requests, select.POLLIN)
             patience_s = _LOOK_S if self._ended or not is_open else None
-            ready = {number for number, _ in poll.poll(None if patience_s is None else 1000 * patience_s)}
+            ready = {
+                number for number, _ in poll.poll(None if patience_s is None else 1000 * patience_s)
+            }
             if self._woken in ready:
                 self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
@@ -121,7 +140,10 @@ class _Server:
                 kill_at = time.monotonic() + _LAST_S
 
     def _take_request(self) -> bool:
-        """Serve one request. Return False if the launching process closed the connection, or died."""
+        """Serve one request.
+
+        Return False if the launching process closed the connection, or died.
+        """
         try:
             request, files, _, _ = socket.recv_fds(self._requests, 1, _FILES)
         except OSError:
@@ -164,17 +186,26 @@ class _Server:
             kept = (*self._ranks.values(), *(status for status, _ in self._ended.values()))
             for file in (self._woken, status, *kept):
                 os.close(file)
-            connections = socket.socket(fileno=data), socket.socket(fileno=control)  # open until this process exits
+            connections = (
+                socket.socket(fileno=data),
+                socket.socket(fileno=control),
+            )  # open until this process exits
             code = run_rank(*connections, streams)
             with contextlib.suppress(OSError):  # the server has ended
-                os.write(self._waker, bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules))
+                os.write(
+                    self._waker,
+                    bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules),
+                )
             leave(code)
         finally:  # this process must not go on as a second server
             traceback.print_exc()
             os._exit(1)
 
     def _adopt_orphans(self) -> None:
-        """Become the parent of orphaned descendants. Otherwise they become children of init and survive the launch."""
+        """Become the parent of orphaned descendants.
+
+        Otherwise they become children of init and survive the launch.
+        """
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -182,7 +213,9 @@ class _Server:
         """Import the modules that ranks have imported, so that later ranks start with them."""
         for number, name in enumerate(_PRELOADABLE):  # the numbers of signals are higher
             if number in self._wanted and name not in sys.modules:
-                with contextlib.suppress(Exception):  # a rank that needs the module reports the error itself
+                with contextlib.suppress(
+                    Exception
+                ):  # a rank that needs the module reports the error itself
                     importlib.import_module(name)
                 self._freeze()
         self._wanted.clear()
@@ -190,7 +223,8 @@ class _Server:
     def _freeze(self) -> None:
         """Have ranks ignore the objects of this process: their collectors then do not copy pages.
 
-        The finalizers of torch's libraries would take a third of the time of a launch at the exit of each rank.
+        The finalizers of torch's libraries would take a third of the time of a launch at the exit
+        of each rank.
         """
         gc.freeze()
         keep_finalizers_from_exits()
@@ -211,10 +245,11 @@ class _Server:
                 self._ended[pid] = pipe, time.monotonic() + _PATIENCE_S
 
     def _end_leftovers(self) -> None:
-        """End what ended ranks left running, and close the status pipe of each rank that left nothing.
+        """End what ended ranks left running. Close the status pipe of each rank that left nothing.
 
-        There are two kinds: members of the rank's process group, and orphans that had left the group. A running rank adopts
-        its own orphans. So an orphan that is a child of this process belongs to an ended rank.
+        There are two kinds: members of the rank's process group, and orphans that had left the
+        group. A running rank adopts its own orphans. So an orphan that is a child of this process
+        belongs to an ended rank.
         """
         orphans: set[int] = set()
         with contextlib.suppress(OSError):  # macOS offers no way to find them
@@ -255,28 +290,63 @@ class Connections(NamedTuple):
     status: int
     streams: tuple[int, ...]  # standard output and standard error; empty if they go elsewhere
 
+    def close(self) -> None:
+        """Close all of them: the rank exits then."""
+        self.data.close()
+        self.control.close()
+        for file in (self.status, *self.streams):
+            os.close(file)
+
+
+def _pipe(ours: contextlib.ExitStack, its: contextlib.ExitStack) -> tuple[int, int]:
+    """Make a pipe that a rank writes. The stacks close the ends."""
+    reading, writing = os.pipe()
+    ours.callback(os.close, reading)
+    its.callback(os.close, writing)
+    return reading, writing
+
+
+def _socket_pair(
+    ours: contextlib.ExitStack, its: contextlib.ExitStack
+) -> tuple[socket.socket, socket.socket]:
+    one, other = socket.socketpair()
+    return ours.enter_context(one), its.enter_context(other)
+
 
 class ForkServer:
-    """The launching process's handle of the server. Any thread may use it. Implements `Starter` of the pool."""
+    """The launching process's handle of the server. Any thread may use it.
+
+    Implements `Starter` of the pool.
+    """
 
     def __init__(self) -> None:
-        ours, its = socket.socketpair()
-        ours.settimeout(None)
-        self._socket = ours
-        close_in_forked_children(ours)
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
-        modules = [name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"]  # most ranks need them
+        modules = [
+            name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"
+        ]  # most ranks need them
         script = (
-            f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "  # collection would take a sixth of the time to import
-            f"from parawrap.processes.fork_server import serve; serve({modules!r})"
+            # collection would take a sixth of the time to import
+            f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
+            f"from parawrap.processes.fork_server import serve; serve({modules!r}, "
+            f"{store_folders(os.getpid())!r})"
         )
         command = [sys.executable, *interpreter_options(), "-P", "-c", script]
-        # Most ranks have one thread. To lower the number after a fork would start the threads first; ranks can raise it.
+        # Most ranks have one thread. To lower the number after a fork would start the threads
+        # first; ranks can raise it.
         environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
-        with its:
-            # It runs in the root folder, because imports fail in a deleted working folder.
-            self._process = subprocess.Popen(command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ)
-        self._sending = threading.Lock()
+        # Also around Popen: a child that another thread forks would keep a pipe of it open, whose
+        # end it waits for
+        with handover as in_transit:
+            ours, its = socket.socketpair()
+            in_transit.append(its.fileno())
+            close_in_forked_children(ours)
+            ours.settimeout(_TAKE_S)
+            self._socket = ours
+            with its:
+                # It runs in the root folder, because imports fail in a deleted working folder.
+                self._process = subprocess.Popen(
+                    command, stdin=its.fileno(), start_new_session=True, cwd="/", env=environ
+                )
         self._place = f"node 0, {socket.gethostname()}"
 
     def start(self, rank: int) -> Connections:
@@ -285,26 +355,41 @@ class ForkServer:
         Raises:
             LaunchError: If its process cannot be started.
         """
-        pipes: list[int] = []
-        try:
-            for _ in range(3):
-                pipes += os.pipe()
-            (data, its_data), (control, its_control) = socket.socketpair(), socket.socketpair()
-            with its_data, its_control, self._sending:
-                files = (pipes[1], its_data.fileno(), its_control.fileno(), pipes[3], pipes[5])
+        with handover as in_transit, contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
+            try:
+                (status, status_end), *outputs = [_pipe(ours, its) for _ in range(3)]
+                (data, data_end), (control, control_end) = [
+                    _socket_pair(ours, its) for _ in range(2)
+                ]
+                files = (
+                    status_end,
+                    data_end.fileno(),
+                    control_end.fileno(),
+                    *(end for _, end in outputs),
+                )
+                in_transit.extend(files)
                 socket.send_fds(self._socket, [b"f"], files)
-        except OSError as error:
-            for file in pipes[::2]:
-                os.close(file)
-            msg = f"the process of rank {rank} cannot be started by {self.describe(rank)}: {error}"
-            raise LaunchError(msg) from error
-        finally:
-            for file in pipes[1::2]:
-                os.close(file)
-        return Connections(self._place, data, control, pipes[0], (pipes[2], pipes[4]))
+            except OSError as error:
+                raise LaunchError(self._refusal(rank, error)) from error
+            connections = Connections(
+                self._place, data, control, status, tuple(each for each, _ in outputs)
+            )
+            close_in_forked_children(data)
+            close_in_forked_children(control)
+            ours.pop_all()  # they belong to the caller now
+        return connections
+
+    def _refusal(self, rank: int, error: OSError) -> str:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return (
+                f"rank {rank} cannot be started: this process has reached its limit on open "
+                f"files ({error}). A rank "
+                "needs eight of them here: raise the limit with ulimit -n, or start fewer ranks"
+            )
+        return f"the process of rank {rank} cannot be started by {self.describe(rank)}: {error}"
 
     def kill(self, _rank: int, pid: int) -> None:
-        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
+        """Kill a rank: its group and its process, which does not lead a group at first."""
         if pid:
             send_signal(os.killpg, pid, signal.SIGKILL)
             send_signal(os.kill, pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The main thread of a rank, as its control thread sees it: where it is, and for how long it has been idle there."""
+"""The main thread of a rank, as its control thread sees it: where it is, and how long it idles."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ import torch
 _OWN_FILES = str(Path(__file__).parent.parent)
 _LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
-_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))  # its code may wait for a disk instead of other ranks
+# its code may wait for a disk instead of other ranks
+_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
 _AUTOGRAD = str(Path(torch.autograd.__file__).parent)
-_IDLE = 0.02  # an idle thread uses at most this share of a processor: polling a file store takes some time
+# an idle thread uses at most this share of a processor: polling a file store takes some time
+_IDLE = 0.02
 
 
 class Status(NamedTuple):
     """The state of a rank's main thread."""
 
-    idle_s: float  # that the thread has been at one place of its code, almost without using a processor
+    # that the thread has been at one place of its code, almost without using a processor
+    idle_s: float
     waits_s: float  # the same, if this place is in code that waits for other ranks; else 0
     place: str  # the line of user code that the thread executes
     interrupted: int  # the number of the last call that was interrupted
@@ -40,9 +43,16 @@ class MainThread:
         self._stopped_at = self._used_s = 0.0  # when it came there, and its processor time then
 
     def look(self) -> tuple[float, float]:
-        """Observe the thread, and compare it with an earlier observation. Return `idle_s` and `waits_s` of its status."""
+        """Observe the thread, and compare it with an earlier observation.
+
+        Return `idle_s` and `waits_s` of its status.
+        """
         frame = sys._current_frames().get(self._ident)
-        place = () if frame is None else tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
+        place = (
+            ()
+            if frame is None
+            else tuple((id(each), each.f_lasti) for each, _ in traceback.walk_stack(frame))
+        )
         now, used_s = time.monotonic(), self._processor_s()
         if place != self._place or used_s - self._used_s > _IDLE * (now - self._stopped_at):
             self._place, self._stopped_at, self._used_s = place, now, used_s
@@ -50,7 +60,10 @@ class MainThread:
         return idle_s, idle_s if frame is not None and _waits_in(frame.f_code.co_filename) else 0.0
 
     def _processor_s(self) -> float:
-        """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
+        """Return the processor time of the main thread.
+
+        With CUDA return 0, because a thread spins to wait for the GPU.
+        """
         if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
@@ -59,7 +72,8 @@ class MainThread:
 def _waits_in(filename: str) -> bool:
     """True for files whose code waits for other ranks.
 
-    These are files of torch.distributed, and of autograd: the backward of DistributedDataParallel waits in C++ code.
+    These are files of torch.distributed, and of autograd: the backward of DistributedDataParallel
+    waits in C++ code.
     """
     if filename.startswith(_AUTOGRAD):
         return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -78,9 +92,11 @@ def stacks() -> str:
 
 
 def place_of_main_thread() -> str:
-    """Return the line that the main thread executes: the innermost outside parawrap, torch, and the standard library."""
+    """Return the line of user code that the main thread executes: the innermost one."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+    frames = (
+        [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+    )
     users = [each for each in frames if not each[0].co_filename.startswith(_LIBRARIES)] or frames
     if not users:
         return "an unknown place"
@@ -89,7 +105,7 @@ def place_of_main_thread() -> str:
     place = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
     try:
         return f"{place}: {linecache.getline(code.co_filename, number).strip()}"
-    except Exception:  # noqa: BLE001 (another thread may change the cache of lines, and other code may fill it)
+    except Exception:  # noqa: BLE001 (other code may change the cache of lines)
         return place
 
 

@@ -1,7 +1,8 @@
 """How ranks end a call, which of several failures is reported, and the exception for it.
 
-When a rank fails, the collectives of the other ranks break. These follow-up errors are called echoes, and may arrive before
-the original failure. The earliest failure that is not an echo is reported; if all are echoes, the earliest echo.
+When a rank fails, the collectives of the other ranks break. These follow-up errors are called
+echoes, and may arrive before the original failure. The earliest failure that is not an echo is
+reported; if all are echoes, the earliest echo.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from parawrap.backends import user_frames
-from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, add_note
+from parawrap.errors import (
+    LaunchCancelledError,
+    LaunchError,
+    LaunchTimeoutError,
+    RankDiedError,
+    add_note,
+)
+from parawrap.processes.packing import restore
 from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
@@ -27,7 +35,8 @@ _LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
 
 # Messages of gloo, NCCL, and the store about a lost connection to another rank.
 _ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|remote process exited|"
+    r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|"
+    r"remote process exited|"
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
     re.IGNORECASE,
 )
@@ -43,12 +52,17 @@ class _ExceptionPickler(ValuePickler):
 
 
 def pack_exception(error: BaseException) -> Packed:
-    """Pickle an exception, without parts that cannot be pickled. If it cannot be rebuilt, pickle a LaunchError instead."""
+    """Pickle an exception, without parts that cannot be pickled.
+
+    If it cannot be rebuilt, pickle a LaunchError instead.
+    """
     with contextlib.suppress(Exception):  # classes may raise anything
         packed = pack(error, type(error).__qualname__, _ExceptionPickler)
         if type(unpack(packed.to_bytes())) is type(error):
             return packed
-    return pack(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception")
+    return pack(
+        LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "the exception"
+    )
 
 
 def summary_of(error: BaseException) -> str:
@@ -62,7 +76,7 @@ def summary_of(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback as text, from its first frame outside parawrap on; all of it without such a frame."""
+    """Return the traceback as text, from its first frame outside parawrap on, if there is one."""
     trace = user_frames(error.__traceback__) or error.__traceback__
     try:
         return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
@@ -71,7 +85,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if the exception, or one in its chain of causes, reports a lost connection to another rank."""
+    """True if the exception, or a cause of it, reports a lost connection to another rank."""
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if link is None:
@@ -90,8 +104,15 @@ class Returned:
     """The function returned."""
 
     at: float
-    value: memoryview | bytes = field(repr=False)
+    value: memoryview | bytes = field(repr=False)  # the block
+    item: Any = field(default=None, repr=False)  # of the value in it; None: all of it was packed
     summary: ClassVar[str] = "returned"
+
+    def load(self) -> Any:
+        """Return the value. Raises what its classes raise."""
+        return (
+            unpack(self.value) if self.item is None else restore(self.item, memoryview(self.value))
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +128,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended without an answer: by a signal, by ``sys.exit``, by an exit in C code, or with its node."""
+    """The process ended without an answer: by a signal, ``sys.exit``, C code, or with its node."""
 
     at: float
     pid: int
@@ -174,7 +195,7 @@ def exit_text(code: int) -> str:
 
 
 def _signal(number: int) -> Signal:
-    """Return the enum member of a signal, or the number if it has no name, like most real-time signals."""
+    """Return the enum member of a signal, or the number if it has no name."""
     return next((each for each in signal.Signals if each == number), number)
 
 
@@ -186,7 +207,11 @@ def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
     failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
     if any(isinstance(each, Requeued) for each in outcomes.values()):
         failures = {rank: each for rank, each in failures.items() if not counts_as_echo(each)}
-    return min(failures, key=lambda rank: (counts_as_echo(failures[rank]), failures[rank].at, rank), default=None)
+    return min(
+        failures,
+        key=lambda rank: (counts_as_echo(failures[rank]), failures[rank].at, rank),
+        default=None,
+    )
 
 
 def counts_as_echo(outcome: Outcome) -> bool:
@@ -202,30 +227,37 @@ class Ending:
     """How a call of ranks ended."""
 
     outcomes: Mapping[int, Outcome]
-    places: Mapping[int, str] = field(default_factory=dict)  # the node and host of each rank: ``"node 0, worker-17"``
+    # the node and host of each rank: ``"node 0, worker-17"``
+    places: Mapping[int, str] = field(default_factory=dict)
     history: Sequence[str] = ()  # how earlier attempts ended, and other notes for the error
     stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
     timed_out: str = ""  # the time limit that ended the call
-    deadlocked: bool = False  # it was ended because its ranks waited for ranks that do not take part
+    # it was ended because its ranks waited for ranks that do not take part
+    deadlocked: bool = False
     cancelled: bool = False
     lost: str = ""  # another reason why the ranks had to be ended
+    error: OSError | None = None  # why this process could not take an answer
+    has_output: bool = False  # a rank wrote output during the call
 
     @property
     def has_given_up(self) -> bool:
         """True if something else than an outcome of a rank ended the call."""
-        return bool(self.cancelled or self.timed_out or self.deadlocked or self.lost)
+        return bool(self.cancelled or self.timed_out or self.deadlocked or self.lost or self.error)
 
     @property
     def is_success(self) -> bool:
         """True if every rank returned and nothing else ended the call."""
-        return not self.has_given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
+        return not self.has_given_up and all(
+            isinstance(each, Returned) for each in self.outcomes.values()
+        )
 
 
 def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) -> list[Any]:
     """Return the value of each of these ranks.
 
     Raises:
-        BaseException: The exception of the rank that failed first, or another error that says how the call ended.
+        BaseException: The exception of the rank that failed first, or another error that says how
+            the call ended.
     """
     if ending.cancelled:
         msg = f"the launch of {name} was cancelled: it has no results"
@@ -240,47 +272,67 @@ def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) 
         if ending.lost:
             add_note(error, f"the ranks were ended: {ending.lost}")
         raise error
+    if ending.error is not None:
+        raise ending.error
     values = []
     for rank in ranks:
         outcome = ending.outcomes.get(rank)
         if not isinstance(outcome, Returned):
             raise LaunchError(ending.lost or f"rank {rank} of {name} ended without an answer")
         try:
-            values.append(unpack(outcome.value))
+            values.append(outcome.load())
         except Exception as error:
             add_note(error, f"raised while the result of rank {rank} of {world_size} was unpickled")
             raise
     return values
 
 
-def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str) -> BaseException:
-    """Return the exception to raise for a failed rank. Its notes name the rank, its place, and the other failed ranks."""
+def error_of(
+    rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str
+) -> BaseException:
+    """Return the exception to raise for a failed rank.
+
+    Its notes name the rank, its place, and the other failed ranks.
+    """
     failure = outcomes[rank]
     if isinstance(failure, Raised):
         try:
             error: BaseException = unpack(failure.error)
         except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
-            error = LaunchError(f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: {reason!r}")
-        returned = [str(each) for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+            error = LaunchError(
+                f"rank {rank} raised {failure.summary}; its exception cannot be rebuilt here: "
+                f"{reason!r}"
+            )
+        returned = [
+            str(each) for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)
+        ]
         if failure.is_echo and returned:
             msg = (
-                f"{'ranks' if returned[1:] else 'rank'} {', '.join(returned)} had returned already: in a collective, every "
-                f"rank of the group has to take part. Rank {rank} waited in one and raised {failure.summary}"
+                f"{'ranks' if returned[1:] else 'rank'} {', '.join(returned)} had returned "
+                "already: in a collective, every "
+                f"rank of the group has to take part. Rank {rank} waited in one and raised "
+                f"{failure.summary}"
             )
             cause, error = error, LaunchError(msg)
             error.__cause__ = cause
         add_note(
-            error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indent(failure.traceback)}"
+            error,
+            f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n"
+            f"{_indent(failure.traceback)}",
         )
     else:
         assert isinstance(failure, Died)
-        msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
+        process = f", process {failure.pid}" if failure.pid else ""
+        msg = f"rank {rank} of {world_size} {failure.summary} ({place}){process}"
         code = None if failure.signal is not None else failure.code
         error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=code)
         if failure.last_words:
             error.add_note(f"the last output of rank {rank}:\n{_indent(failure.last_words)}")
         if failure.signal is signal.SIGKILL:
-            error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
+            error.add_note(
+                "parawrap did not send SIGKILL: the kernel does if memory runs out, and so does "
+                "kill -9"
+            )
     others = [
         f"rank {other} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
         for other, outcome in sorted(outcomes.items())
@@ -298,10 +350,17 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     if ending.timed_out:
         msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{stacks}"
         return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
-    returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
-    how = f"rank(s) {returned} have returned, and all others wait" if returned else "the ranks that were called wait"
+    returned = ", ".join(
+        str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned)
+    )
+    how = (
+        f"rank(s) {returned} have returned, and all others wait"
+        if returned
+        else "the ranks that were called wait"
+    )
     msg = (
-        f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the group has to take part. "
+        f"{name} is deadlocked: {how} in torch.distributed. In a collective, every rank of the "
+        "group has to take part. "
         f"Stacks of the waiting ranks:\n{stacks}"
     )
     error = LaunchError(msg)

@@ -1,4 +1,4 @@
-"""The output of ranks: kept for `Launch.logs`, written to log files, and printed line by line with the rank in front."""
+"""The output of ranks: kept for `Launch.logs`, written to log files, and printed by lines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from parawrap.errors import LaunchError
 
 _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20  # bytes per rank; most ranks write less
+_PIECE = 1 << 16  # bytes that are printed at a time
 _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _LAST_WORDS = 4000  # bytes, enough for a traceback
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
@@ -30,9 +32,10 @@ _PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on th
 
 
 class Printer:
-    """Prints the output of one launch in a thread, so that a reader that does not drain it cannot stop supervision.
+    """Prints the output of one launch in a thread: a slow reader cannot stop supervision.
 
-    At the exit of the interpreter, output that is not printed yet blocks the exit, as it does without parawrap.
+    At the exit of the interpreter, output that is not printed yet blocks the exit, as it does
+    without parawrap.
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,7 @@ class Printer:
 
 
 class _Lines:
-    """Splits a stream into lines, which end with a newline or a carriage return, and prints only whole lines."""
+    """Splits a stream at newlines and carriage returns, and prints only whole lines."""
 
     def __init__(self, prefix: str, stream: str) -> None:
         self._prefix = prefix
@@ -68,24 +71,92 @@ class _Lines:
         self._begun = ""
 
     def take(self, data: bytes, *, final: bool = False) -> None:
-        """Print the lines that end in `data`. Keep the rest until its end arrives, or print it if it is `final`."""
+        """Print the lines that end in `data`.
+
+        Keep the rest until its end arrives, or print it if it is `final`.
+        """
         *lines, begun = _LINE_END.split(self._begun + self._decoder.decode(data, final))
-        shown = [self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
+        shown = [
+            self._prefix + line + end for line, end in zip(lines[::2], lines[1::2], strict=True)
+        ]
         self._begun = "" if final else begun
         if final and begun:
             shown.append(self._prefix + begun + "\n")
         self._write("".join(shown))
 
     def _write(self, text: str) -> None:
-        target: Any = getattr(sys, self._stream)  # looked up each time, because notebooks and tests replace it
+        # looked up each time, because notebooks and tests replace it
+        target: Any = getattr(sys, self._stream)
         if text and target is not None:
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
 
 
+class _Kept:
+    """Output in memory up to 1 MiB, then all of it in a file without a name."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._memory = bytearray()
+        self._file: BinaryIO | None = None
+
+    def append(self, data: bytes) -> None:
+        """Add output.
+
+        Raises:
+            OSError: If the disk has no room. What was there before stays, and a later call may
+                succeed.
+        """
+        if self._file is None and self.size + len(data) > _IN_MEMORY:
+            file: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (see `close`)
+            try:
+                _write_at(file, self._memory, 0)
+            except OSError:
+                file.close()
+                raise
+            self._file, self._memory = file, bytearray()
+        if self._file is None:
+            self._memory += data
+        else:
+            _write_at(self._file, data, self.size)
+        self.size += len(data)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return a part of the output."""
+        if self._file is None:
+            return bytes(self._memory[start : start + size])
+        return os.pread(self._file.fileno(), size, start)
+
+    def close(self) -> None:
+        """Free the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _write_at(file: BinaryIO, data: bytes | bytearray, start: int) -> None:
+    """Write all of the data. A part that is left over from a full disk is written over later."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(file.fileno(), rest, start)
+        rest, start = rest[count:], start + count
+
+
+class _Unshown(NamedTuple):
+    """Output that is not printed yet: a part of what is kept, or data that could not be kept."""
+
+    stream: int
+    start: int
+    size: int
+    data: bytes | None = None
+
+
 class Transcript:
-    """The output of one rank, from both streams, in order of arrival. Output beyond 1 MiB is kept on disk.
+    """The output of one rank, from both streams, in order of arrival.
+
+    Output beyond 1 MiB is kept on disk.
+
+    Output that a terminal does not take yet is not kept twice: it is read again when it is printed.
 
     Args:
         printer: Prints the output; None prints nothing.
@@ -99,46 +170,90 @@ class Transcript:
     def __init__(self, printer: Printer | None, prefix: str = "", path: Path | None = None) -> None:
         self._access = threading.Lock()
         self._printer = printer
-        self._kept: Any = tempfile.SpooledTemporaryFile(_IN_MEMORY, buffering=0)  # noqa: SIM115 (closed by the finalizer)
+        self._kept = _Kept()
         weakref.finalize(self, self._kept.close)
         self._has_output = False
         self._has_warned = False
-        self._files = [self._kept] if path is None else [self._kept, _open_file(path)]
+        self._log_file = None if path is None else _open_file(path)
         self._lines = _Lines(prefix, "stdout"), _Lines(prefix, "stderr")
+        self._unshown: deque[_Unshown] = deque()
+        self._is_showing = False  # the printer has been asked to
 
     def write(self, stream: int, data: bytes) -> None:
         """Add output of stream 1 (standard output) or 2 (standard error)."""
-        self._keep(data)
-        if self._printer is not None:
-            self._printer.add(partial(self._lines[stream - 1].take, data))
+        with self._access:
+            start = self._kept.size
+            is_kept = self._keep(data)
+            if self._printer is None:
+                return
+            last = self._unshown[-1] if self._unshown else None
+            if (
+                is_kept
+                and last is not None
+                and last.stream == stream
+                and last.start + last.size == start
+            ):
+                self._unshown[-1] = last._replace(size=last.size + len(data))
+            else:
+                self._unshown.append(_Unshown(stream, start, len(data), None if is_kept else data))
+            is_asked, self._is_showing = self._is_showing, True
+        if not is_asked:
+            self._printer.add(self._show)
 
     def record(self, text: str) -> None:
         """Add a text that the rank did not write. It is not printed."""
-        self._keep(f"{text}\n".encode(errors="backslashreplace"))
-
-    def _keep(self, data: bytes) -> None:
-        """Write to both files. A full disk cuts the output that is kept, and ends no launch."""
         with self._access:
-            self._has_output = True
-            for file in self._files:
-                try:
-                    file.seek(0, os.SEEK_END)
-                    file.write(data)
-                except OSError as error:
-                    if not self._has_warned:
-                        self._has_warned = True
-                        _log.warning("the output of a rank cannot be kept completely: %s", error)
+            self._keep(f"{text}\n".encode(errors="backslashreplace"))
+
+    def _keep(self, data: bytes) -> bool:
+        """Keep output in both places. A full disk cuts what is kept, and ends no launch.
+
+        Return False if it did.
+        """
+        self._has_output = True
+        try:
+            if self._log_file is not None:
+                self._log_file.write(data)
+        except OSError as error:
+            self._warn(error)
+        try:
+            self._kept.append(data)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("the output of a rank cannot be kept completely: %s", error)
+
+    def _show(self) -> None:
+        """Print what is not printed yet, in the thread of the printer."""
+        while True:
+            with self._access:
+                if not self._unshown:
+                    self._is_showing = False
+                    return
+                stream, start, size, data = self._unshown.popleft()
+                if size > _PIECE and data is None:
+                    self._unshown.appendleft(_Unshown(stream, start + _PIECE, size - _PIECE))
+                if data is None:
+                    data = self._kept.read(start, min(size, _PIECE))
+            # a broken standard output, as for each piece before
+            with contextlib.suppress(Exception):
+                self._lines[stream - 1].take(data)
 
     def text(self, most: int | None = None) -> str:
         """Return all output so far, or at most so many bytes of its end."""
         with self._access:
-            size = self._kept.seek(0, os.SEEK_END)
-            self._kept.seek(0 if most is None else max(0, size - most))
-            kept: bytes = self._kept.read()
+            size = self._kept.size
+            start = 0 if most is None else max(0, size - most)
+            kept = self._kept.read(start, size - start)
         return kept.decode(errors="replace")
 
     def last_line(self) -> str:
-        """Return the last line of output that is not blank, or the end of a long one, without escape codes."""
+        """Return the last line of output that is not blank, without escape codes."""
         text = _ESCAPE_CODE.sub("", self.text(_LAST_LINE))
         return next((line.strip() for line in reversed(_LINE_END.split(text)) if line.strip()), "")
 
@@ -156,8 +271,9 @@ class Transcript:
         """Print the unfinished last lines, and close the log file. `text` still works."""
         self.show_unfinished()
         with self._access, contextlib.suppress(OSError):
-            while len(self._files) > 1:
-                self._files.pop().close()
+            if self._log_file is not None:
+                file, self._log_file = self._log_file, None
+                file.close()
 
 
 def _open_file(path: Path) -> BinaryIO:

@@ -1,8 +1,8 @@
 """Pickle values for another process, with the memory of tensors and arrays outside of the pickle.
 
-A packed value is one block of bytes: a head, a pickle, and aligned memory. A large block is written once into a memory
-file, and receivers map it: their tensors lie in the mapping, and writes stay private to a receiver. Functions and classes
-that the receiver cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
+A packed value is one block of bytes: a head, a pickle, and aligned memory, in which the receiver's
+tensors lie. Functions and classes that the receiver cannot import are pickled by value
+(cloudpickle). Tensors on an accelerator arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import contextlib
 import ctypes
 import functools
 import io
-import mmap
-import os
 import pickle
 import reprlib
 import struct
 import sys
-import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -30,114 +28,95 @@ import torch
 from parawrap._private_names import class_of_id, id_of_class, make_class, names_in_code
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
+from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.shared_memory import ALIGNMENT, Block
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
-_WORTH_MAPPING = 1 << 20  # bytes; below, reading takes less time than mapping
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ATOMS = (*_PLAIN, complex)
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CACHED: Any = type(functools.cache(len))
-_OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # also of higher order
+# also of higher order
+_OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])
 
 
-class Packed:
-    """A pickled value. The memory of its tensors is not copied until it is sent.
+class Packed(Block):
+    """A pickled value: the lengths of the pickle and of each tensor's memory, and these."""
 
-    Attributes:
-        parts: The block in pieces: the lengths of the pickle and of each tensor's memory, and these with gaps between them.
-        size: The number of bytes of the block.
+    def __init__(self, pickled: Sequence[Any], buffers: Sequence[memoryview]) -> None:
+        super().__init__()
+        lengths = [sum(map(len, pickled)), *(part.nbytes for part in buffers)]
+        self._add(b"".join(map(_LENGTH.pack, (len(lengths), *lengths))))
+        self._align()
+        for piece in pickled:
+            self._add(piece)
+        for part in buffers:
+            self._align()
+            self._add(part)
+
+    def _align(self) -> None:
+        self._add(bytes(-self.size % ALIGNMENT))
+
+    def _add(self, part: Any) -> None:
+        self.parts.append(part)
+        self.size += len(part)
+
+
+class PickleStream:
+    """Takes what a pickler writes, in pieces.
+
+    Large texts and bytes come as they are, without a copy.
     """
 
-    def __init__(self, pickled: memoryview, buffers: list[memoryview]) -> None:
-        contents = [pickled, *buffers]
-        self.parts: list[Any] = [b"".join(map(_LENGTH.pack, (len(contents), *(part.nbytes for part in contents))))]
-        self.size = len(self.parts[0])
-        for part in contents:
-            gap = -self.size % _ALIGNMENT
-            self.parts += (bytes(gap), part)
-            self.size += gap + part.nbytes
-        self._file: int | None = None
-
-    def file(self) -> int:
-        """Return a memory file with the block. It is written at the first call, and closed with this object."""
-        if self._file is None:
-            with open(memory_file(), "wb") as out:
-                out.writelines(self.parts)
-                out.flush()
-                self._file = os.dup(out.fileno())
-        return self._file
-
-    def detach(self) -> None:
-        """Copy the memory of tensors, so that the caller may change them."""
-        if self.size < _WORTH_MAPPING:
-            self.parts = [self.to_bytes()]
-        else:  # the file that is sent on one machine
-            self.parts = [map_file(self.file())]
-
-    def to_bytes(self) -> bytes:
-        """Return the block."""
-        return b"".join(self.parts)
-
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+    def __init__(self) -> None:
+        self.pieces: list[Any] = []
+        self.write = self.pieces.append
 
 
-def memory_file() -> int:
-    """Make a file without a path, in memory if the system supports that. It disappears when it is closed."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("parawrap")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def map_file(file: int) -> memoryview:
-    """Return the bytes of a file, writable and private. The caller may close the file afterwards."""
-    size = os.fstat(file).st_size
-    if size >= _WORTH_MAPPING:
-        return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): receivers share the file's position
-
-
-def pack(value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None) -> Packed:
+def pack(
+    value: Any, address: str = "", make_pickler: Callable[..., ValuePickler] | None = None
+) -> Packed:
     """Pickle a value.
 
     Args:
         value: The value.
-        address: Its name in error messages. If it is empty, the keys of `value` are the names of its parts.
+        address: Its name in error messages. If it is empty, the keys of `value` are the names of
+            its parts.
         make_pickler: Makes the pickler from a stream and a list for the memory of tensors.
 
     Raises:
-        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as
+            a path from `address`.
     """
     if type(value) in _PLAIN:
-        return Packed(memoryview(pickle.dumps(value, 5)), [])
+        return Packed([pickle.dumps(value, 5)], [])
     buffers: list[memoryview] = []
-    stream = io.BytesIO()
+    stream = PickleStream()
     try:
         (make_pickler or ValuePickler)(stream, buffers).dump(value)
     except Exception as error:
         buffers.clear()  # the frames of the traceback hold them
         place, found, reason = _find_unpicklable(value, address, error)
-        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {str(reason) or repr(reason)}"
+        why = f"{type(found).__qualname__}: {str(reason) or repr(reason)}"
+        msg = f"{place} cannot be sent to another process: {why}"
         del found, reason  # the context of `reason` is `error`, and its traceback holds this frame
         raise UnsendableError(msg) from error
-    # Not `getbuffer`: a collector that meets the stream first cannot close it while a view of it exists, and says so.
-    # `getvalue` hands over the stream's own bytes, without a copy
-    return Packed(memoryview(stream.getvalue()), buffers)
+    return Packed(stream.pieces, buffers)
 
 
 def unpack(block: memoryview | bytes) -> Any:
-    """Return the value of a block. Its tensors lie in this memory, or in a copy of a block of bytes."""
+    """Return the value of a block.
+
+    Its tensors lie in this memory, or in a copy of a block of bytes.
+    """
     memory = block if isinstance(block, memoryview) else memoryview(bytearray(block))
     (count,) = _LENGTH.unpack_from(memory)
     lengths = struct.unpack_from(f"<{count}Q", memory, _LENGTH.size)
     contents, end = [], (1 + count) * _LENGTH.size
     for length in lengths:
-        start = end + -end % _ALIGNMENT
+        start = end + -end % ALIGNMENT
         end = start + length
         contents.append(memory[start:end])
     return pickle.loads(contents[0], buffers=contents[1:])
@@ -148,8 +127,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     replaces = False  # True to replace parts of exceptions that cannot be pickled by their ``repr``
 
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+    def __init__(self, stream: Any, buffers: list[memoryview]) -> None:
+        super().__init__(
+            stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw())
+        )
         self._storages: dict[object, torch.UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -169,7 +150,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             msg = "an open file belongs to its process: send the path, and open the file there"
             raise pickle.PicklingError(msg)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            msg = "DistributedDataParallel belongs to the process group of its rank: send functional.unwrap(model) instead"
+            msg = (
+                "DistributedDataParallel belongs to the process group of its rank: send "
+                "functional.unwrap(model) instead"
+            )
             raise pickle.PicklingError(msg)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj, replaces=self.replaces)
@@ -180,12 +164,18 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             _keep_slots(obj, reduced)
         return reduced
 
-    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
+    def _reduce_tensor(
+        self, tensor: torch.Tensor
+    ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Reduce a tensor to a view of its storage.
+
+        Each storage is pickled once, so tensors still share memory.
+        """
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
-        # All empty storages have the address 0. Others may be two objects for one memory, as with torch.from_numpy.
+        # All empty storages have the address 0. Others may be two objects for one memory, as with
+        # torch.from_numpy.
         memory = (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else id(storage)
         storage = self._storages.setdefault(memory, storage)
         place = (here.storage_offset(), tuple(here.shape), here.stride())
@@ -193,12 +183,16 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class IdentityPickler(pickle.Pickler):
-    """Pickles objects of some classes as their identities, to compare contents. `met` gets them, and keeps them alive."""
+    """Pickles objects of some classes as their identities, to compare contents.
+
+    `met` gets them, and keeps them alive.
+    """
 
     def __init__(self, stream: io.BytesIO, met: list[Any], *classes: type) -> None:
         super().__init__(stream, 5)
         self._met = met
-        self._classes = (type, types.FunctionType, *classes)  # plain pickle finds these two by their names
+        # plain pickle finds these two by their names
+        self._classes = (type, types.FunctionType, *classes)
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, self._classes):
@@ -209,8 +203,11 @@ class IdentityPickler(pickle.Pickler):
 
 # -- classes and modules
 
-received_classes: set[type] = set()
-"""Classes that another process sent by value to this one. Their objects go back as objects of the sender's class."""
+received_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes that another process sent by value to this one.
+
+Their objects go back as objects of the sender's class.
+"""
 
 
 def _class_sent_before(identifier: str, name: str) -> type:
@@ -222,8 +219,12 @@ def _class_sent_before(identifier: str, name: str) -> type:
 
 
 def _keep_slots(cls: type, reduced: Any) -> None:
-    """Have a class that goes by value made with its slots. cloudpickle sets ``__slots__`` when it is too late."""
-    if isinstance(reduced, tuple) and reduced[0] is make_class and NamedTuple not in reduced[1][2]:  # which has none
+    """Have a class that goes by value made with its slots.
+
+    cloudpickle sets ``__slots__`` when it is too late.
+    """
+    # which has none
+    if isinstance(reduced, tuple) and reduced[0] is make_class and NamedTuple not in reduced[1][2]:
         namespace = reduced[1][3]
         namespace["__slots__"] = cls.__dict__["__slots__"]
 
@@ -232,32 +233,49 @@ _checked: set[str] = set()  # names of modules
 
 
 def _goes_by_value(name: str) -> bool:
-    """True if a module's definitions are pickled by value, as cloudpickle does if other processes cannot import it."""
+    """True if a module's definitions are pickled by value: other processes cannot import it."""
     if name in sys.modules and name not in _checked:
-        _checked.add(name)
-        if name != "__main__" and not is_importable(name):
-            cloudpickle.register_pickle_by_value(sys.modules[name])
+        # A signal handler that raises in a finder would look as if the module could not be found
+        held = HeldSignals(lambda: None)
+        try:
+            if name != "__main__" and not is_importable(name):
+                cloudpickle.register_pickle_by_value(sys.modules[name])
+            _checked.add(name)
+        finally:
+            held.end()
     return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
 
 
 def is_importable(name: str) -> bool:
-    """True if the import path leads to the root of this module. Modules that were loaded from a file may be elsewhere."""
+    """True if the import path leads to the root of this module.
+
+    Modules that were loaded from a file may be elsewhere.
+    """
     root = name.partition(".")[0]
     own = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
     for finder in sys.meta_path:
         try:
             if (found := finder.find_spec(root, None)) is not None:
-                return own is None or found.origin is None or found.origin == own or Path(found.origin).samefile(own)
+                return (
+                    own is None
+                    or found.origin is None
+                    or found.origin == own
+                    or Path(found.origin).samefile(own)
+                )
         except Exception:  # noqa: BLE001 (finders may raise anything)
             continue
     return root in sys.builtin_module_names
 
 
 def _name_of(value: Any) -> str | None:
-    """Return the name of an operator of torch, or of a module with a class of its own. None for any other object."""
+    """Return the name of an operator of torch, or of a module with a class of its own.
+
+    None for any other object.
+    """
     if isinstance(value, _OPERATORS):
         name = f"{value.__module__}.{value.__name__}".replace("torch._ops.", "torch.ops.", 1)
-    elif isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:  # such as torch.backends.cudnn
+    # such as torch.backends.cudnn
+    elif isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
         name = value.__name__
     else:
         return None
@@ -275,7 +293,10 @@ def _make_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) ->
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if memory, shape, and strides describe the tensor completely. torch pickles other tensors."""
+    """True if memory, shape, and strides describe the tensor completely.
+
+    torch pickles other tensors.
+    """
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -294,7 +315,11 @@ def _tensor(
     requires_grad: bool,
 ) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
-    return torch.nn.Parameter(tensor, requires_grad) if cls is torch.nn.Parameter else tensor.requires_grad_(requires_grad)
+    return (
+        torch.nn.Parameter(tensor, requires_grad)
+        if cls is torch.nn.Parameter
+        else tensor.requires_grad_(requires_grad)
+    )
 
 
 def _storage(memory: Any) -> torch.UntypedStorage:
@@ -303,11 +328,17 @@ def _storage(memory: Any) -> torch.UntypedStorage:
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the storage's memory without a copy. The memory keeps the storage alive, which may be a copy from a device."""
+def _bytes_of(storage: torch.UntypedStorage) -> Any:
+    """Return the storage's memory without a copy.
+
+    It keeps the storage alive, which may be a copy from a device.
+
+    Not as a memoryview: the collector of Python 3.11 crashes if it meets a view of a view in a
+    cycle, such as that of an exception and the frames of its traceback.
+    """
     memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     memory.owner = storage  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-    return memoryview(memory).cast("B")
+    return memory
 
 
 # -- exceptions
@@ -316,12 +347,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
 def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
     """Reduce an exception to its class, arguments, attributes, and cause.
 
-    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. A class in C with its own state, such as
-    pydantic's ValidationError, can be made only by its own reduction. Causes may form a circle, so they are state, which is
-    pickled afterwards.
+    The user's ``__init__`` and ``__reduce__`` often fail, so they are not called. A class in C with
+    its own state, such as pydantic's ValidationError, can be made only by its own reduction. Causes
+    may form a circle, so they are state, which is pickled afterwards.
     """
     base: Any = type(error)
-    while base.__module__ != "builtins":  # `__base__` is the base that makes instances, which may not be the first one
+    # `__base__` is the base that makes instances, which may not be the first one
+    while base.__module__ != "builtins":
         base = base.__base__
     _, made_from, *given = base.__reduce__(error)
     try:
@@ -342,20 +374,25 @@ def _reduce_exception(error: BaseException, *, replaces: bool) -> Any:
 
 
 def _sendable(value: Any) -> Any:
-    if _refusal(value) is None or isinstance(value, BaseException):  # which the pickler reduces in the same way
+    # which the pickler reduces in the same way
+    if _refusal(value) is None or isinstance(value, BaseException):
         return value
     if type(value) in (list, tuple):  # such as the members of an ExceptionGroup
         return type(value)(map(_sendable, value))
     return safe_repr(value)
 
 
-def _new_exception(cls: type[BaseException], base: Any, made_from: tuple[Any, ...]) -> BaseException:
+def _new_exception(
+    cls: type[BaseException], base: Any, made_from: tuple[Any, ...]
+) -> BaseException:
     error: BaseException = base.__new__(cls, *made_from)
     base.__init__(error, *made_from)
     return error
 
 
-def _set_exception_state(error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]) -> None:
+def _set_exception_state(
+    error: BaseException, parts: tuple[tuple[Any, ...], dict[str, Any], BaseException | None]
+) -> None:
     args, state, cause = parts
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
@@ -375,18 +412,23 @@ def _refusal(value: Any) -> Exception | None:
     try:
         ValuePickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
-        return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
+        # its frames lead back to the caller's, which holds the error
+        return error.with_traceback(None)
     finally:
         buffers.clear()
     return None
 
 
 def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, Any, Exception]:
-    """Return the address of the innermost part that cannot be pickled, the part itself, and its exception."""
+    """Return the address of the innermost unpicklable part, the part, and its exception."""
     seen = {id(value)}
     for _ in range(_MOST_STEPS + (not address)):
         for part, place in _parts(value, address):
-            if id(part) not in seen and not isinstance(part, _ATOMS) and (found := _refusal(part)) is not None:
+            if (
+                id(part) not in seen
+                and not isinstance(part, _ATOMS)
+                and (found := _refusal(part)) is not None
+            ):
                 value, address, error = part, place, found
                 seen.add(id(part))
                 break
@@ -409,12 +451,15 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
         yield from _parts_of_function(value, address)
         return
     elif isinstance(value, (functools.partial, types.MethodType)):
-        for name in ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",):
+        for name in (
+            ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
+        ):
             yield getattr(value, name), f"{address}.{name}"
     elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             yield part, f"{address}[{name}]" if name.isdecimal() else f"{address}.{name}"
-    with contextlib.suppress(Exception):  # an object that refuses to be pickled, whatever its attributes are
+    # an object that refuses to be pickled, whatever its attributes are
+    with contextlib.suppress(Exception):
         value.__reduce_ex__(5)
         for name, part in list(getattr(value, "__dict__", {}).items()):
             yield part, f"{address}.{name}"

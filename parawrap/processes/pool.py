@@ -1,21 +1,24 @@
-"""Ranks of one machine, and the calls that they make, one after the other.
+"""The calls of the ranks of one launch, one after the other.
 
-    any thread ── post ──► the thread of the pool ── wires ──► ranks
-                                   ▲ ├── answers, status ◄─────┤
-                                   │ └── output ◄──────────────┤
-                                   └──── exits ◄── the server that forked them
+::
 
-A launch is: start the ranks, make one call, close. Ranks that stay make any number of calls. The set-up of the ranks is the
-first call, with number 0.
+    a caller ── begin ──► data wires ──► ranks     thread of the pool ◄── status, output (`Members`)
+        ▲                                 │                   │
+        └───────── answers ◄──────────────┘                   └──► deadlines, hints, deaths, the end
 
-Guarantee: after the first failure of a call, a time limit, or `cancel`, the call ends in bounded time. Ranks that stay are
-waited for as long as they run C code that an exception cannot interrupt. After `close`, no process of the pool is alive.
+A launch is: start the ranks, make one call, close. Ranks that stay make any number of calls. The
+set-up of the ranks is the first call, with number 0.
+
+Guarantee: after the first failure of a call, a time limit, or `cancel`, the call ends in bounded
+    time.
+Ranks that stay are waited for as long as they run C code that an exception cannot interrupt. After
+`close`, no process of the pool is alive.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import pickle
 import signal
 import threading
 import time
@@ -24,6 +27,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from parawrap.errors import LaunchError, SessionError
+from parawrap.processes.events import NEVER, Events
+from parawrap.processes.members import Member, Members, Starter
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -36,11 +42,10 @@ from parawrap.processes.outcomes import (
     first_failure,
 )
 from parawrap.processes.output import Transcript
-from parawrap.processes.pickling import Packed
-from parawrap.processes.pool_members import Member, Members, Starter
 from parawrap.processes.rank_process import Answer, Assignment, CallHead
+from parawrap.processes.script_globals import PackedCall
 from parawrap.processes.settings import Changes
-from parawrap.processes.wire import Message
+from parawrap.processes.wire import LOST, Letter, Message, Wire
 
 STILL_S = 60.0
 """Seconds that a rank may be idle before the hint."""
@@ -48,14 +53,26 @@ STILL_S = 60.0
 STUCK_S = 20.0
 """Seconds that ranks may wait in collectives for ranks that do not take part."""
 
-_LOOK_S = 1.0  # between two looks at the ranks of a call: often enough for limits of a few seconds
+_LOOK_S = 1.0  # between two looks at the ranks: often enough for limits of a few seconds
 _ECHO_S = 1.0  # for the original failure to arrive after an echo of it
 _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its connections are closed
-_LINGER_S = 1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
+_LINGER_S = (
+    1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
+)
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
 _LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
+_TRIM_S = 3.0  # without a call, after which large slabs are freed
+_MOST_COPIED = 256 << 20  # bytes of one call in the slabs of all ranks; beyond, they share a file
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
 _log = logging.getLogger("parawrap.launch")
+
+
+@dataclass
+class Halt:
+    """An interrupt of the ranks that still run a call."""
+
+    by_user: bool
+    has_broken: bool = False  # connections between the ranks were closed
 
 
 @dataclass
@@ -64,23 +81,25 @@ class Call:
 
     name: str  # of the function
     ranks: Sequence[int]  # that call it; the others take the globals that come with it
-    packed: Packed | None = None
-    files: Sequence[int] = ()  # descriptors that the function gets as its first arguments; `Pool.call` closes them
+    packed: PackedCall | None = None  # None once it was sent
     changes: Changes | None = None  # of the script's settings, for ranks that stay
-    transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output during the call
+    transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output
+    is_cancelled: bool = False  # it is to have no results
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
+    others: set[int] = field(
+        default_factory=set
+    )  # ranks that get its globals, and have not answered
     number: int = 0  # from 1, once it was sent; the set-up has number 0
-    is_cancelled: bool = False  # interrupted by `Pool.interrupt`, and to have no results
-    has_output: bool = False  # a rank wrote output during the call
-    has_loaded: bool = True  # False if a rank could not unpickle the call, or was interrupted before
+    generation: int | None = None  # of the process groups that the ranks join before it
+    unloaded: set[int] = field(default_factory=set)  # ranks that did not unpickle it
+    error: OSError | None = None  # why this process could not take an answer
+    halt: Halt | None = None
+    is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
+    hint_s: float = STILL_S  # that a rank may be idle before the hint; NEVER afterwards
+    began_at: float = 0.0
     departed_at: float = 0.0  # when the last rank ended the call; the begin of the call before
     last_sign: float = 0.0  # when a rank last wrote output, made progress, or ended the call
     looked_at: float = 0.0  # when the pool last looked at the ranks
-    is_halting: bool = False  # the ranks that still run it are interrupted
-    by_user: bool = False  # ... by the user
-    is_broken: bool = False  # connections between the ranks were closed
-    is_deadlocked: bool = False  # its ranks waited for ranks that do not take part
-    has_hinted: bool = False  # the hint was logged
 
     @property
     def has_begun(self) -> bool:
@@ -88,22 +107,26 @@ class Call:
         return self.number > 0
 
 
-class Pool(Members):
-    """The ranks of one launch, or those that stay. One thread uses it, except for `post`, `state_of`, and `stacks`.
+class Pool:
+    """The ranks of one launch, or those that stay.
+
+    Its owner is a thread, which calls all methods, except for `post`, `state_of`, and `stacks`. A
+    caller that makes a call itself holds `events.lock` for `begin`, `has_ended`, and `finish`.
 
     Args:
         starter: Starts the processes.
         assignments: The first message of each rank, by rank.
         transcripts: One per rank.
         timeout_min: Minutes for each call.
-        up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts it per call.
+        up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
+            it per call.
         hang_s: Seconds without output and without progress of any rank.
-        watches: False for ranks that may be idle in a call.
 
     Attributes:
+        events: What the pool waits for.
         idle_deaths: How ranks that stay have died between two calls.
         preempted: True if the ranks were ordered to save and exit.
-        owned: Called with the globals that functions of a rank have assigned, and those that they have deleted.
+        owned: Called with the globals that functions of a rank have assigned, and have deleted.
     """
 
     def __init__(
@@ -115,14 +138,17 @@ class Pool(Members):
         timeout_min: float | None = None,
         up_at: float | None = None,
         hang_s: float | None = None,
-        watches: bool = True,
     ) -> None:
-        super().__init__(starter, assignments, transcripts)
+        self.events = Events()
+        self._timers = self.events.timers
+        self._grace_s = assignments[0].grace_s
+        self._members = Members(starter, self.events, self, self._grace_s)
+        self._assignments = assignments
+        self._transcripts = transcripts
         self._timeout_min = timeout_min
         self._up_at = up_at
         self._hang_s = hang_s
         self._stays = assignments[0].stays
-        self._watches = watches
         self._look_s = _LOOK_S if hang_s is None else min(_LOOK_S, hang_s / 4)
         self._call: Call | None = None  # that runs
         self._number = 0  # of the last call
@@ -140,6 +166,10 @@ class Pool(Members):
 
     # -- any thread
 
+    def post(self, act: Callable[[], object]) -> None:
+        """Run an action in the thread of the owner. After `close`, do nothing."""
+        self.events.post(act)
+
     def state_of(self, rank: int) -> str:
         """Describe the state of a rank."""
         call = self._call
@@ -156,101 +186,219 @@ class Pool(Members):
         A rank that does not answer within a second has a text that says so.
         """
         self._has_stacks.clear()
-        self.post(self._ask_for_stacks)
+        self.events.post(self._ask_for_stacks)
         self._has_stacks.wait(_STACKS_S)
         return dict(self._stacks)
 
-    # -- the thread of the pool
+    # -- the owner
+
+    @property
+    def is_ending(self) -> bool:
+        """True if the ranks were ordered to end."""
+        return self._members.is_ending
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            LaunchError: If a process cannot be started.
+        """
+        for rank, assignment in enumerate(self._assignments):
+            if self._members.is_cancelled:
+                return
+            self._members.start(rank, assignment, self._transcripts[rank])
 
     def set_up(self) -> Ending:
         """Wait until all ranks are set up."""
-        ending = self._supervise(Call("the set-up", range(len(self._assignments))))
+        call = Call("the set-up", range(len(self._assignments)))
+        with self.events.lock:
+            self._note_begin(call)
+        ending = self._wait(call)
         self._is_set_up = ending.is_success
-        self._has_groups = all(member.operations is not None for member in self._members)
+        self._has_groups = all(member.operations is not None for member in self._members.all)
         return ending
 
     def call(self, call: Call) -> Ending:
-        """Make a call, and wait until all its ranks have ended it. Return how they ended."""
-        self._number += 1
-        self._generation += self._must_regroup
-        generation = self._generation if self._must_regroup else None
-        for member in self._members:
-            is_called = member.rank in call.ranks
-            if is_called or self._stays:
-                head = CallHead(self._number, call.changes, is_called, generation)
-                member.wire.send("call", head, call.packed, call.files)
-        for file in call.files:  # so that the ranks alone hold the other ends
-            os.close(file)
-        call.number, call.packed = self._number, None
-        ending = self._supervise(call)
-        operations = {member.operations for member in self._members}
-        is_out_of_step = call.is_halting and len(operations) > 1
-        has_old_groups = generation is not None and not call.has_loaded
-        self._must_regroup = self._has_groups and (call.is_broken or None in operations or is_out_of_step or has_old_groups)
-        return ending
+        """Make a call, and wait until all its ranks have ended it. Return how they ended.
+
+        Raises as `begin` does.
+        """
+        with self.events.lock:
+            self.begin(call)
+        return self._wait(call)
+
+    def _wait(self, call: Call) -> Ending:
+        while not self.has_ended(call):
+            self.events.turn()
+        with self.events.lock:
+            return self.finish(call)
+
+    def begin(self, call: Call) -> None:
+        """Send a call to its ranks. A limit of this process fails the call, and not the ranks.
+
+        Raises:
+            LaunchError: If memory lacks room for it. No rank gets it.
+            OSError: If this process has reached a limit. No rank gets it.
+        """
+        assert call.packed is not None
+        packed, block, must_regroup = call.packed, call.packed.block, self._must_regroup
+        number = self._number + 1
+        generation = self._generation + 1 if must_regroup else None
+        needs_all = self._stays and (packed.is_news or call.changes is not None or must_regroup)
+        members = [each for each in self._members.all if needs_all or each.rank in call.ranks]
+        # Slabs pay when they are used again. A file is written once for all ranks
+        if len(members) > 1 and not (self._stays and len(members) * block.size <= _MOST_COPIED):
+            block.detach()
+        letters: list[tuple[Wire, Letter]] = []
+        heads: dict[bool, bytes] = {}  # by whether the rank calls the function
+        try:
+            for member in members:
+                calls = member.rank in call.ranks
+                if calls not in heads:
+                    head = CallHead(number, call.changes, calls, generation, packed.item)
+                    heads[calls] = pickle.dumps(("call", head), 5)
+                letters.append((member.wire, member.wire.encode(heads[calls], block)))
+        except BaseException as error:
+            for wire, letter in letters:
+                wire.drop(letter)
+            if isinstance(error, SessionError):
+                raise LaunchError(str(error)) from None
+            raise
+        self._number, self._generation = number, generation or self._generation
+        call.number, call.generation, call.packed = number, generation, None
+        call.others = {member.rank for member in members} - {*call.ranks}
+        self._note_begin(call)
+        for wire, letter in letters:
+            wire.post(letter)
+            self.events.watch_for_room(wire)
+        self.events.wake_in_time()
+
+    def _note_begin(self, call: Call) -> None:
+        now = call.began_at = call.departed_at = call.last_sign = call.looked_at = time.monotonic()
+        self._call = call
+        self._timers.pop(self._trim, None)
+        if not self.is_ending:
+            if self._timeout_min is not None:
+                self._timers[self._time_is_up] = self._up_at or now + 60 * self._timeout_min
+            self._timers[self._look] = now + self._look_s
+            if self.preempted:  # during the start
+                self._timers[self.end] = now + self._grace_s
+        self._stacks = {}
+        for member in self._members.all:
+            member.looked = None
+            copies = (call.transcripts[member.rank],) if member.rank in call.transcripts else ()
+            member.transcripts = [member.transcript, *copies]
+            if member.has_exited:
+                call.others.discard(member.rank)
+                self._settle(member, self._members.death_of(member, None))
+
+    def has_ended(self, call: Call) -> bool:
+        """True once all ranks of the call have ended it, or are gone."""
+        is_settled = len(call.outcomes) >= len(call.ranks) and not call.others
+        return is_settled or (self._members.is_cancelled and self._members.is_over)
+
+    def finish(self, call: Call) -> Ending:
+        """Return how the ranks have ended a call."""
+        self._call = None
+        if not self.is_ending:
+            self._timers.clear()
+            if self._stays:
+                self._timers[self._trim] = time.monotonic() + _TRIM_S
+                self.events.wake_in_time()
+        operations = {member.operations for member in self._members.all}
+        is_out_of_step = call.halt is not None and len(operations) > 1
+        has_old_groups = call.generation is not None and bool(call.unloaded)
+        has_broken = call.halt is not None and call.halt.has_broken
+        self._must_regroup = self._has_groups and (
+            has_broken or None in operations or is_out_of_step or has_old_groups
+        )
+        is_cancelled, lost = self._members.is_cancelled, self._members.lost
+        return Ending(
+            dict(sorted(call.outcomes.items())),
+            {member.rank: member.place for member in self._members.all},
+            stacks=self._stacks,
+            timed_out=self._timed_out,
+            deadlocked=call.is_deadlocked,
+            cancelled=call.is_cancelled or (is_cancelled and not lost),
+            lost=lost,
+            error=call.error,
+            has_output=any(each.wrote_at >= call.began_at for each in self._members.all),
+        )
+
+    def end_of_idle_ranks(self) -> Ending:
+        """Return how ranks that stay have ended between two calls."""
+        return Ending(self.idle_deaths, {member.rank: member.place for member in self._members.all})
+
+    def end(self) -> None:
+        """Order every rank to end. Those that are late are killed."""
+        self._members.end()
+
+    def cancel(self) -> None:
+        """End every rank, unless they are ending already."""
+        self._members.cancel()
+
+    def close(self) -> None:
+        """Let the ranks exit, and wait until no process is alive.
+
+        Ranks that are late are killed.
+        """
+        self._members.close()
+
+    def _trim(self) -> None:
+        """Free large slabs that no call has used for a while. No caller makes a call."""
+        self.events.take_back()  # the numbers of released slabs arrive as messages
+        for member in self._members.all:
+            if member.wire.fileno() >= 0:
+                member.wire.trim()
+                self.events.watch_for_room(member.wire)
 
     def interrupt(self, call: Call, *, cancels: bool = False) -> None:
         """Raise KeyboardInterrupt in the function of each rank that runs this call."""
         call.is_cancelled = call.is_cancelled or cancels
         if self._call is call:
-            self._halt(by_user=True)
+            self._interrupt(by_user=True)
 
     def preempt(self) -> None:
-        """Order the ranks to save and exit, after `fork`. Ranks that still run after ``grace_s`` are ended.
+        """Order the ranks to save and exit, after `fork`.
 
-        All ranks save in the same loop iteration: the first one that no rank has reached yet. So each rank reports how
-        often `should_checkpoint` has returned False, and further calls block until that iteration is known. The rank's
-        control thread reports it, because the main thread of a rank that is ahead may wait in a collective.
+        Ranks that still run after ``grace_s`` are ended.
+
+        All ranks save in the same loop iteration: the first one that no rank has reached yet. So
+        each rank reports how often `should_checkpoint` has returned False, and further calls block
+        until that iteration is known. The rank's control thread reports it, because the main thread
+        of a rank that is ahead may wait in a collective.
         """
         if self.is_ending or self.preempted or self._stays:
             return
         self.preempted = True
         self._timers[self.end] = time.monotonic() + self._grace_s
-        asked = self._running() if self._number > 0 else self._members  # some may have ended the set-up
+        asked = (
+            self._running() if self._number > 0 else self._members.all
+        )  # some may have ended the set-up
         self._unanswered = {member.rank for member in asked}
         for member in asked:
-            member.control.send("preempt")
+            self._members.tell(member, "preempt")
 
     def _running(self) -> list[Member]:
         call = self._call
         if call is None:
             return []
-        return [self._members[rank] for rank in call.ranks if rank not in call.outcomes]
+        return [self._members.all[rank] for rank in call.ranks if rank not in call.outcomes]
 
     # -- the course of a call
 
-    def _supervise(self, call: Call) -> Ending:
-        now = call.departed_at = call.last_sign = call.looked_at = time.monotonic()
-        self._call = call
-        if not self.is_ending:
-            if self._timeout_min is not None:
-                self._timers[self._time_is_up] = self._up_at or now + 60 * self._timeout_min
-            if self._watches:
-                self._timers[self._look] = now + self._look_s
-            if self.preempted:  # during the start
-                self._timers[self.end] = now + self._grace_s
-        self._stacks = {}
-        for member in self._members:
-            member.looked = None
-            copies = (call.transcripts[member.rank],) if member.rank in call.transcripts else ()
-            member.transcripts = [member.transcript, *copies]
-            if member.has_exited:
-                self._settle(member, self._death_of(member, None))
-        while len(call.outcomes) < len(call.ranks) and not (self._cancelled and self.is_over):
-            self.turn()
-        self._call = None
-        call.has_output = any(member.wrote_at >= now for member in self._members)
-        if not self.is_ending:
-            self._timers.clear()
-        return Ending(
-            dict(sorted(call.outcomes.items())),
-            self.places(),
-            stacks=self._stacks,
-            timed_out=self._timed_out,
-            deadlocked=call.is_deadlocked,
-            cancelled=call.is_cancelled or (self._cancelled and not self._lost),
-            lost=self._lost,
-        )
+    def on_end(self, member: Member, outcome: Outcome) -> None:
+        """Handle the end of a process."""
+        self._note_answer(member)
+        self._settle(member, outcome)
+
+    def _note_answer(self, member: Member) -> None:
+        """Note that a rank that does not run the call has its globals, or has ended."""
+        call = self._call
+        if call is not None and member.rank in call.others:
+            call.others.remove(member.rank)
+            if self.events.is_lent and self.has_ended(call):
+                self.events.wake_caller()
 
     def _settle(self, member: Member, outcome: Outcome) -> None:
         """Note how a rank has ended the call, and decide what happens to the others."""
@@ -264,6 +412,8 @@ class Pool(Members):
             if self.preempted and self.is_ending:  # the rank was late, and its clean-up failed
                 outcome = Ended(outcome.at)
         call.outcomes[member.rank] = outcome
+        if self.events.is_lent and self.has_ended(call):
+            self.events.wake_caller()
         now = call.last_sign = call.departed_at = time.monotonic()
         if call.number > 0:
             self._agree_on_checkpoint(member.rank)
@@ -273,51 +423,61 @@ class Pool(Members):
             self.end()
         elif isinstance(outcome, Requeued):
             self._timers.setdefault(self.end, now + self._grace_s)
-            self._timers.pop(self._halt, None)  # the reported echo came from this exit
-        elif isinstance(outcome, (Raised, Died)) and (first := first_failure(call.outcomes)) is not None:
+            self._timers.pop(self._interrupt, None)  # the reported echo came from this exit
+        elif (
+            isinstance(outcome, (Raised, Died))
+            and (first := first_failure(call.outcomes)) is not None
+        ):
             if not counts_as_echo(call.outcomes[first]):
-                self._halt()
-            elif not call.is_halting:  # the original failure may follow
-                self._timers.setdefault(self._halt, now + _ECHO_S)
+                self._interrupt()
+            elif call.halt is None:  # the original failure may follow
+                self._timers.setdefault(self._interrupt, now + _ECHO_S)
 
-    def _halt(self, *, by_user: bool = False) -> None:
-        """End the call in the ranks that still run it: their processes end too, unless they stay."""
+    def _interrupt(self, *, by_user: bool = False) -> None:
+        """End the call in the ranks that still run it. Processes that do not stay end too."""
         call = self._call
         assert call is not None
         if not self._stays or call.number == 0:
             self.end()
             return
-        if self.is_ending or (call.is_halting and not (by_user and not call.by_user)):
+        if self.is_ending or (call.halt is not None and (call.halt.by_user or not by_user)):
             return
-        call.is_halting, call.by_user = True, by_user
+        call.halt = Halt(by_user, call.halt is not None and call.halt.has_broken)
         now = time.monotonic()
-        self._timers.pop(self._halt, None)
+        self._timers.pop(self._interrupt, None)
         self._timers[self._break_connections] = self._timers[self._look] = now + _BREAK_S
         if by_user:
             self._timers[self._lose] = now + max(self._grace_s, 2 * _BREAK_S)
         for member in self._running():
-            member.control.send("interrupt", call.number)
+            self._members.tell(member, "interrupt", call.number)
 
     def _agree_on_checkpoint(self, rank: int) -> None:
-        """Note that this rank has answered or ended. Once all have, send them the call that returns True."""
+        """Note that this rank has answered or ended.
+
+        Once all have, send them the call that returns True.
+        """
         if self._unanswered == {rank}:
-            for member in self._members:
-                member.control.send("checkpoint", max(each.steps for each in self._members))
+            step = max(member.steps for member in self._members.all)
+            for member in self._members.all:
+                self._members.tell(member, "checkpoint", step)
         self._unanswered.discard(rank)
 
     # -- what is due
 
     def _break_connections(self) -> None:
-        """Close the connections between the ranks that still run the call, because they may wait in a collective."""
+        """Close the connections between ranks that still run: they may wait in a collective."""
         assert self._call is not None
-        self._call.is_broken = True
+        assert self._call.halt is not None
+        self._call.halt.has_broken = True
         for member in self._running():
-            member.control.send("break")
+            self._members.tell(member, "break")
 
     def _lose(self) -> None:
         running = ", ".join(str(member.rank) for member in self._running())
-        self._lost = (
-            f"rank(s) {running} did not stop within grace_s={self._grace_s:g} after the call had failed or was interrupted"
+        self._members.lost = (
+            f"rank(s) {running} did not stop within grace_s={self._grace_s:g} after the call had "
+            "failed "
+            "or was interrupted"
         )
         self.end()
 
@@ -328,7 +488,8 @@ class Pool(Members):
         """Ask the ranks that run for their stacks, then end all ranks."""
         self._ask_for_stacks()
         self._timed_out = limit
-        self._timers = {self._end_without_stacks: time.monotonic() + _STACKS_S}
+        self._timers.clear()
+        self._timers[self._end_without_stacks] = time.monotonic() + _STACKS_S
 
     def _end_without_stacks(self) -> None:
         self.end()
@@ -339,7 +500,7 @@ class Pool(Members):
         """Ask a rank for an answer. A stopped process never answers, so nothing is asked twice."""
         if word not in member.asked:
             member.asked.add(word)
-            member.control.send(word)
+            self._members.tell(member, word)
 
     def _ask_for_stacks(self) -> None:
         """Ask each rank that runs a call for its stacks, unless a time limit has asked for them."""
@@ -355,16 +516,24 @@ class Pool(Members):
         call, now = self._call, time.monotonic()
         assert call is not None
         self._timers[self._look] = now + self._look_s
-        if now - call.looked_at > self._look_s + _LATE_S:  # this process itself was stopped, and has read nothing since
+        if (
+            now - call.looked_at > self._look_s + _LATE_S
+        ):  # this process itself was stopped, and has read nothing since
             call.last_sign = now
         call.looked_at = now
         running = self._running()
         seen = [(member, member.looked) for member in running if member.looked is not None]
         signs = [member.looked_at - looked.idle_s for member, looked in seen]
-        call.last_sign = max(call.last_sign, *signs, *(member.wrote_at for member in self._members))
-        if call.is_halting:
-            # Other ranks run C code, which is waited for, unless it waits in a group whose connections cannot be found.
-            if any(each.interrupted == call.number or (call.is_broken and each.waits_s) for _, each in seen):
+        call.last_sign = max(
+            call.last_sign, *signs, *(member.wrote_at for member in self._members.all)
+        )
+        if call.halt is not None:
+            # Other ranks run C code, which is waited for, unless it waits in a group whose
+            # connections cannot be found.
+            if any(
+                each.interrupted == call.number or (call.halt.has_broken and each.waits_s)
+                for _, each in seen
+            ):
                 self._timers.setdefault(self._lose, now + self._grace_s)
         elif call.number > 0:
             self._judge(call, running, now)
@@ -376,40 +545,49 @@ class Pool(Members):
         if self._hang_s is not None and now - call.last_sign >= self._hang_s:
             self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds")
         elif (
-            len(running) < len(self._members)
+            len(running) < len(self._members.all)
             and now - call.departed_at >= STUCK_S
             and all(each.looked is not None and each.looked.waits_s >= STUCK_S for each in running)
         ):
             self._end_waits(call)
-        elif not call.has_hinted and any(each.looked is not None and each.looked.idle_s >= STILL_S for each in running):
-            call.has_hinted = True
+        elif any(each.looked is not None and each.looked.idle_s >= call.hint_s for each in running):
+            call.hint_s = NEVER
             places = "; ".join(
-                f"rank {each.rank} idle for {now - each.looked_at + each.looked.idle_s:.0f} s at {each.looked.place}"
+                f"rank {each.rank} idle for {now - each.looked_at + each.looked.idle_s:.0f} s at "
+                f"{each.looked.place}"
                 if each.looked is not None
                 else f"rank {each.rank} does not answer"
                 for each in running
             )
-            _log.warning("no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s", STILL_S, places)
+            _log.warning(
+                "no progress for %g s; the launch continues, unless hang_timeout_s ends it. %s",
+                STILL_S,
+                places,
+            )
 
     def _end_waits(self, call: Call) -> None:
-        """End ranks that wait for ranks which do not take part: to restart, or with an error that has their stacks."""
+        """End ranks that wait for others in vain: to restart, or with an error and stacks."""
         if self.preempted or any(isinstance(each, Requeued) for each in call.outcomes.values()):
             self.end()
             return
         call.is_deadlocked = True
         if self._stays:
             self._ask_for_stacks()
-            self._halt()
+            self._interrupt()
         else:
             self._end_with_stacks()
 
     # -- messages of ranks
 
-    def _take(self, member: Member, message: Message) -> None:
+    def on_message(self, member: Member, message: Message) -> None:
+        """Handle a message of a rank."""
         word, body = message.word, message.body
         member.asked.discard(word)
         if word == "answer":
-            self._on_answer(member, body, message.value)
+            self._on_answer(member, body, message)
+        elif word == LOST and self._call is not None:  # the outcome of a rank, or its exception
+            self._call.error = message.error
+            self._settle(member, Ended(time.time()))
         elif word == "look":
             member.looked, member.looked_at = body, time.monotonic()
         elif word == "stacks":
@@ -422,21 +600,26 @@ class Pool(Members):
             member.steps = body
             self._agree_on_checkpoint(member.rank)
 
-    def _on_answer(self, member: Member, answer: Answer, value: memoryview | None) -> None:
-        self._drain(member)
+    def _on_answer(self, member: Member, answer: Answer, message: Message) -> None:
+        self._members.drain(member)
         member.operations = answer.operations
         if answer.owned is not None:
             self.owned(*answer.owned)
         call = self._call
         if call is None or answer.number != call.number:
             return
-        call.has_loaded = call.has_loaded and answer.has_loaded
+        if not answer.has_loaded:
+            call.unloaded.add(member.rank)
+        self._note_answer(member)
         outcome = answer.outcome
         if isinstance(outcome, Returned):
-            assert value is not None
-            outcome = Returned(outcome.at, value)
-            if not self._stays and call.number > 0:  # so that collectives of the others raise an error
-                self._timers[partial(self._drop, member.wire)] = time.monotonic() + _LINGER_S
-        elif isinstance(outcome, Ended) and not (self.is_ending or call.is_halting):  # by a signal from outside
-            outcome = Died(outcome.at, member.pid, -signal.SIGTERM)
+            call.error = call.error or message.error
+            outcome = Returned(outcome.at, message.block, answer.item)
+            if (
+                not self._stays and call.number > 0
+            ):  # so that collectives of the others raise an error
+                drop = partial(self._members.drop, member.wire)
+                self._timers[drop] = time.monotonic() + _LINGER_S
+        elif isinstance(outcome, Ended) and not (self.is_ending or call.halt is not None):
+            outcome = Died(outcome.at, member.pid, -signal.SIGTERM)  # by a signal from outside
         self._settle(member, outcome)

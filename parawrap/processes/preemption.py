@@ -1,8 +1,9 @@
 """The agreement of ranks on a common loop iteration to save in.
 
-Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted, each rank reports its count
-and blocks further calls. The highest count is the first call that no rank has answered: it returns True in all ranks.
-Before a preemption, a call only increments a counter and waits for no other rank.
+Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted,
+each rank reports its count and blocks further calls. The highest count is the first call that no
+rank has answered: it returns True in all ranks. Before a preemption, a call only increments a
+counter and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from contextlib import contextmanager
 
 
 class RequeueRequested(BaseException):
-    """Raised by `requeue` to end a rank. ``except Exception`` does not catch it, and ``finally`` blocks run."""
+    """Raised by `requeue` to end a rank.
+
+    ``except Exception`` does not catch it, and ``finally`` blocks run.
+    """
 
 
 class Preemption:
-    """One rank's part in the agreement. The function's threads call `is_due`; the control thread calls the rest."""
+    """One rank's part in the agreement.
+
+    The function's threads call `is_due`; the control thread calls the rest.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +57,10 @@ class Preemption:
 
 @contextmanager
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator. Has no effect outside the main thread."""
+    """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator.
+
+    Has no effect outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

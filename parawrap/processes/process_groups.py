@@ -1,4 +1,4 @@
-"""The store where ranks meet, the process groups that they form, and the end of collectives that wait for a failed rank."""
+"""The store where ranks meet, their process groups, and the end of collectives that wait."""
 
 from __future__ import annotations
 
@@ -34,10 +34,15 @@ class StoreAddress:
     host: str | None = None
     port: int = 0
     path: str | None = None
-    is_served: bool = False  # a store listens at the port; otherwise it is free, and user code on rank 0 may open one
+    # a store listens at the port; otherwise it is free, and user code on rank 0 may open one
+    is_served: bool = False
 
     def __str__(self) -> str:
-        return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
+        return (
+            f"file {self.path}"
+            if self.path
+            else f"tcp {self.host}:{self.port or '(any free port)'}"
+        )
 
     def open(self, world_size: int) -> dist.Store:
         """Connect a rank to the store.
@@ -51,22 +56,37 @@ class StoreAddress:
             return dist.TCPStore(str(self.host), self.port, is_master=False, wait_for_workers=False)
         except (RuntimeError, dist.DistError) as error:
             msg = (
-                f"this rank cannot reach the store of its launch at {self.host}:{self.port}: {error}. The store accepts "
+                f"this rank cannot reach the store of its launch at {self.host}:{self.port}: "
+                f"{error}. The store accepts "
                 "connections from any process, so another program may have disturbed it"
             )
             raise LaunchError(msg) from error
 
 
+def store_folders(pid: int) -> str:
+    """Return a glob pattern for the folders that a process makes for its stores."""
+    return str(Path(tempfile.gettempdir(), f"parawrap-store-{pid}-*"))
+
+
 @contextlib.contextmanager
 def open_file_store() -> Iterator[StoreAddress]:
-    """Keep a file for ranks of this machine, in a folder that only this user may enter."""
-    with tempfile.TemporaryDirectory(prefix="parawrap-store-", ignore_cleanup_errors=True) as folder:
+    """Keep a file for ranks of this machine, in a folder that only this user may enter.
+
+    The process that forks ranks removes the folder if this process is killed: it knows the name
+    from `store_folders`.
+    """
+    prefix = store_folders(os.getpid()).removesuffix("*")
+    with tempfile.TemporaryDirectory(
+        prefix=Path(prefix).name, ignore_cleanup_errors=True
+    ) as folder:
         yield StoreAddress(LOOPBACK, free_port(), str(Path(folder, "store")))
 
 
 @contextlib.contextmanager
 def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreAddress]:
-    """Keep a store at a port, or a free one, of this machine. It gets the bound socket, so no other process has the port.
+    """Keep a store at a port, or a free one, of this machine.
+
+    It gets the bound socket, so no other process has the port.
 
     Args:
         host: The address that ranks connect to.
@@ -78,15 +98,22 @@ def open_tcp_store(host: str, port: int, *, everywhere: bool) -> Iterator[StoreA
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((_EVERYWHERE if everywhere else host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server(
+            (_EVERYWHERE if everywhere else host, port), family=family, backlog=_BACKLOG
+        )
     except OSError as error:
-        msg = f"the ranks' store cannot listen on {host}:{port}: {error}; leave out master_addr and master_port"
+        msg = (
+            f"the ranks' store cannot listen on {host}:{port}: {error}; leave out master_addr and "
+            "master_port"
+        )
         raise LaunchError(msg) from error
     with listener:
         listener.settimeout(None)
         port = int(listener.getsockname()[1])
         file = os.dup(listener.fileno())
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=file
+        )
     yield StoreAddress(host, port, is_served=True)
     del store
 
@@ -106,8 +133,13 @@ class Groups:
     timeout: timedelta | None  # of collectives; None for torch's default
     on_loopback: bool  # all ranks run on one machine
 
-    def join(self, store: dist.Store, rank: int, world_size: int, device: torch.device) -> dist.ProcessGroup | None:
-        """Join the world's process group and this rank's own group. Return the latter; None if it is in no list."""
+    def join(
+        self, store: dist.Store, rank: int, world_size: int, device: torch.device
+    ) -> dist.ProcessGroup | None:
+        """Join the world's process group and this rank's own group.
+
+        Return the latter; None if it is in no list.
+        """
         if self.on_loopback:
             stay_on_loopback()
         before = _connections()
@@ -129,7 +161,10 @@ class Groups:
         return group
 
     def make_own(self, rank: int) -> dist.ProcessGroup | None:
-        """Make all groups, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
+        """Make all groups, in the same order in every rank, as torch.distributed requires.
+
+        Return this rank's group.
+        """
         mine: dist.ProcessGroup | None = None
         for ranks in self.lists:
             made = dist.new_group(list(ranks), timeout=self.timeout)
@@ -147,8 +182,8 @@ def leave_groups() -> None:
 def _number_groups_again() -> None:
     """Make torch number the next groups as the first ones.
 
-    It counts a group that could not be joined, and starts from 0 only when it destroys the default group. Ranks with
-    different numbers of groups would wait for each other forever.
+    It counts a group that could not be joined, and starts from 0 only when it destroys the default
+    group. Ranks with different numbers of groups would wait for each other forever.
     """
     with contextlib.suppress(Exception):  # the first error is raised
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -163,7 +198,7 @@ def stay_on_loopback() -> None:
 
 
 def count_operations() -> int | None:
-    """Return the number of collectives that this rank has begun in the world's group; None without a group."""
+    """Return the number of collectives that this rank has begun; None without a group."""
     if not dist.is_initialized():
         return None
     try:
@@ -174,15 +209,19 @@ def count_operations() -> int | None:
 
 # -- broken connections
 
-_Link = tuple[str, int]  # the name of a socket in /dev/fd, which tells it from later ones, and its descriptor
+# the name of a socket in /dev/fd, which tells it from later ones, and its descriptor
+_Link = tuple[str, int]
 
 _links: set[_Link] = set()  # the connections of this rank to others
 
 
 def break_links() -> None:
-    """Shut down the connections to other ranks, and abort NCCL. Collectives that wait in gloo then raise.
+    """Shut down the connections to other ranks, and abort NCCL.
 
-    torch offers this for NCCL only (`ProcessGroup.abort`). Listening sockets stay: gloo ends the process without them.
+    Collectives that wait in gloo then raise.
+
+    torch offers this for NCCL only (`ProcessGroup.abort`). Listening sockets stay: gloo ends the
+    process without them.
     """
     if dist.is_initialized() and torch.cuda.is_initialized():
         with contextlib.suppress(Exception):  # a group without a backend for the device

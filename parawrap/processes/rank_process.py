@@ -3,10 +3,13 @@
     data wire ────► main thread: set-up, then one call after the other, each with an answer
     control wire ─► control thread: stacks, interrupts, preemption, and the end, while a call runs
 
-Guarantee: after an order to end, or the death of the launching process, the rank is gone once ``grace_s`` is over.
+Guarantee: after an order to end, or the death of the launching process, the rank is gone once
+    ``grace_s`` is over.
 
-- The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks run.
-- If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within three seconds.
+- The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks
+  run.
+- If the main thread is blocked in C code of a collective, no clean-up can run: the process exits
+  within three seconds.
 """
 
 from __future__ import annotations
@@ -28,10 +31,18 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from parawrap._private_names import join_threads, run_exit_handlers
-from parawrap.errors import LaunchError, add_note
+from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.main_thread import MainThread, Status, place_of_main_thread, stacks
-from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, is_echo, outcome_of
-from parawrap.processes.pickling import Packed, pack, unpack
+from parawrap.processes.outcomes import (
+    Ended,
+    Outcome,
+    Raised,
+    Requeued,
+    Returned,
+    is_echo,
+    outcome_of,
+)
+from parawrap.processes.packing import Packer
 from parawrap.processes.preemption import Preemption, RequeueRequested
 from parawrap.processes.process_groups import break_links, count_operations
 from parawrap.processes.script_globals import ScriptOfRank
@@ -53,9 +64,13 @@ class Assignment:
 
     settings: Settings  # of the launching process
     set_up: Callable[[Preemption], None]  # sets up the rank in its process
-    regroup: Callable[[int], None]  # leaves all process groups, and joins those of a generation with its other ranks
+    # leaves all process groups, and joins those of a generation with its other ranks
+    regroup: Callable[[int], None]
     grace_s: float  # for the function to clean up at an order to end
-    stays: bool  # answers any number of calls; the threads of the function then go on after its answer
+    # answers any number of calls; the threads of the function then go on after its answer
+    stays: bool
+    # answers other messages than calls, until the wire closes
+    serve: Callable[[Wire], None] | None = None
 
 
 class CallHead(NamedTuple):
@@ -64,7 +79,9 @@ class CallHead(NamedTuple):
     number: int  # from 1; the set-up has number 0
     changes: Changes | None  # of the script's settings, for ranks that stay
     is_for_this_rank: bool  # False if the rank only takes the globals that come with the call
-    generation: int | None  # of the process groups to join before the call; None keeps those of the rank
+    # of the process groups to join before the call; None keeps those of the rank
+    generation: int | None
+    item: Any  # of the call in the block of the message
 
 
 class Answer(NamedTuple):
@@ -72,9 +89,11 @@ class Answer(NamedTuple):
 
     number: int  # of the call
     outcome: Outcome  # the value travels next to it
-    owned: tuple[list[Any], list[Any]] | None  # globals that functions of this rank have assigned, and have deleted
+    # globals that functions of this rank have assigned, and have deleted
+    owned: tuple[list[Any], list[Any]] | None
     operations: int | None  # collectives that the rank has begun; None without a process group
     has_loaded: bool  # False if the rank could not unpickle the call, or was interrupted before
+    item: Any = None  # of the value in the block of the message
 
 
 def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]) -> int:
@@ -84,43 +103,63 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
     """
     gc.enable()
     _start_session(streams)
-    wire = Wire(data)
+    wire = Wire(data, waits=True)
     message = wire.receive()
     if message is None:  # the launching process died, or ended the launch before its start
         os._exit(_FORCED)
     assignment: Assignment = message.body
-    orders = Control(Wire(control), assignment.grace_s)
+    orders = Control(Wire(control, waits=True), assignment.grace_s)
     with contextlib.suppress(EndOrdered):  # between two calls
         return _Rank(wire, orders, assignment).run()
     return _FORCED
 
 
 def _start_session(streams: Sequence[int]) -> None:
-    """Lead a session, so that Ctrl-C in the terminal does not reach the rank, with its own output and no input.
+    """Lead a session, which Ctrl-C in a terminal does not reach, with own output and no input.
 
     The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
     """
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.siginterrupt(signal.SIGINT, False)
     os.setsid()
-    _kept.extend((sys.stdin, sys.stdout, sys.stderr))  # a freed stream writes text that was buffered before the fork
+    # a freed stream writes text that was buffered before the fork
+    _kept.extend((sys.stdin, sys.stdout, sys.stderr))
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    for number, (name, file) in enumerate(zip(("stdout", "stderr"), streams, strict=True), start=1):
+    for number, file in enumerate(streams, start=1):
         os.dup2(file, number)
         os.close(file)
         os.set_inheritable(number, True)
-        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _open_streams(is_buffered=True)
+    faulthandler.enable()
+    if (
+        os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace")
+        and sys.breakpointhook is sys.__breakpointhook__
+    ):
+        sys.breakpointhook = refuse_breakpoint
+
+
+def _open_streams(*, is_buffered: bool) -> None:
+    """Make standard output and error, by lines or, as with PYTHONUNBUFFERED, without a buffer."""
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        size = -1 if is_buffered else 0
+        raw: Any = open(number, "wb", buffering=size, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,
+            "utf-8",
+            "backslashreplace",
+            line_buffering=is_buffered,
+            write_through=not is_buffered,
+        )
+        _kept.append(getattr(sys, name))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)  # functions that replaced the stream put this one back
-    faulthandler.enable()
-    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
-        sys.breakpointhook = refuse_breakpoint
 
 
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     """Raise LaunchError, in place of ``breakpoint()``."""
     msg = (
-        "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs the function in the "
+        "a rank has no terminal. Call .inline(...) of the decorated function instead: it runs "
+        "the function in the "
         "launching process, for a debugger"
     )
     raise LaunchError(msg)
@@ -138,16 +177,25 @@ class _Rank:
         self._has_loaded = True
 
     def run(self) -> int:
-        """Set up, and answer calls until the connection closes. Return the exit code of the process."""
+        """Set up, and answer calls until the connection closes.
+
+        Return the exit code of the process.
+        """
         self._control.start()
         try:
             self._assignment.settings.apply()
+            if os.environ.get("PYTHONUNBUFFERED"):
+                _open_streams(is_buffered=False)
             if not self._answer(0, partial(self._assignment.set_up, self._control.preemption)):
                 return _FORCED
+            if self._assignment.serve is not None:
+                self._assignment.serve(self._wire)
+                return 0
             while (message := self._wire.receive()) is not None:
                 head: CallHead = message.body
                 self._has_loaded = False
-                if head.changes is not None:  # here, where no interrupt arrives: the next call does not bring them again
+                # here, where no interrupt arrives: the next call does not bring them again
+                if head.changes is not None:
                     head.changes.apply()
                 if not self._answer(head.number, partial(self._call, message, head)):
                     return _FORCED
@@ -161,16 +209,20 @@ class _Rank:
         if head.generation is not None:
             self._has_regrouped = True
             self._assignment.regroup(head.generation)
-        assert message.value is not None
+        if message.error is not None:
+            raise message.error
         try:
-            function, args, kwargs = self._script.take(unpack(message.value))
+            function, args, kwargs = self._script.take(head.item, message.block)
             self._has_loaded = True
         except Exception as error:
-            add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
+            add_note(
+                error,
+                "raised while the rank unpickled the function, its arguments, and its globals",
+            )
             raise
         if not head.is_for_this_rank:
             return None
-        value = function(*message.files, *args, **kwargs)
+        value = function(*args, **kwargs)
         if not self._assignment.stays:
             finish_function()
         return value
@@ -178,13 +230,12 @@ class _Rank:
     def _answer(self, number: int, call: Callable[[], Any]) -> bool:
         """Make a call and send its answer. Return False if the process is to end."""
         goes_on = self._assignment.stays
-        packed: Packed | None = None
-        value = None
+        packer, item, value = Packer(), None, None
         try:
             try:
                 self._control.begin(number)
                 value = call()
-                packed = pack(value, "the result")
+                item = packer.add(value, "the result")
             finally:
                 self._control.end()
             outcome: Outcome = Returned(time.time(), b"")
@@ -194,10 +245,16 @@ class _Rank:
         except RequeueRequested:
             outcome = Requeued(time.time())
             if self._assignment.stays:
-                msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
+                msg = (
+                    "requeue() was called in ranks that stay, which cannot restart: use "
+                    "@wrapper(Platform(...)) instead"
+                )
                 outcome = outcome_of(LaunchError(msg))
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-            if isinstance(error, (KeyboardInterrupt, SystemExit)) and self._control.interrupted == number:
+            if (
+                isinstance(error, (KeyboardInterrupt, SystemExit))
+                and self._control.interrupted == number
+            ):
                 outcome = Ended(time.time())
             else:
                 outcome = self._outcome_of(error)
@@ -205,16 +262,23 @@ class _Rank:
         owned = self._script.changes() if self._assignment.stays else None
         with contextlib.suppress(Exception):
             flush_streams()
-        self._wire.send("answer", Answer(number, outcome, owned, count_operations(), self._has_loaded), packed)
+        answer = Answer(number, outcome, owned, count_operations(), self._has_loaded, item)
+        try:
+            self._wire.send("answer", answer, packer)
+        except (OSError, SessionError) as error:  # a limit of this process: nothing was sent
+            self._wire.send("answer", answer._replace(outcome=outcome_of(error), item=None))
         del value  # its tensors lend their memory until here
         return goes_on
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         if self._has_regrouped and is_echo(error):
             note = (
-                "the process groups of these ranks were made again after a failed call: groups from before, and models in "
-                "DistributedDataParallel, no longer work. Make them again, and send one rank's state of the optimizer to "
-                "all: the ranks may have stopped one step apart, and would train on with different weights"
+                "the process groups of these ranks were made again after a failed call: groups "
+                "from before, and models in "
+                "DistributedDataParallel, no longer work. Make them again, and send one rank's "
+                "state of the optimizer to "
+                "all: the ranks may have stopped one step apart, and would train on with "
+                "different weights"
             )
             add_note(error, note)
         return outcome_of(error)
@@ -225,7 +289,8 @@ class Control:
 
     Attributes:
         preemption: The rank's part in the agreement on when to save.
-        interrupted: The number of the last call that was interrupted by an exception in the main thread.
+        interrupted: The number of the last call that was interrupted by an exception in the main
+            thread.
         is_leaving: True once the rank exits on its own, so that an order to end raises nothing.
     """
 
@@ -256,7 +321,10 @@ class Control:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def begin(self, number: int) -> None:
-        """Note the begin of a call. From now on it can be interrupted. An interrupt may have arrived before."""
+        """Note the begin of a call. From now on it can be interrupted.
+
+        An interrupt may have arrived before.
+        """
         self._running = number
         if self._is_ending:
             raise EndOrdered
@@ -267,7 +335,7 @@ class Control:
         self._running = None
 
     def _interrupt_call(self, *_: object) -> None:
-        """Raise KeyboardInterrupt if the call that runs is to be interrupted: the user did, or another rank has failed."""
+        """Raise KeyboardInterrupt if the call that runs is to be interrupted."""
         if self._halted == self._running:
             self.interrupted, self._halted = self._halted, -1
             raise KeyboardInterrupt
@@ -287,13 +355,17 @@ class Control:
                 self._follow(message.word, message.body)
             self._end_main_thread()
         except Exception:  # noqa: BLE001 (without this thread, nothing could end the rank)
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            threading.excepthook(
+                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+            )
         finally:
             os._exit(_FORCED)
 
     def _follow(self, word: str, body: Any) -> None:
         if word == "look":
-            self._wire.send("look", Status(*self._main_thread.look(), place_of_main_thread(), self.interrupted))
+            self._wire.send(
+                "look", Status(*self._main_thread.look(), place_of_main_thread(), self.interrupted)
+            )
         elif word == "stacks":
             self._wire.send("stacks", stacks())
         elif word == "interrupt":
@@ -311,7 +383,10 @@ class Control:
         until = time.monotonic() + self._grace_s
         self._main_thread.look()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if self._has_handled_end.wait(min(_REACTION_S, self._grace_s)) or not self._main_thread.look()[1]:
+        if (
+            self._has_handled_end.wait(min(_REACTION_S, self._grace_s))
+            or not self._main_thread.look()[1]
+        ):
             time.sleep(max(0.0, until - time.monotonic()))
 
 
@@ -319,7 +394,7 @@ class Control:
 
 
 def finish_function() -> None:
-    """Write what a function has buffered, and wait for its threads, as an interpreter does at its exit."""
+    """Write what a function has buffered, and wait for its threads, as an interpreter does."""
     flush_streams()
     join_threads()
 
@@ -343,7 +418,10 @@ def leave(code: int) -> NoReturn:
 
 
 def _flush_files() -> None:
-    """Write the buffers of files that the function left open. Those of the server are frozen, and not listed."""
+    """Write the buffers of files that the function left open.
+
+    Those of the server are frozen, and not listed.
+    """
     for file in gc.get_objects():
         with contextlib.suppress(Exception):  # closed, detached, or on a full disk
             # `isinstance` would ask objects for their `__class__`, and some warn then

@@ -2,12 +2,15 @@
 
 A function keeps its globals in the rank, whatever module it is in. They follow three rules:
 
-1. A call brings the globals that its functions use, if they are bound to another object here than at the last call. Small
-   lists, dicts, and sets are also brought if their contents changed. A deleted global is deleted in the ranks.
-2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a function deletes it there.
+1. A call brings the globals that its functions use, if they are bound to another object here than
+   at the last call. Small lists, dicts, and sets are also brought if their contents changed. A
+   deleted global is deleted in the ranks.
+2. A global that a function assigned in a rank belongs to the ranks. It is not sent again until a
+   function deletes it there.
 3. Other objects that changed in place are not sent again.
 
-In ranks that stay, functions of a module that ranks can import use that module there, and nothing is sent for them.
+In ranks that stay, functions of a module that ranks can import use that module there, and nothing
+is sent for them.
 """
 
 from __future__ import annotations
@@ -18,59 +21,182 @@ import io
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from operator import is_
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import torch
 
 from parawrap._private_names import goes_by_name, id_of_class, names_in_code
-from parawrap.processes.pickling import IdentityPickler, Packed, ValuePickler, is_importable, pack, received_classes
+from parawrap.errors import LaunchError
+from parawrap.processes.packing import Packer, restore
+from parawrap.processes.pickling import (
+    IdentityPickler,
+    ValuePickler,
+    is_importable,
+    pack,
+    received_classes,
+)
+from parawrap.processes.shared_memory import Block
 
 _MAIN = "__main__"
 _IMPORTED = "import "  # begins the key of a module's globals, which the rank has by import
-_LARGEST_COMPARED = 4096  # bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
-_MOST_SEARCHED = 256  # items of a container, for functions in it; a guess: a search takes 0.1 ms then
+# bytes of a pickle; the contents of larger containers are not compared, so that calls stay fast
+_LARGEST_COMPARED = 4096
+# items of a container, for functions in it; a guess: a search takes 0.1 ms then
+_MOST_SEARCHED = 256
 _CONTAINERS = (list, dict, set)
-_WRAPPERS = (functools.partial, functools.cached_property, types.MethodType, staticmethod, classmethod, property)
+_WRAPPERS = (
+    functools.partial,
+    functools.cached_property,
+    types.MethodType,
+    staticmethod,
+    classmethod,
+    property,
+)
 _WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "fset")  # their attributes
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MISSING = object()
+_LARGEST_KEPT = 4096  # bytes of a text in a closure of a function that is kept
+_MOST_FUNCTIONS = 32  # that ranks keep; a guess: a loop of training and evaluation calls a few
 _UNASSIGNED = types.CellType()  # equals the cell of a variable that is not assigned yet
 
 Name = tuple[str, str]
 """The key of a function's globals, and a name in them. The key of ``__main__`` is its name."""
 
 
+class PackedCall(NamedTuple):
+    """A call that is ready to be sent, for `ScriptOfRank.take`.
+
+    Attributes:
+        item: A range of the block with all of the call; or the key of a function that the ranks
+            keep, and the items of the arguments.
+        block: The memory of the call.
+        new: The globals that come with it, with their values.
+        deleted: Globals that it deletes in the ranks.
+        key: The key of its function, if the ranks keep it.
+        function: The function and its parts, which the ranks are to keep under this key.
+    """
+
+    item: Any
+    block: Block
+    new: dict[Name, Any] = {}  # noqa: RUF012 (never written)
+    deleted: Sequence[Name] = ()
+    key: int | None = None
+    function: tuple[Any, list[Any]] | None = None
+
+    @property
+    def is_news(self) -> bool:
+        """False if ranks that do not run the call need nothing of it."""
+        return isinstance(self.item, range)
+
+
+class _KeptFunctions:
+    """The functions that the ranks keep, so that a later call sends only its arguments.
+
+    Each gets a key of its own, also when it comes again: a call whose function has not arrived can
+    never find another.
+    """
+
+    def __init__(self) -> None:
+        self._keys = count()
+        # By the id of the function, which stays alive here
+        self._kept: dict[int, tuple[int, Any, list[Any]]] = {}
+        self._gone: list[int] = []  # keys that the ranks may forget, and have not been told
+
+    def key_of(self, function: Any, parts: list[Any]) -> int | None:
+        """Return the key of a function, if the ranks have it as it is now."""
+        key, _, before = self._kept.get(id(function), (None, None, []))
+        is_same = key is not None and len(parts) == len(before) and all(map(is_, parts, before))
+        return key if is_same else None
+
+    def next_key(self) -> int:
+        """Return a key that no function has."""
+        return next(self._keys)
+
+    def gone_with(self, function: Any) -> list[int]:
+        """Return the keys that the ranks may forget if they get this function."""
+        if id(function) in self._kept:
+            return [*self._gone, self._kept[id(function)][0]]
+        if len(self._kept) >= _MOST_FUNCTIONS:
+            return [*self._gone, next(iter(self._kept.values()))[0]]
+        return [*self._gone]
+
+    def note(self, key: int, function: Any, parts: list[Any]) -> None:
+        """Note that the ranks get a function, as the last one, or have it."""
+        before = self._kept.pop(id(function), None)
+        if before is None and len(self._kept) >= _MOST_FUNCTIONS:
+            del self._kept[next(iter(self._kept))]
+        if before is None or before[0] != key:
+            self._gone.clear()  # a function that comes brings them
+        self._kept[id(function)] = key, function, parts
+
+    def drop(self, function: Any) -> None:
+        """Forget a function that did not reach all ranks."""
+        if (before := self._kept.pop(id(function), None)) is not None:
+            self._gone.append(before[0])
+
+
 class SentScript:
-    """The globals that the ranks of one launch have, as the launching process knows them. One thread uses it at a time.
+    """The globals that the ranks of one launch have, as the launching process knows them.
+
+    One thread uses it at a time.
 
     `imports` is True for ranks that stay.
     """
 
     def __init__(self, *, imports: bool = False) -> None:
         self._imports = imports
-        self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}  # by id; the dicts stay, so that ids are not reused
-        self._sent: dict[Name, tuple[Any, _Contents | None]] = {}  # the object, and the contents of a container
+        # by id; the dicts stay, so that ids are not reused
+        self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}
+        # the object, and the contents of a container
+        self._sent: dict[Name, tuple[Any, _Contents | None]] = {}
         self._owned: set[Name] = set()
-        self.last_sent: list[Name] = []  # the globals that came with the last call
+        self._kept = _KeptFunctions()
 
     def pack_call(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], bound_to: tuple[Any, ...] = ()
-    ) -> Packed:
-        """Pickle a call, with the globals that the ranks lack. `bound_to` is the object of a bound method.
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bound_to: tuple[Any, ...] = (),
+    ) -> PackedCall:
+        """Pickle a call, with the globals that the ranks lack.
+
+        `bound_to` is the object of a bound method.
 
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
         used = list(self._globals_used_by(function))
-        deleted = [name for name, value in used if value is _MISSING and name in self._sent and name not in self._owned]
+        deleted = [
+            name
+            for name, value in used
+            if value is _MISSING and name in self._sent and name not in self._owned
+        ]
         new = {
             name: (value, _contents_of(value))
             for name, value in used
             if value is not _MISSING and self.must_send(name, value)
         }
-        places = {f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name) for space, name in new}
+        parts = parts_of(function) if self._imports and not (bound_to or new or deleted) else None
+        key = None
+        if parts is not None:
+            key = self._kept.key_of(function, parts)
+            if key is not None:
+                packer = Packer()
+                items = packer.add(args, "args"), packer.add(kwargs, "kwargs")
+                # Others may have functions or classes of the script, which need its globals
+                if not any(isinstance(item, range) for item in items):
+                    return PackedCall((key, *items), packer, key=key, function=(function, parts))
+            key = self._kept.next_key()
+        places = {
+            f"the global {name!r}{'' if space == _MAIN else f' of {space}'}": (space, name)
+            for space, name in new
+        }
         call = {
             "places": places,
             "deleted": deleted,
@@ -79,22 +205,36 @@ class SentScript:
             **({"the object": bound_to[0]} if bound_to else {}),
             "args": args,
             "kwargs": kwargs,
+            "key": key,
+            "gone": self._kept.gone_with(function) if parts is not None else [],
+            "is_by_value": isinstance(function, types.FunctionType) and not goes_by_name(function),
             "notes": _Notes(),
         }
         packed = pack(call, make_pickler=functools.partial(_CallPickler, self, new))
-        self._sent.update(new)
-        for name in deleted:
-            del self._sent[name]
-        self.last_sent = list(new)
-        return packed
+        kept = None if parts is None else (function, parts)
+        return PackedCall(range(packed.size), packed, new, deleted, key, kept)
 
-    def forget(self, names: list[Name]) -> None:
-        """Forget globals that did not reach all ranks. They are sent again."""
-        for name in names:
+    def note_sent(self, call: PackedCall) -> None:
+        """Note that a call was sent, or waits for its turn. Later calls bring only what it lacks.
+
+        No signal handler may raise in between: the ranks would lack what was noted, or get it
+        twice.
+        """
+        if call.key is not None and call.function is not None:
+            self._kept.note(call.key, *call.function)
+        self._sent.update(call.new)
+        for name in call.deleted:
+            self._sent.pop(name, None)
+
+    def forget(self, call: PackedCall) -> None:
+        """Forget what has come with a call that did not reach all ranks: it is sent again."""
+        if call.function is not None:
+            self._kept.drop(call.function[0])
+        for name in call.new:
             self._sent.pop(name, None)
 
     def note_owned(self, assigned: list[Name], deleted: list[Name]) -> None:
-        """Note the globals that functions of a rank have assigned, and those that they have deleted."""
+        """Note the globals that functions of a rank have assigned and deleted."""
         self._owned.update(assigned)
         for name in deleted:
             self._owned.discard(name)
@@ -123,9 +263,10 @@ class SentScript:
         return sent is not value or (contents is not None and contents.differ_from(value))
 
     def _globals_used_by(self, function: Any) -> Iterator[tuple[Name, Any]]:
-        """Yield the globals that a function uses, also through functions and classes that travel by value.
+        """Yield the globals that a function uses, also through what travels by value with it.
 
-        The value of a name that is not a global is `_MISSING`: it may be a builtin, or a global that was deleted.
+        The value of a name that is not a global is `_MISSING`: it may be a builtin, or a global
+        that was deleted.
         """
         seen: set[int] = set()
         todo = [function]
@@ -137,7 +278,9 @@ class SentScript:
             if isinstance(value, types.FunctionType):
                 if goes_by_name(value):
                     continue
-                todo += [cell.cell_contents for cell in value.__closure__ or () if cell != _UNASSIGNED]
+                todo += [
+                    cell.cell_contents for cell in value.__closure__ or () if cell != _UNASSIGNED
+                ]
                 todo += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
                 for name in names_in_code(value.__code__):
                     part = value.__globals__.get(name, _MISSING)
@@ -156,7 +299,11 @@ class SentScript:
             elif not isinstance(value, (types.ModuleType, *_PLAIN)):
                 todo.append(type(value))
                 own = [*getattr(value, "__dict__", {}).items()]
-                todo += [part for name, part in own if name == "__wrapped__" or isinstance(part, types.FunctionType)]
+                todo += [
+                    part
+                    for name, part in own
+                    if name == "__wrapped__" or isinstance(part, types.FunctionType)
+                ]
 
 
 class _Contents:
@@ -191,9 +338,9 @@ def _contents_of(value: Any) -> _Contents | None:
 class _Notes:
     """Stands for what the pickler noticed. It is pickled last, as a dict.
 
-    "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save, all_gather_object, and
-    other code that pickles by name finds them there. "sources" has the source lines of files that do not exist, so that
-    tracebacks show notebook cells.
+    "main" has the functions and classes of ``__main__`` that were pickled by value. torch.save,
+    all_gather_object, and other code that pickles by name finds them there. "sources" has the
+    source lines of files that do not exist, so that tracebacks show notebook cells.
     """
 
 
@@ -207,7 +354,9 @@ class _Globals(dict[str, Any]):
 class _CallPickler(ValuePickler):
     """Pickles a call. Functions that travel by value refer to their globals in the rank."""
 
-    def __init__(self, script: SentScript, new: dict[Name, Any], stream: io.BytesIO, buffers: list[memoryview]) -> None:
+    def __init__(
+        self, script: SentScript, new: dict[Name, Any], stream: Any, buffers: list[memoryview]
+    ) -> None:
         super().__init__(stream, buffers)
         self._script = script
         self._new = new
@@ -239,12 +388,100 @@ class _CallPickler(ValuePickler):
 
     def _note(self, obj: Any) -> None:
         name = obj.__qualname__
-        if obj.__module__ == _MAIN and name.isidentifier() and vars(sys.modules[_MAIN]).get(name, obj) is obj:
+        if (
+            obj.__module__ == _MAIN
+            and name.isidentifier()
+            and vars(sys.modules[_MAIN]).get(name, obj) is obj
+        ):
             self._notes["main"][name] = obj
         if isinstance(obj, types.FunctionType):
             file = obj.__code__.co_filename
-            if file not in self._notes["sources"] and not Path(file).exists() and (lines := linecache.getlines(file)):
+            if (
+                file not in self._notes["sources"]
+                and not Path(file).exists()
+                and (lines := linecache.getlines(file))
+            ):
                 self._notes["sources"][file] = lines
+
+
+# -- functions that stay in the ranks
+
+
+def parts_of(function: Any) -> list[Any] | None:
+    """Return the parts of a function that its pickle has. They are compared by identity.
+
+    None if the function is not kept: a part may change in place, such as a list in a closure.
+    """
+    if isinstance(function, types.BuiltinFunctionType):
+        is_of_module = function.__self__ is None or isinstance(function.__self__, types.ModuleType)
+        return [] if is_of_module else None
+    if type(function) is not types.FunctionType or function.__dict__:
+        return None
+    by_key = [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
+    values = [*(function.__defaults__ or ()), *by_key, *_contents_of_cells(function)]
+    if not all(type(each) in _PLAIN for each in values):  # also a variable that is not assigned yet
+        return None
+    if any(isinstance(each, (str, bytes)) and len(each) > _LARGEST_KEPT for each in values):
+        return None
+    annotations = [part for pair in function.__annotations__.items() for part in pair]
+    if not all(isinstance(each, (*_PLAIN, type)) for each in annotations):
+        return None
+    names = [function.__name__, function.__qualname__, function.__module__, function.__doc__]
+    is_in_main = vars(sys.modules[_MAIN]).get(function.__qualname__) is function
+    return [function.__code__, *names, *values, *annotations, is_in_main]
+
+
+def _contents_of_cells(function: Any) -> list[Any]:
+    """Return what the variables of a closure hold; `_UNASSIGNED` for those without a value."""
+    cells = function.__closure__ or ()
+    return [_UNASSIGNED if cell == _UNASSIGNED else cell.cell_contents for cell in cells]
+
+
+class _KeptCall:
+    """A call without arguments, whose function stays in the rank."""
+
+    def __init__(self, call: dict[str, Any]) -> None:
+        self._call = call
+        self._function = function = call["the function"]
+        if call["is_by_value"]:
+            self._cells = _contents_of_cells(function)
+            self._defaults = function.__defaults__
+            self._by_key = dict(function.__kwdefaults__ or {})
+            self._annotations = dict(function.__annotations__)
+            self._code = function.__code__
+            self._names = function.__name__, function.__qualname__, function.__module__
+            self._doc = function.__doc__
+
+    def call_with(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the call with its arguments, and a function in the state in which it was sent."""
+        function = self._copy() if self._call["is_by_value"] else self._look_up()
+        notes = self._call["notes"]
+        main = {
+            name: function if value is self._function else value
+            for name, value in notes["main"].items()
+        }
+        changed = {"the function": function, "args": args, "kwargs": kwargs}
+        return {**self._call, **changed, "notes": {**notes, "main": main}}
+
+    def _copy(self) -> Any:
+        """Return a new function: an earlier call may have kept the last one."""
+        closure = tuple(map(types.CellType, self._cells)) or None
+        name, qualname, module = self._names
+        globals_ = self._function.__globals__
+        function = types.FunctionType(self._code, globals_, name, self._defaults, closure)
+        function.__kwdefaults__ = dict(self._by_key) or None
+        function.__annotations__ = dict(self._annotations)
+        function.__qualname__, function.__module__ = qualname, module
+        function.__doc__ = self._doc
+        return function
+
+    def _look_up(self) -> Any:
+        """Return a function that the rank imports: a call may have put another one in its place."""
+        function = self._function
+        try:
+            return resolve_name(f"{function.__module__}:{function.__qualname__}")
+        except (ImportError, AttributeError, ValueError):  # such as that of a module without a name
+            return function
 
 
 # -- in the rank
@@ -266,9 +503,28 @@ class ScriptOfRank:
     def __init__(self) -> None:
         self._received: dict[str, dict[str, Any]] = {}
         self._owned: set[Name] = set()
+        self._kept: dict[int, _KeptCall] = {}
 
-    def take(self, call: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Set the globals of a call, and return its function and arguments."""
+    def take(
+        self, item: Any, block: memoryview
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """Set the globals of a `PackedCall`, and return its function and arguments."""
+        if isinstance(item, range):
+            call = restore(item, block)
+            for gone in call["gone"]:
+                self._kept.pop(gone, None)
+            if call["key"] is not None:
+                self._kept[call["key"]] = _KeptCall(call)
+        else:
+            key, args, kwargs = item
+            kept = self._kept.get(key)
+            if kept is None:
+                msg = (
+                    "the function of this call has not arrived: the call that brought it was "
+                    "interrupted. Call it again"
+                )
+                raise LaunchError(msg)
+            call = kept.call_with(restore(args, block), restore(kwargs, block))
         for label, (space, name) in call["places"].items():
             if (space, name) not in self._owned:
                 _globals_of(space)[name] = call[label]
@@ -276,15 +532,21 @@ class ScriptOfRank:
             _globals_of(space).pop(name, None)
         notes = call["notes"]
         main = vars(sys.modules[_MAIN])
-        main.update((name, value) for name, value in notes["main"].items() if (_MAIN, name) not in self._owned)
-        linecache.cache.update((name, (0, None, lines, name)) for name, lines in notes["sources"].items())
+        main.update(
+            (name, value)
+            for name, value in notes["main"].items()
+            if (_MAIN, name) not in self._owned
+        )
+        linecache.cache.update(
+            (name, (0, None, lines, name)) for name, lines in notes["sources"].items()
+        )
         received_classes.update(cls for cls in list(id_of_class) if cls not in received_classes)
         self._received = {space: dict(values) for space, values in self._all_spaces()}
         bound_to = [call["the object"]] if "the object" in call else []
         return call["the function"], (*bound_to, *call["args"]), call["kwargs"]
 
     def changes(self) -> tuple[list[Name], list[Name]] | None:
-        """Return the globals that functions have assigned since the last call, and those that they have deleted."""
+        """Return the globals that functions have assigned and deleted since the last call."""
         assigned, deleted = [], []
         for space, values in self._all_spaces():
             before = self._received.get(space, {})

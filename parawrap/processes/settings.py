@@ -1,4 +1,4 @@
-"""The state of the launching process that ranks take over: environment, folder, import path, and settings of torch."""
+"""The state that ranks take over: environment, folder, import path, and settings of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,10 +23,12 @@ class Settings:
     cwd: str
     path: list[str]  # for imports
     argv: list[str]
-    main_file: str | None  # of the script: multiprocessing makes its classes available in what it spawns
+    # of the script: multiprocessing makes its classes available in what it spawns
+    main_file: str | None
     seed: int  # of torch's default generator
     dtype: torch.dtype
-    deterministic: tuple[bool, bool]  # True for deterministic algorithms, and True if they only warn
+    # True for deterministic algorithms, and True if they only warn
+    deterministic: tuple[bool, bool]
     precision: str | None  # of float32 matrix products; None if newer flags of torch set it
     cudnn_benchmark: bool  # cuDNN chooses algorithms by measurement
 
@@ -57,7 +60,9 @@ class Settings:
             sys.path[:0] = [each for each in self.path if each not in sys.path]
         else:
             gone = dict.fromkeys(os.environ.keys() - self.environ.keys())
-            differs = {name: value for name, value in self.environ.items() if os.environ.get(name) != value}
+            differs = {
+                name: value for name, value in self.environ.items() if os.environ.get(name) != value
+            }
             Changes(gone | differs, self.cwd, self.path).apply()
         sys.argv[:] = self.argv
         sys.modules["__main__"] = main = types.ModuleType("__main__")
@@ -66,7 +71,9 @@ class Settings:
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
         if self.deterministic != (False, False):  # the first call takes a second
-            torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+            torch.use_deterministic_algorithms(
+                self.deterministic[0], warn_only=self.deterministic[1]
+            )
         if self.precision not in (None, _precision()):
             torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -96,29 +103,54 @@ class Changes:
             sys.path[:] = self.path
 
 
+class _Surroundings(NamedTuple):
+    raw: dict[bytes, bytes]
+    environ: dict[str, str]
+    cwd: str
+    path: list[str]
+
+    @classmethod
+    def here(cls) -> _Surroundings:
+        # os.getcwd takes a tenth of the time of Path.cwd
+        return cls(dict(raw_environ), dict(os.environ), os.getcwd(), list(sys.path))  # noqa: PTH109
+
+
 class Surroundings:
     """The environment, the folder, and the import path that ranks had at their last call."""
 
     def __init__(self) -> None:
-        self._raw = dict(raw_environ)
-        self._environ = dict(os.environ)
-        self._cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
-        self._path = list(sys.path)
+        self._sent = self._next = _Surroundings.here()
 
     def changes(self) -> Changes | None:
-        """Return the changes since the last time; None if there are none. Costs 2 us without changes."""
+        """Return what changed since the last call; None if nothing has.
+
+        Costs 2 us without changes.
+        """
+        sent = self._sent
         cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
-        if raw_environ == self._raw and cwd == self._cwd and sys.path == self._path:
+        if raw_environ == sent.raw and cwd == sent.cwd and sys.path == sent.path:
             return None
-        before, environ, path = self._environ, dict(os.environ), list(sys.path)
-        changed = {name: environ.get(name) for name in before | environ if environ.get(name) != before.get(name)}
-        changes = Changes(changed, cwd if cwd != self._cwd else None, path if path != self._path else None)
-        self._raw, self._environ, self._cwd, self._path = dict(raw_environ), environ, cwd, path
-        return changes
+        self._next = now = _Surroundings.here()
+        names = sent.environ | now.environ
+        changed = {
+            name: now.environ.get(name)
+            for name in names
+            if now.environ.get(name) != sent.environ.get(name)
+        }
+        return Changes(
+            changed,
+            now.cwd if now.cwd != sent.cwd else None,
+            now.path if now.path != sent.path else None,
+        )
+
+    def note_sent(self, changes: Changes | None) -> None:
+        """Note that the ranks get the last changes."""
+        if changes is not None:
+            self._sent = self._next
 
 
 def _precision() -> str | None:
-    """Return the precision of float32 matrix products, or None if newer flags have a value that it cannot express."""
+    """Return the precision of float32 matrix products; None if newer flags of torch set it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,132 +1,436 @@
-"""Messages between two processes: a word, a small body, a packed value, and open files, over one end of a socket pair.
+"""Messages between two processes: a word, a small body, and a block, over one end of a socket.
 
-A value of up to 32 KiB travels in the socket. On one machine, a larger one is a memory file, which any number of receivers
-map without a copy. One thread receives at a time; any thread may send.
+::
+
+    encode ──► letter ──► unsent pieces ──► socket ──► room ──► message
+                  └── block ──► slab, or a shared file ──────────┘
+
+The block has the memory of tensors. Up to 32 KiB travel in the socket, and one read takes the whole
+message. On one machine, a larger block lies in a slab, or in a memory file that several receivers
+map. Over TCP, everything travels in the socket.
+
+A launching process never waits for a wire: what has arrived of a message, and what has not left
+yet, stays in a buffer. A rank waits: for its next message, and until an answer has left.
+
+EOF and connection errors mean that the other end is gone. A limit of this process, on files or on
+memory, is an error here, and the connection goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import pickle
 import socket
 import struct
-import threading
-import weakref
-from collections.abc import Sequence
+from array import array
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from parawrap.processes.pickling import Packed, map_file
+from parawrap.processes.forks import close_in_forked_children
+from parawrap.processes.shared_memory import (
+    ALIGNMENT,
+    Block,
+    Slabs,
+    aligned_copy,
+    aligned_room,
+    map_file,
+)
 
-_HEAD = struct.Struct("<IQB?")  # bytes of the body, bytes of the value, number of files, True if the last file is the value
-_LARGEST_INLINE = 32 << 10  # a socket buffers about 200 KiB, so that a send does not wait for the receiver
-_MOST_FILES = 8  # a rank gets four, and a value is one more
+# Bytes of the body and of the block, the place of the block, True if its slab is new, and how many
+# numbers of released and of retired slabs follow
+_HEAD = struct.Struct("<QQq?HH")
+_IN_SOCKET, _IN_FILE = -1, -2  # places; others are numbers of slabs
+_LARGEST_INLINE = 32 << 10  # bytes; a socket buffers about 200 KiB, so that a send rarely waits
+_ROOM = 64 << 10  # bytes of one read
+_FILE_ROOM = socket.CMSG_SPACE(array("i").itemsize)  # each message brings one file at most
+# Plain integers: an enum takes longer than the read. macOS lacks the first
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_MOST_NUMBERS = 1 << 12  # of slabs that one message names; others wait for the next
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
+_EMPTY = memoryview(b"")
+_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
 
-_kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
+NEWS = ""
+"""The word of a message that only brings numbers of slabs."""
+
+LOST = "lost"
+"""The word of a message whose body lay in memory that this process could not map."""
 
 
 class Message(NamedTuple):
-    """One message. The receiver closes its files."""
+    """One message. `error` says why this process could not take its block: a limit of its own."""
 
     word: str
     body: Any
-    value: memoryview | None
-    files: tuple[int, ...]
+    block: memoryview
+    error: OSError | None = None
+
+
+class Letter(NamedTuple):
+    """A message that is ready: it must be posted or dropped before the next is encoded."""
+
+    pieces: list[Any]
+    file: int | None  # goes with the first piece
+    slab: int  # the number of the slab, or another place
+    is_new: bool  # the file is that of a new slab, and is closed once it has left
+    released: list[int]
+    retired: list[int]
+    block: Block | None  # owns the file, or the memory of the pieces
+
+
+class _Unsent(NamedTuple):
+    data: Any
+    letter: Letter  # keeps the memory of the data
+    brings_file: bool
+
+
+@dataclass
+class _Partial:
+    """A message that is larger than the room, and has not arrived completely."""
+
+    head: tuple[Any, ...]
+    content: memoryview
+    filled: int
 
 
 class Wire:
-    """One end of a connection between two processes. Processes that the user forks from this one do not keep it open."""
+    """One end of a connection between two processes. A forked child of this process closes it.
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(None)  # whatever socket.setdefaulttimeout says
+    One thread at a time uses it; threads that share it hold a lock. With `waits`, sending and
+    reading block until they are done.
+    """
+
+    def __init__(self, sock: socket.socket, *, waits: bool = False) -> None:
+        sock.settimeout(None if waits else 0.0)  # whatever socket.setdefaulttimeout says
         self._socket = sock
-        self._carries_files = sock.family == socket.AF_UNIX
-        self._sending = threading.Lock()
+        self._is_local = sock.family == socket.AF_UNIX
+        self._slabs = Slabs()
+        self._unsent: deque[_Unsent] = deque()
+        self._room = memoryview(bytearray(_ROOM))
+        self._start = self._end = 0  # of the bytes in the room that belong to no message yet
+        self._partial: _Partial | None = None
+        self._files: deque[int | None] = deque()  # of messages that are not complete; None: refused
+        self._messages: deque[Message] = deque()  # for `receive`
         close_in_forked_children(self)
 
     def fileno(self) -> int:
         """Return the socket's descriptor for selectors; -1 once closed."""
         return self._socket.fileno()
 
-    def send(self, word: str, body: Any = None, value: Packed | None = None, files: Sequence[int] = ()) -> bool:
-        """Send a message. Return False if the other end is closed."""
-        pickled, parts, size = pickle.dumps((word, body), 5), [], 0
-        is_file = value is not None and self._carries_files and value.size > _LARGEST_INLINE
-        if value is not None and is_file:
-            files = (*files, value.file())
-        elif value is not None:
-            parts, size = value.parts, value.size
-        parts = [_HEAD.pack(len(pickled), size, len(files), is_file), pickled, *parts]
+    def lend_all(self) -> None:
+        """Leave all tensors that arrive in slabs there: the reader drops them soon."""
+        self._slabs.lends_all = True
+
+    # Sending
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if a part of a message has not left: call `flush` when the socket has room."""
+        return bool(self._unsent)
+
+    def send(self, word: str, body: Any = None, block: Block | None = None) -> bool:
+        """Send a message. Return False if the other end is closed.
+
+        Raises:
+            SessionError: If memory lacks room for the block. Nothing is sent.
+            OSError: If this process has reached a limit. Nothing is sent.
+        """
+        return self.post(self.encode(pickle.dumps((word, body), 5), block))
+
+    def encode(self, pickled: bytes, block: Block | None = None) -> Letter:
+        """Return a message of a pickled word and body. On one machine, the block is copied here.
+
+        Raises as `send` does.
+        """
+        slabs = self._slabs
+        size = 0 if block is None else block.size
+        is_small = size + len(pickled) <= _LARGEST_INLINE and (block is None or block.file is None)
+        if is_small and not (slabs.has_released or slabs.retired):
+            head = _HEAD.pack(len(pickled), size, _IN_SOCKET, False, 0, 0)
+            data = b"".join((head, pickled) if block is None else (head, pickled, *block.parts))
+            return Letter([data], None, _IN_SOCKET, False, [], [], block)
+        place, file, is_new = _IN_SOCKET, None, False
+        content = [pickled] if block is None else [pickled, *block.parts]
+        if self._is_local and block is not None and block.file is not None:
+            place, file, content = _IN_FILE, block.file, [pickled]
+        elif self._is_local and size + len(pickled) > _LARGEST_INLINE:
+            is_large = len(pickled) > _LARGEST_INLINE  # then the body follows the block in the slab
+            parts = [] if block is None else block.parts
+            if is_large:
+                place, file = slabs.fill([*parts, pickled], size + len(pickled))
+            else:
+                place, file = slabs.fill(parts, size)
+            is_new, content = file is not None, [] if is_large else [pickled]
+        released, retired = self._take_numbers()
+        numbers = array("q", released + retired).tobytes()
+        counts = len(released), len(retired)
+        head = _HEAD.pack(len(pickled), size, place, is_new, *counts)
+        pieces = [head, numbers, *content]
+        if sum(map(len, pieces)) <= _ROOM + _LARGEST_INLINE:
+            pieces = [b"".join(pieces)]
+        return Letter(pieces, file, place, is_new, released, retired, block)
+
+    def drop(self, letter: Letter) -> None:
+        """Do not send a message."""
+        self._slabs.return_released(letter.released)
+        self._slabs.retired[:0] = letter.retired
+        if letter.is_new:
+            _close_new(letter)
+            self._slabs.forget(letter.slab)
+        elif letter.slab >= 0:
+            self._slabs.free(letter.slab)
+
+    def post(self, letter: Letter) -> bool:
+        """Send a message as far as the socket takes it. Return False if the other end is closed.
+
+        Raises:
+            OSError: If this process has reached a limit. The message is dropped.
+        """
+        is_first = not self._unsent
+        first = letter.pieces[0]
+        self._unsent.append(_Unsent(first, letter, letter.file is not None))
+        for piece in letter.pieces[1:]:
+            self._unsent.append(_Unsent(piece, letter, brings_file=False))
         try:
-            with self._sending:
-                if size > _LARGEST_INLINE:
-                    for part in parts:
-                        self._socket.sendall(part)
-                else:
-                    _send_all(self._socket, b"".join(parts), files)
+            return self._send_unsent()
         except OSError:
-            return False
+            if is_first and self._unsent[0].data is first:  # nothing of it has left
+                self._unsent.clear()
+                self.drop(letter)
+                raise
+            return True  # the rest leaves later, when the limit allows it
+
+    def flush(self) -> bool:
+        """Send what has not left, as far as the socket takes it.
+
+        Return False if the end is closed.
+        """
+        try:
+            return self._send_unsent()
+        except OSError:
+            return True
+
+    def _send_unsent(self) -> bool:
+        """Raise OSError at a limit of this process: the first piece has not left then."""
+        while self._unsent:
+            data, letter, brings_file = self._unsent[0]
+            try:
+                if brings_file:
+                    assert letter.file is not None
+                    sent = socket.send_fds(self._socket, [data], [letter.file])
+                else:
+                    sent = self._socket.send(data)
+            except BlockingIOError:
+                return True
+            except OSError as error:
+                if error.errno in _LIMITS:
+                    raise
+                self._discard_unsent()
+                return False
+            if sent < len(data):  # the file left with the first byte
+                self._unsent[0] = _Unsent(memoryview(data).cast("B")[sent:], letter, False)
+            else:
+                self._unsent.popleft()
+            if brings_file:
+                _close_new(letter)
         return True
+
+    def _discard_unsent(self) -> None:
+        for _, letter, brings_file in self._unsent:
+            if brings_file:
+                _close_new(letter)
+        self._unsent.clear()
+
+    def _take_numbers(self) -> tuple[list[int], list[int]]:
+        slabs = self._slabs
+        retired, slabs.retired = slabs.retired[:_MOST_NUMBERS], slabs.retired[_MOST_NUMBERS:]
+        return slabs.take_released(_MOST_NUMBERS), retired
+
+    # Receiving
 
     def receive(self) -> Message | None:
         """Wait for the next message. Return None if the other end is closed."""
-        files: list[int] = []
-        try:
-            if self._carries_files:
-                head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
-            else:
-                head = self._socket.recv(_HEAD.size)
-            if not head:
+        while True:
+            while self._messages:
+                message = self._messages.popleft()
+                if message.word != NEWS:
+                    return message
+            try:
+                if self._slabs.has_large or self._slabs.has_released:
+                    self._read_or_trim()
+                else:
+                    self._messages += self.read()
+            except EOFError:
                 return None
-            head += _receive_exactly(self._socket, _HEAD.size - len(head))
-            body_size, size, count, is_file = _HEAD.unpack(head)
-            if len(files) != count:  # the kernel dropped descriptors: this process has reached its limit on open files
-                msg = f"{count - len(files)} files of a message are missing"
-                raise OSError(msg)
-            word, body = pickle.loads(_receive_exactly(self._socket, body_size))
-            value = memoryview(_receive_exactly(self._socket, size)) if size else None
-            if is_file:
-                value = map_file(files[-1])
-                os.close(files.pop())
-        except (OSError, EOFError):
-            for file in files:
-                os.close(file)
-            return None
-        return Message(word, body, value, tuple(files))
+
+    def _read_or_trim(self) -> None:
+        """Read, or return large slabs to the system if nothing comes."""
+        self._socket.settimeout(_IDLE_S)
+        try:
+            self._messages += self.read()
+        except TimeoutError:
+            self._socket.settimeout(None)
+            self.trim()
+        finally:
+            self._socket.settimeout(None)
+
+    def read(self) -> list[Message]:
+        """Read once, and return the messages that are complete.
+
+        Those with the word NEWS ask for nothing.
+
+        Raises:
+            EOFError: If the other end is closed.
+            TimeoutError: If the socket has a time limit, which is over.
+        """
+        found: list[Message] = []
+        if (partial := self._partial) is not None:
+            partial.filled += self._read_into(partial.content[partial.filled :])
+            if partial.filled == len(partial.content):
+                self._partial = None
+                found.append(self._open(partial.head, partial.content, is_own=True))
+        else:
+            self._end += self._read_into(self._room[self._end :])
+            while self._start < self._end and (message := self._take()) is not None:
+                found.append(message)
+        return found
+
+    def _read_into(self, memory: memoryview) -> int:
+        """Read bytes, and note the file that came with them. Return 0 if nothing is there."""
+        try:
+            if self._is_local:
+                count, attached, flags, _ = self._socket.recvmsg_into(
+                    [memory], _FILE_ROOM, _CLOSE_ON_EXEC
+                )
+                if attached:  # those of one message: one read never returns the files of two
+                    ((_, _, data),) = attached
+                    self._files.append(array("i", data)[0])
+                elif flags & _TRUNCATED:  # the kernel dropped it: a limit of this process
+                    self._files.append(None)
+            else:
+                count = self._socket.recv_into(memory)
+        except BlockingIOError:
+            return 0
+        except TimeoutError:
+            raise
+        except OSError as error:
+            if error.errno in _LIMITS:  # nothing was read
+                return 0
+            raise EOFError from error
+        if not count:
+            raise EOFError
+        return count
+
+    def _take(self) -> Message | None:
+        """Take the first message from the room. Return None if it has not arrived completely."""
+        arrived = self._room[self._start : self._end]
+        if len(arrived) >= _HEAD.size:
+            head = _HEAD.unpack_from(arrived)
+            body_size, size, place, _, n_released, n_retired = head
+            before = 8 * (n_released + n_retired)
+            if not (place >= 0 and body_size > _LARGEST_INLINE):  # else it lies in the slab
+                before += body_size
+            needed = before + (size if place == _IN_SOCKET else 0)
+            content = arrived[_HEAD.size : _HEAD.size + needed]
+            if len(content) == needed:
+                message = self._open(head, content, is_own=False)
+                self._start += _HEAD.size + needed
+                if self._start == self._end:
+                    self._start = self._end = 0
+                return message
+            if _HEAD.size + needed > _ROOM:
+                pad = -before % ALIGNMENT  # so that the block is aligned
+                memory = aligned_room(pad + needed)[pad:]
+                memory[: len(content)] = content
+                self._partial = _Partial(head, memory, len(content))
+                self._start = self._end = 0
+                return None
+        if self._start:
+            self._room[: len(arrived)] = bytes(arrived)
+            self._start, self._end = 0, len(arrived)
+        return None
+
+    def _open(self, head: tuple[Any, ...], content: memoryview, *, is_own: bool) -> Message:
+        """Return a complete message. `is_own`: the content has memory of its own."""
+        body_size, size, place, is_new, n_released, n_retired = head
+        at = 8 * (n_released + n_retired)
+        if at:
+            numbers = array("q", bytes(content[:at]))
+            self._slabs.take_back(numbers[:n_released], numbers[n_released:])
+        pickled, block = content[at : at + body_size], content[at + body_size :]
+        try:
+            if place == _IN_FILE:
+                block = self._map_file()
+            elif place >= 0:
+                is_large = body_size > _LARGEST_INLINE
+                block = self._read_slab(place, size + is_large * body_size, is_new=is_new)
+                if is_large:
+                    pickled, block = block[size:], block[:size]
+            elif size and not is_own:
+                block = aligned_copy(block)
+        except OSError as reason:
+            said = reason.strerror or str(reason)
+            error = OSError(reason.errno, f"this process cannot take a message: {said}")
+            if place >= 0 and body_size > _LARGEST_INLINE:
+                return Message(LOST, None, _EMPTY, error)
+            word, body = pickle.loads(pickled)
+            return Message(word, body, _EMPTY, error)
+        word, body = pickle.loads(pickled)
+        return Message(word, body, block if size else _EMPTY)
+
+    def _read_slab(self, number: int, size: int, *, is_new: bool) -> memoryview:
+        file = self._files.popleft() if is_new else None
+        if is_new and file is None:
+            self._slabs.refuse(number)
+            raise _too_many_files()
+        return self._slabs.read(number, size, file)
+
+    def _map_file(self) -> memoryview:
+        file = self._files.popleft()
+        if file is None:
+            raise _too_many_files()
+        try:
+            return map_file(file)
+        finally:
+            os.close(file)
+
+    # The end
+
+    def trim(self) -> None:
+        """Return large slabs to the system, and send the numbers that the other end waits for."""
+        self._slabs.trim()
+        if self._slabs.retired or self._slabs.has_released:
+            with contextlib.suppress(OSError):  # a limit of this process: the next message has them
+                self.send(NEWS)
+
+    def shut(self) -> None:
+        """End the connection at both ends, whoever else has inherited this one.
+
+        Keep it readable.
+        """
+        with contextlib.suppress(OSError):  # the other end is gone, or this one is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection. The other end receives end of file."""
+        self._discard_unsent()
+        for file in self._files:
+            if file is not None:
+                os.close(file)
+        self._files.clear()
+        self._slabs.close()
         self._socket.close()
 
 
-def _send_all(sock: socket.socket, data: bytes, files: Sequence[int]) -> None:
-    sent = socket.send_fds(sock, [data], files) if files else sock.send(data)
-    if sent < len(data):
-        sock.sendall(memoryview(data)[sent:])
+def _close_new(letter: Letter) -> None:
+    """Close the file of a new slab. The file of a block belongs to the block."""
+    if letter.is_new and letter.file is not None:
+        os.close(letter.file)
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, end = memoryview(data), 0
-    while end < size:
-        count = sock.recv_into(view[end:])
-        if not count:
-            raise EOFError
-        end += count
-    return data
-
-
-def close_in_forked_children(closable: Any) -> None:
-    """Close `closable` in processes that the user forks from this one.
-
-    A forked child inherits all open connections. While it holds one, the other end cannot detect the death of this process.
-    """
-    _kept_from_children.add(closable)
-
-
-def _close_kept() -> None:
-    for closable in list(_kept_from_children):
-        closable.close()
-    _kept_from_children.clear()
-
-
-os.register_at_fork(after_in_child=_close_kept)
+def _too_many_files() -> OSError:
+    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -1,7 +1,7 @@
-"""Lanes that work in other processes: the same calls, cut and joined in the same way, without a shared interpreter lock.
+"""Lanes that work in other processes: the same calls without a shared interpreter lock.
 
-A worker is a rank of a pool of processes, or a Ray actor, with a copy of the model. Its lane in this process sends it parts
-of calls, and batches in chunks.
+A worker is a rank of a pool of processes, or a Ray actor, with a copy of the model. Its lane in
+this process sends it parts of calls, and batches in chunks.
 """
 
 from parawrap.workers.model import build

@@ -1,4 +1,4 @@
-"""How many batches of a stream travel in one message: about 5 ms of work, by the time that batches took before."""
+"""How many batches of a stream travel in one message: about 5 ms of measured work."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from time import perf_counter_ns
 from parawrap.engine.streams import StreamSize
 
 TARGET_NS = 5_000_000  # of work in one message
-MOST_BYTES = 256 << 10  # of the tensors of a message; a larger one is the last of its message, so it is not copied
+# of the tensors of a message; a larger one is the last of its message, so it is not copied
+MOST_BYTES = 256 << 10
 _MOST = 64  # batches in one message
-_READ_AHEAD = 3  # chunks per lane that the caller has not read: two in the worker, and one to replace them
+# chunks per lane that the caller has not read: two in the worker, and one to replace them
+_READ_AHEAD = 3
 
 
 class ChunkSize:
     """The size of the chunks of one stream. Only the schedule depends on time, never a value.
 
-    Without retries, each batch travels alone: the batches of a chunk must not run again because one killed the worker.
+    Without retries, each batch travels alone: the batches of a chunk must not run again because one
+    killed the worker.
 
     Attributes:
         most: The largest number of batches in flight.
     """
 
-    def __init__(self, lanes: int, size: StreamSize, *, retries: int, each_ns: float | None) -> None:
+    def __init__(
+        self, lanes: int, size: StreamSize, *, retries: int, each_ns: float | None
+    ) -> None:
         self._lanes = lanes
         self._given = size.chunksize or (None if retries else 1)
         self._most = _MOST if size.buffersize is None else max(1, size.buffersize // (2 * lanes))
@@ -37,19 +42,28 @@ class ChunkSize:
         return _READ_AHEAD * self._lanes * self._size
 
     def open(self, each_ns: float | None) -> int:
-        """Begin a chunk, and return the number of its batches. `each_ns` is what a batch takes; None if not known."""
+        """Begin a chunk, and return the number of its batches.
+
+        `each_ns` is what a batch takes; None if not known.
+        """
         self._goal, self._until = self._size, perf_counter_ns() + TARGET_NS
         if self._given is None:
             self._goal = self._size = min(self._fit(each_ns), 4 * self._size)
             if self._left is not None:  # smaller near the end, for all workers to end together
-                self._goal = max(1, min(self._size, max(self._size // 4, self._left // (2 * self._lanes))))
+                self._goal = max(
+                    1, min(self._size, max(self._size // 4, self._left // (2 * self._lanes)))
+                )
         return self._goal
 
     def is_full(self, batches: int, size: int) -> bool:
-        """True if the open chunk must be sent after another batch. It has so many batches, and bytes of tensors, now."""
+        """True if the open chunk must be sent after another batch.
+
+        It has so many batches, and bytes of tensors, now.
+        """
         if self._left is not None:
             self._left -= 1
-        is_late = self._given is None and perf_counter_ns() > self._until  # of a source that takes its time
+        # of a source that takes its time
+        is_late = self._given is None and perf_counter_ns() > self._until
         return is_late or batches >= self._goal or size > MOST_BYTES
 
     def _fit(self, each_ns: float | None) -> int:

@@ -1,112 +1,267 @@
-"""Workers on this machine: each is the only rank of a pool of processes, without process groups."""
+"""Workers on this machine: ranks that stay, without process groups, each called alone.
+
+::
+
+    lanes ── data wire of each worker ──► worker: `serve`
+                                            │
+    thread of the block ◄── status, output ─┘
+
+A lane reads and writes the data wire of its worker. The thread knows how processes end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
+import functools
+import logging
 import select
 import signal
-import socket
 import threading
+import time
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import RankDiedError, SessionError, add_note
+from parawrap.errors import LaunchError, RankDiedError, SessionError, add_note
 from parawrap.launch import Place, Platform
 from parawrap.launch.set_up import RankSetUp
+from parawrap.processes.events import Events
 from parawrap.processes.fork_server import fork_server
-from parawrap.processes.outcomes import Died, Ending
+from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.latch import Latch
+from parawrap.processes.members import Member, Members
+from parawrap.processes.outcomes import Died, Outcome, Returned
 from parawrap.processes.output import Printer, Transcript
-from parawrap.processes.pickling import Packed, map_file
-from parawrap.processes.pool import Call, Pool
+from parawrap.processes.packing import Packer
+from parawrap.processes.pickling import Packed
 from parawrap.processes.rank_process import Assignment
-from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import Settings
-from parawrap.workers.connection import Connection
-from parawrap.workers.packing import Packer
+from parawrap.processes.wire import LOST, Message, Wire
 from parawrap.workers.worker import Form, Server
 
 _LAST_S = 5.0  # for the end of a process that closed its connection
-_LOOK_S = 0.2  # between two looks for workers that other threads have started meanwhile
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
+_log = logging.getLogger("parawrap.workers")
 
 
 # -- in this process
 
 
 class LocalWorkers:
-    """Starts the workers of one block on this machine. They share its cores."""
+    """Starts the workers of one block on this machine, and supervises them.
+
+    They share its cores.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
+        self._starting = threading.Lock()
+        self._started: weakref.WeakSet[LocalWorker] = weakref.WeakSet()
+        self._supervision: _Supervision | None = None  # the last one
 
     def start(self, lane: int, seed: int) -> LocalWorker:
         """Start the worker of a lane."""
-        return LocalWorker(lane, self.devices[lane], self._threads, seed)
+        label = f"worker {lane} on {self.devices[lane]}"
+        name = f"worker-{lane}"
+        platform = Platform(
+            device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=name
+        )
+        set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
+        serving = functools.partial(serve, str(self.devices[lane]), self._threads, seed)
+        settings = Settings.here()
+        assignment = Assignment(
+            settings, set_up.enter, set_up.regroup, _LAST_S, stays=True, serve=serving
+        )
+        # Ctrl-C must not leave a process that is half noted. A start takes milliseconds, and the
+        # first one the time to import torch
+        held = HeldSignals(lambda: None)
+        try:
+            return self._start(lane, label, assignment)
+        finally:
+            held.end()
 
-    def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
-        """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
+    def _start(self, lane: int, label: str, assignment: Assignment) -> LocalWorker:
+        with self._starting:
+            while True:
+                if self._supervision is None or self._supervision.has_ended:
+                    self._supervision = _Supervision()
+                worker = self._supervision.start(lane, label, assignment, self._started)
+                if worker is not None:
+                    return worker
+
+    def poll(self, workers: Sequence[Any], timeout_s: float) -> Collection[int]:
+        """Wait until a worker has answered or ended, for a moment at most.
+
+        Return the positions of such workers.
+        """
         poll, positions = select.poll(), {}
         for position, worker in enumerate(workers):
             file = worker.fileno()
             if file < 0:  # its connection was closed here
                 return [position]
             positions[file] = position
-            poll.register(file, select.POLLIN)
-        return [positions[file] for file, _ in poll.poll(1000 * (_LOOK_S if timeout_s is None else timeout_s))]
+            poll.register(file, select.POLLIN | (select.POLLOUT if worker.has_unsent else 0))
+        return [positions[file] for file, _ in poll.poll(1000 * timeout_s)]
 
     def end(self) -> None:
-        """Do nothing: local workers share nothing."""
+        """Do nothing: no thread waits long for a start."""
+
+    def close(self) -> None:
+        """End workers that no lane has: Ctrl-C may have come just after the start of one."""
+        for worker in list(self._started):
+            worker.stop(at_once=True)
+
+
+class _Supervision:
+    """The thread of one block, from its first worker until none is alive.
+
+    It gets no messages of workers.
+
+    Attributes:
+        has_ended: True once it takes no more workers. The lock of the events guards it.
+    """
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.members = Members(fork_server(), self.events, self, _LAST_S)
+        self.has_ended = False
+        self._workers: dict[int, LocalWorker] = {}  # by the id of the member
+        self.thread = threading.Thread(target=self._run, name="parawrap-workers", daemon=True)
+
+    def start(
+        self, lane: int, label: str, assignment: Assignment, started: weakref.WeakSet[LocalWorker]
+    ) -> LocalWorker | None:
+        """Start a worker, and note it in `started`. Return None if the thread is about to end."""
+        with self.events.lock:
+            if self.has_ended:
+                return None
+            printer = Printer()
+            transcript = Transcript(printer, "", None)
+            member = self.members.start(lane, assignment, transcript, is_read_elsewhere=True)
+            worker = self._workers[id(member)] = LocalWorker(label, member, printer, self)
+            started.add(worker)
+            try:
+                if not self.thread.is_alive():
+                    self.thread.start()
+            except RuntimeError as error:
+                self.has_ended = True
+                self.members.close()
+                msg = f"the thread that supervises workers cannot be started: {error}"
+                raise LaunchError(msg) from error
+        return worker
+
+    def on_message(self, _: Member, __: Message, /) -> None:
+        """Do nothing: a worker is not asked over its control wire."""
+
+    def on_end(self, member: Member, outcome: Outcome, /) -> None:
+        """Note how a process has ended."""
+        self._workers[id(member)].note_end(outcome)
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            while not self._is_over():
+                self.events.turn()
+            self.members.close()
+        except BaseException as reason:  # noqa: BLE001 (each worker has it)
+            error = reason
+            _log.exception(
+                "the workers of a block are ended, because the thread that supervises them failed"
+            )
+            with contextlib.suppress(BaseException):
+                self.members.close()  # kills what is left
+        finally:
+            self.has_ended = True
+            # nobody waits for ever, whatever ended this thread
+            for worker in self._workers.values():
+                worker.note_end(error)
+                worker.note_gone()
+
+    def _is_over(self) -> bool:
+        """Forget workers that are gone. Return True, and take no more, if that were all."""
+        with self.events.lock:
+            for member in [each for each in self.members.all if not each.is_alive]:
+                self.members.all.remove(member)
+                self._workers.pop(id(member)).note_gone()
+            self.has_ended = not self.members.all
+        return self.has_ended
 
 
 class LocalWorker:
-    """A process that answers messages in the order of sending. One thread at a time uses it."""
+    """A process that answers messages in the order of sending. One thread at a time uses it.
 
-    def __init__(self, index: int, device: torch.device, threads: int, seed: int) -> None:
-        self._label = f"worker {index} on {device}"
-        platform = Platform(device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=f"worker-{index}")
-        set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
-        assignment = Assignment(Settings.here(), set_up.enter, set_up.regroup, _LAST_S, stays=False)
-        self._printer = Printer()
-        self._transcript = Transcript(self._printer, "", None)
-        self._ending: Ending | BaseException | None = None
-        self._pool = Pool(fork_server(), [assignment], [self._transcript], watches=False)
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection = Connection(ours, lends=False)
-        serving = its, SentScript().pack_call(serve, (str(device), threads, seed), {})
-        self._thread = threading.Thread(target=self._supervise, args=serving, name=f"parawrap-{self._label}", daemon=True)
-        self._thread.start()
+    It owns the data wire of the process.
+    """
+
+    def __init__(
+        self, label: str, member: Member, printer: Printer, supervision: _Supervision
+    ) -> None:
+        self._label = label
+        self._member = member
+        self._wire = member.wire
+        self._printer = printer
+        self._supervision = supervision
+        self._end: Outcome | BaseException | None = None  # how the process has ended
+        self._set_up: Outcome | None = None
+        self._has_exited = Latch()
+        self._is_gone = Latch()  # with the processes that it has started
 
     def fileno(self) -> int:
-        """Return the connection's descriptor; -1 once closed."""
-        return self._connection.fileno()
+        """Return the descriptor of the wire; -1 once closed."""
+        return self._wire.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if a part of a message has not left yet."""
+        return self._wire.has_unsent
 
     def send(self, body: tuple[Any, ...], packer: Packer, model: Packed | None) -> None:
-        """Send calls, and the model that they and the later ones need if it is another one.
+        """Send calls, and before them the model that they need if it is another one.
 
         Raises:
             SessionError: If memory lacks room for their tensors. Nothing is sent then.
+            OSError: If this process has reached a limit. Nothing is sent then.
             ConnectionError: If the process has ended.
         """
-        self._connection.send(body, packer, None if model is None else model.file())
+        is_open = model is None or self._wire.send("model", None, model)
+        if not (is_open and self._wire.send("calls", body, packer)):
+            msg = "the worker has ended"
+            raise ConnectionError(msg)
 
-    def receive(self) -> tuple[list[tuple[Any, ...]], memoryview] | None:
-        """Wait for the answers to the next message, and their block; None if the process has ended."""
-        message = self._connection.receive()
-        return None if message is None else message[:2]
+    def receive(self) -> list[tuple[int, list[Any], memoryview, OSError | None]] | None:
+        """Return the answers that have arrived, with their blocks; None if the process has ended.
+
+        An error of this process stands in place of the block that it could not take.
+        """
+        if self._wire.has_unsent:
+            self._wire.flush()
+        try:
+            messages = self._wire.read()
+        except EOFError:
+            return None
+        found = []
+        for message in messages:
+            if message.word == "answers":
+                found.append((*message.body, message.block, message.error))
+            elif message.word == LOST:  # its number too: the worker starts again, and its messages
+                self.stop(at_once=True)
+            elif message.word == "answer" and not isinstance(message.body.outcome, Returned):
+                self._set_up = message.body.outcome
+        return found
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
         self.stop(at_once=False)
-        self.join()
-        died = self._ending.outcomes.get(0) if isinstance(self._ending, Ending) else None
-        if not isinstance(died, Died):
-            return RankDiedError(f"{self._label} ended: {getattr(self._ending, 'lost', self._ending)}")
+        self._has_exited.wait(2 * _LAST_S)  # it is killed after the half
+        died = self._end
+        if not isinstance(died, Died) or self._set_up is not None:
+            how = getattr(self._set_up or died, "summary", died)
+            return RankDiedError(f"{self._label} ended: {self._supervision.members.lost or how}")
         code = None if died.signal is not None else died.code
         error = RankDiedError(f"{self._label} {died.summary}", signal=died.signal, exit_code=code)
         if died.last_words:
@@ -114,56 +269,76 @@ class LocalWorker:
         return error
 
     def stop(self, *, at_once: bool) -> None:
-        """Begin to end the process. Unless `at_once`, it has time to exit on its own."""
-        self._connection.close()
-        if at_once:
-            self._pool.post(self._pool.cancel)
+        """Begin to end the process. Unless `at_once`, it has time to exit on its own.
+
+        A late one is killed.
+        """
+        self._wire.shut()
+        self._wire.close()
+        events, members = self._supervision.events, self._supervision.members
+        with events.lock:
+            if self._supervision.has_ended or self._member.has_exited:
+                return
+            if at_once:
+                members.tell(self._member, "end")
+            late = functools.partial(members.kill, self._member)
+            events.timers[late] = time.monotonic() + _LAST_S
+            events.wake_in_time()
 
     def join(self) -> None:
-        """Wait for the end of the process. If it is late, it is killed."""
-        if self._thread is not threading.current_thread():  # where the garbage collector may end a block
-            self._thread.join(_LAST_S)
-            self._pool.post(self._pool.cancel)
-            self._thread.join()
+        """Wait for the end of the process, and of those that it has started."""
+        # where the garbage collector may end a block
+        if self._supervision.thread is not threading.current_thread():
+            self._is_gone.wait(2 * _LAST_S)
 
-    def _supervise(self, its: socket.socket, packed: Packed) -> None:
-        """Supervise the process until it has ended. It gets its end of the connection with the call of `serve`."""
+    def note_end(self, how: Outcome | BaseException | None) -> None:
+        """Note how the process has ended. The first note holds."""
+        if self._end is None:
+            self._end = how
+        self._has_exited.set()
+
+    def note_gone(self) -> None:
+        """Note that no process is alive."""
         try:
-            with contextlib.closing(self._pool), its:
-                self._pool.fork()
-                self._ending = self._pool.set_up()
-                if self._ending.is_success:
-                    self._ending = self._pool.call(Call(self._label, [0], packed, files=[its.detach()]))
-        except BaseException as error:  # noqa: BLE001 (`death` has it)
-            self._ending = error
-        finally:
-            self._transcript.finish()
+            self._member.transcript.finish()
             self._printer.finish()
+        finally:
+            self._is_gone.set()
 
 
 # -- in the worker
 
 
-def serve(file: int, device: str, threads: int, seed: int) -> None:
-    """Answer the messages that arrive at a socket. Runs as the function of a rank."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process also during a call, without unwinding
+def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
+    """Answer messages until the wire closes. Runs in place of the calls of a rank."""
+    # ends the process also during a call, without unwinding
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     _keep_memory()
-    connection = Connection(socket.socket(fileno=file), lends=True)
+    wire.lend_all()
     server = Server(torch.device(device))
-    with contextlib.closing(connection), contextlib.suppress(ConnectionError):  # the launching process has exited
-        while (message := connection.receive()) is not None:
-            (form, items), block, model = message
-            if model is not None:
-                server.take_model(map_file(model))
-                os.close(model)
-            answers, packer = server.answer(Form(*form), items, block)
-            try:
-                connection.send(answers, packer)
-            except SessionError as error:  # memory lacks room
-                connection.send(*server.fail(items, error))
-            del message, block, answers, packer  # the tensors lie in a slab that the next message may use
+    failure: Exception | None = None  # of the model: this process could not take it
+    while (message := wire.receive()) is not None:
+        if message.word == "model":
+            failure = message.error
+            if failure is None:
+                server.take_model(message.block)
+            continue
+        failed = failure or message.error
+        if message.word == LOST:  # with its number
+            return
+        number, form, items = message.body
+        if failed is None:
+            answers, packer = server.answer(Form(*form), items, message.block)
+        else:
+            answers, packer = server.fail(items, failed)
+        try:
+            wire.send("answers", (number, answers), packer)
+        except (OSError, SessionError) as error:  # memory lacks room, or a limit is reached
+            answers, packer = server.fail(items, error)
+            wire.send("answers", (number, answers), packer)
+        del message, answers, packer  # the tensors lie in a slab that the next message may use
 
 
 def _keep_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from operator import is_
@@ -27,7 +26,10 @@ from parawrap.processes.pickling import Packed, ValuePickler, pack
 SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
 _ABSENT = object()
 
-GENERATOR_STAYS = "a random generator, which cannot be shared with workers. Use a default generator, such as torch's"
+GENERATOR_STAYS = (
+    "a random generator, which cannot be shared with workers. Use a default generator, "
+    "such as torch's"
+)
 """How the message of a SessionError ends."""
 
 
@@ -40,7 +42,10 @@ class Build(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a plain call: this process has no model."""
-        msg = 'only worker processes have this model: give parallel(..., workers="process"), and call the block'
+        msg = (
+            'only worker processes have this model: give parallel(..., workers="process"), and '
+            "call the block"
+        )
         raise SessionError(msg)
 
 
@@ -48,7 +53,8 @@ class Build(NamedTuple):
 def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build:
     """Let each worker of a parallel block build its own model: ``load_model(*args, **kwargs)``.
 
-    For models that cannot be sent, that take long to send, or that are compiled or quantized in the process that uses them.
+    For models that cannot be sent, that take long to send, or that are compiled or quantized in the
+    process that uses them.
 
     Example:
         >>> import torch
@@ -62,7 +68,9 @@ def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build
 
 
 class SentModel:
-    """The target of a block with workers. One thread at a time reads the target; a changed model is sent whole.
+    """The target of a block with workers.
+
+    One thread at a time reads the target; a changed model is sent whole.
 
     Attributes:
         home: The device of the model.
@@ -79,7 +87,8 @@ class SentModel:
         self.parameters: list[torch.Tensor] = [*target.parameters()] if is_module else []
         self._is_lazy = any(map(is_lazy, self.parameters))
         self._doubts = Doubts()
-        self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
+        # every worker builds the same model, also one that takes another's place
+        self._seed = torch.initial_seed() % SEEDS
         self.forget()
         note_optimizer_steps()
 
@@ -87,9 +96,11 @@ class SentModel:
         """Free the memory of the model. The next call reads it again."""
         self._packed: Packed | None = None
         self._tensors: list[torch.Tensor] = []
-        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []  # that may be written without a new version, as sent
+        # that may be written without a new version, as sent
+        self._unseen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._function: bytes | None = None  # a target without a model
-        self._sent: list[tuple[FunctionType | type, set[str]]] = []  # with the model, and the globals that they read
+        # with the model, and the globals that they read
+        self._sent: list[tuple[FunctionType | type, set[str]]] = []
         self._captured: list[Any] = []
         self._state: ModelState[Any] | None = None
 
@@ -132,11 +143,14 @@ class SentModel:
                     raise
 
     def renew(self) -> None:
-        """Send the model again at the next refresh. It does not wait: a callback in a lane may call it."""
+        """Send the model again at the next refresh.
+
+        It does not wait: a callback in a lane may call it.
+        """
         self._doubts.everything = object()
 
     def _is_current(self) -> bool:
-        """True if the target, and the code that was sent with it, are what they were when they were read last.
+        """True if the target, and the code that was sent with it, are what was read last.
 
         Workers build their own model: then only `renew` makes a difference.
         """
@@ -156,10 +170,14 @@ class SentModel:
         try:
             packed = pack(value, "", partial(_NotingPickler, sent))
         except UnsendableError as error:
-            msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
+            cure = "Let each worker build its own model: parallel(build(load_model, ...), ...)"
+            msg = f"{error}. {cure}"
             raise UnsendableError(msg) from error.__cause__
         packed.detach()  # later messages send the same
-        self._sent = [(each, set() if isinstance(each, type) else names_of_globals(each.__code__)) for each in sent]
+        self._sent = [
+            (each, set() if isinstance(each, type) else names_of_globals(each.__code__))
+            for each in sent
+        ]
         self._captured = self._read_captured()
         return packed
 
@@ -170,12 +188,17 @@ class SentModel:
         snapshot = Snapshot(survey.places, lambda owner: owner, is_model=True)
         self._tensors = [*survey.params, *survey.tensors]
         # A write into any tensor shows, since workers have copies of all
-        state: ModelState[Any] = ModelState(edition, snapshot, self._doubts, asked, sources=self._tensors)
+        state: ModelState[Any] = ModelState(
+            edition, snapshot, self._doubts, asked, sources=self._tensors
+        )
         self._function = None
         if not (survey.modules or self._tensors or isinstance(self.target, Build)):
             self._function = self._pack_function()
         written = survey.tensors if edition.trains else ()
-        unseen = [*(each for each in self._tensors if each.is_inference()), *filter(is_written_unseen, written)]
+        unseen = [
+            *(each for each in self._tensors if each.is_inference()),
+            *filter(is_written_unseen, written),
+        ]
         with lasting():
             self._unseen = [(tensor, tensor.clone()) for tensor in unseen]
         return state
@@ -185,7 +208,7 @@ class SentModel:
         return pack(self.target, "target").to_bytes()
 
     def _read_captured(self) -> list[Any]:
-        """Return the code, closures, and named globals of the sent functions, and the attributes of the sent classes."""
+        """Return code, closures, and globals of sent functions, and attributes of sent classes."""
         found: list[Any] = []
         for each, names in self._sent:
             if isinstance(each, type):
@@ -198,7 +221,7 @@ class SentModel:
 
 
 def refuse_generators(survey: Survey, who: str) -> None:
-    """Refuse a callable that draws from a generator: each worker would have a copy, and draw the same numbers."""
+    """Refuse a callable that draws from a generator: each worker would draw the same numbers."""
     if survey.generators:
         msg = f"{who} uses {GENERATOR_STAYS}"
         raise SessionError(msg)
@@ -207,7 +230,9 @@ def refuse_generators(survey: Survey, who: str) -> None:
 class _NotingPickler(ValuePickler):
     """Notes the functions and classes that it pickles with their code, closures, and globals."""
 
-    def __init__(self, sent: list[FunctionType | type], stream: io.BytesIO, buffers: list[memoryview]) -> None:
+    def __init__(
+        self, sent: list[FunctionType | type], stream: Any, buffers: list[memoryview]
+    ) -> None:
         super().__init__(stream, buffers)
         self._sent = sent
 

@@ -1,4 +1,7 @@
-"""Workers on a Ray cluster: actors in a placement group. Batches and the model travel through Ray's object store."""
+"""Workers on a Ray cluster: actors in a placement group.
+
+Batches and the model travel through Ray's object store.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +19,36 @@ import torch
 from parawrap.errors import LaunchError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform
 from parawrap.launch.ray.reservation import Reservation
+from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import Packed
-from parawrap.workers.packing import Packer, aligned
+from parawrap.processes.shared_memory import aligned_copy
 from parawrap.workers.worker import Form, Server
 
-_LOOK_S = 0.2  # between two looks for messages that other threads have sent meanwhile
 _PLACING_S = 60.0  # for the start of an actor
-_FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
+# the fields that a block uses
+_FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")
 
 
 def devices_of(platform: Platform) -> list[torch.device]:
     """Return the device of each lane of a platform.
 
     Raises:
-        PlatformError: If the platform is not for Ray, or sets a field that has no meaning for a block.
+        PlatformError: If the platform is not for Ray, or sets a field that has no meaning for a
+            block.
     """
     if platform.launcher != "ray":
         msg = (
-            f"launcher={platform.launcher!r}: the only platform of a block is Platform(device='ray', ...). On one machine, "
-            "use workers='process'. On Slurm, start Ray in the allocation, or call the model in a function under @wrapper"
+            f"launcher={platform.launcher!r}: the only platform of a block is "
+            "Platform(device='ray', ...). On one machine, "
+            "use workers='process'. On Slurm, start Ray in the allocation, or call the model in "
+            "a function under @wrapper"
         )
         raise PlatformError(msg)
     if platform.device not in (Device.CPU, Device.GPU):
-        msg = f"device={str(platform.device)!r}: workers on Ray use CPUs or GPUs. Give Platform(device='ray', n_gpus=...)"
+        msg = (
+            f"device={str(platform.device)!r}: workers on Ray use CPUs or GPUs. Give "
+            "Platform(device='ray', n_gpus=...)"
+        )
         raise PlatformError(msg)
     default = Platform(device="ray")
     for name, value in vars(platform).items():
@@ -53,7 +63,10 @@ def devices_of(platform: Platform) -> list[torch.device]:
 
 
 class RayWorkers:
-    """Starts the workers of one session, each with the share of one rank. One thread at a time starts workers."""
+    """Starts the workers of one session, each with the share of one rank.
+
+    One thread at a time starts workers.
+    """
 
     def __init__(self, platform: Platform) -> None:
         self.devices: Sequence[torch.device] = devices_of(platform)
@@ -84,32 +97,47 @@ class RayWorkers:
                 return worker
             except Exception as error:
                 worker.stop(at_once=True)
-                is_lost = isinstance(error, self._ray.exceptions.RayActorError)  # with its node: Ray finds another one
+                # with its node: Ray finds another one
+                is_lost = isinstance(error, self._ray.exceptions.RayActorError)
                 if not is_lost or monotonic() >= until:
                     msg = (
-                        f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} s: {error}. Free resources "
+                        f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} "
+                        f"s: {error}. Free resources "
                         "of the cluster, or add a node"
                     )
                     raise LaunchError(msg) from error
 
-    def poll(self, workers: Sequence[Any], timeout_s: float | None) -> Collection[int]:
-        """Wait until a worker has answered or ended, for a moment at most. Return the positions of such workers."""
-        waiting = {worker.oldest: position for position, worker in enumerate(workers) if worker.oldest is not None}
-        patience_s = _LOOK_S if timeout_s is None else timeout_s
+    def poll(self, workers: Sequence[Any], timeout_s: float) -> Collection[int]:
+        """Wait until a worker has answered or ended, for a moment at most.
+
+        Return the positions of such workers.
+        """
+        waiting = {
+            worker.oldest: position
+            for position, worker in enumerate(workers)
+            if worker.oldest is not None
+        }
         if not self._ray.is_initialized():  # its actors are gone
             return list(waiting.values())
         if not waiting:
-            time.sleep(patience_s)
+            time.sleep(timeout_s)
             return []
-        ready, _ = self._ray.wait([*waiting], num_returns=1, timeout=patience_s)
+        ready, _ = self._ray.wait([*waiting], num_returns=1, timeout=timeout_s)
         return [waiting[each] for each in ready]
 
     def end(self) -> None:
-        """Release the resources. A thread that waits for them raises LaunchError. May be called again."""
+        """Release the resources. A thread that waits for them raises LaunchError.
+
+        May be called again.
+        """
         self._has_ended = True
         reservation, self._reservation, self._stored = self._reservation, None, (None, None)
         if reservation is not None:
             reservation.end()
+
+    def close(self) -> None:
+        """Release what a thread has reserved since `end`."""
+        self.end()
 
     def _check_open(self) -> None:
         if self._has_ended or not self._ray.is_initialized():
@@ -130,7 +158,13 @@ class RayWorker:
     """An actor that answers messages in the order of sending. One thread at a time uses it."""
 
     def __init__(
-        self, ray: Any, lane: int, device: torch.device, options: dict[str, Any], seed: int, store: Callable[[Packed], Any]
+        self,
+        ray: Any,
+        lane: int,
+        device: torch.device,
+        options: dict[str, Any],
+        seed: int,
+        store: Callable[[Packed], Any],
     ) -> None:
         self._label = f"worker {lane} on {device}"
         self._ray = ray
@@ -161,16 +195,17 @@ class RayWorker:
         stored = None if model is None else self._store(model)
         self._sent.append(self._actor.answer.remote(_parcel_of(body, packer), stored))
 
-    def receive(self) -> tuple[list[tuple[Any, ...]], memoryview] | None:
-        """Wait for the answers to the next message, and their block; None if the actor has ended."""
+    def receive(self) -> list[tuple[int, list[Any], memoryview, OSError | None]] | None:
+        """Wait for the next answers, and return them with their block; None if the actor ended."""
         if not self._sent:
             return None
         try:
             parcel = self._ray.get(self._sent.popleft())
-        except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
+        except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor)
             self._death = error
             return None
-        return _open_parcel(parcel)
+        (number, answers), block = _open_parcel(parcel)
+        return [(number, answers, block, None)]
 
     def death(self) -> RankDiedError:
         """Return the error that says how the actor ended."""
@@ -194,12 +229,15 @@ Parcel = tuple[bytes, Any]
 def _parcel_of(body: Any, packer: Packer) -> Parcel:
     import numpy as np
 
-    return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.pieces), dtype=np.uint8)
+    return pickle.dumps(body, 5), np.frombuffer(b"".join(packer.parts), dtype=np.uint8)
 
 
 def _open_parcel(parcel: Parcel) -> tuple[Any, memoryview]:
-    """Return the body of a message, and its block. It owns its memory: arrays from Ray's object store are read-only."""
-    return pickle.loads(parcel[0]), aligned(memoryview(parcel[1]))
+    """Return the body of a message, and its block.
+
+    It owns its memory: arrays from Ray's object store are read-only.
+    """
+    return pickle.loads(parcel[0]), aligned_copy(memoryview(parcel[1]))
 
 
 # -- in the worker
@@ -209,7 +247,8 @@ class Actor:
     """Answers messages, one after another. Runs as a Ray actor."""
 
     def __init__(self, device: str, threads: int, seed: int, path: list[str]) -> None:
-        sys.path[:0] = [each for each in path if each not in sys.path]  # of the driver, for the modules of its model
+        # of the driver, for the modules of its model
+        sys.path[:0] = [each for each in path if each not in sys.path]
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._server = Server(torch.device(device))
@@ -221,5 +260,6 @@ class Actor:
         """Make the calls of a message, with another model if there is one."""
         if model is not None:
             self._server.take_model(memoryview(bytearray(model)))
-        (form, items), block = _open_parcel(parcel)
-        return _parcel_of(*self._server.answer(Form(*form), items, block))
+        (number, form, items), block = _open_parcel(parcel)
+        answers, packer = self._server.answer(Form(*form), items, block)
+        return _parcel_of((number, answers), packer)

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._private_names import version_of
-from parawrap.engine.borrowed import NOTHING, Loan, lend, mark_arguments, paths_of_containers, read_changes
+from parawrap.engine.borrowed import (
+    NOTHING,
+    Loan,
+    lend,
+    mark_arguments,
+    paths_of_containers,
+    read_changes,
+)
 from parawrap.engine.called_code import is_generator
 from parawrap.engine.forward_writes import is_written_unseen
 from parawrap.engine.hand_over import hand_over
@@ -24,36 +31,43 @@ from parawrap.engine.streams import as_call
 from parawrap.errors import SessionError
 from parawrap.launch import seed_all
 from parawrap.processes.outcomes import pack_exception, traceback_of
+from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.tree import WholeLeaf, flatten, unflatten
 from parawrap.workers.model import GENERATOR_STAYS, Build
-from parawrap.workers.packing import Packer, restore
 from parawrap.workers.writes import Contents, Written
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
 GRADIENTS = (
-    "{} requires a gradient, and gradients do not travel between processes. For inference, call inside torch.no_grad(). To "
+    "{} requires a gradient, and gradients do not travel between processes. For inference, call "
+    "inside torch.no_grad(). To "
     "train on several processes, use @wrapper with DistributedDataParallel"
 )
 _TRAINS = (
-    "the model is in training mode, and a cut call would write statistics in a worker that the model here does not get. "
+    "the model is in training mode, and a cut call would write statistics in a worker that the "
+    "model here does not get. "
     "Call model.eval(), run it in threads, or train with @wrapper and DistributedDataParallel"
 )
 _DRAWS = (
-    "the model draws random numbers in a cut call under torch.use_deterministic_algorithms(True), and a worker cannot "
+    "the model draws random numbers in a cut call under "
+    "torch.use_deterministic_algorithms(True), and a worker cannot "
     "continue the caller's numbers. Use map or submit, or run the model in threads"
 )
-_PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (  # that change what a model computes
+# that change what a model computes
+_PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # the first call takes a second
+    # the first call takes a second
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
 
 
 def pack_modes(modes: Modes) -> bytes:
-    """Pickle the modes of the calling thread and process, without context variables, which cannot be sent."""
-    return pickle.dumps((modes._replace(context=_NO_CONTEXT), [read() for read, _ in _PROCESS_MODES]))
+    """Pickle the modes of the calling thread and process, without context variables."""
+    return pickle.dumps(
+        (modes._replace(context=_NO_CONTEXT), [read() for read, _ in _PROCESS_MODES])
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,7 +85,8 @@ class Form(NamedTuple):
         is_inference: True in inference mode.
         method: The method; None for the model itself.
         is_whole: False for one part of a cut call.
-        prepare: The packed function; empty if it came with an earlier message, None if there is none.
+        prepare: The packed function; empty if it came with an earlier message, None if there is
+            none.
         model: The packed model. It travels next to the message, once.
     """
 
@@ -127,7 +142,8 @@ class Server:
     def answer(self, form: Form, items: list[Any], block: memoryview) -> Answers:
         """Make the calls of a message, one after another, under its modes.
 
-        An output is packed before the next call, which may write into it. If the model cannot be made, every call fails.
+        An output is packed before the next call, which may write into it. If the model cannot be
+        made, every call fails.
         """
         packer = Packer(copied=math.inf if len(items) > 1 else 0)
         try:
@@ -155,7 +171,7 @@ class Server:
         return [tuple(Answer(None, None, _describe(error), None, now, now))] * len(items), Packer()
 
     def _make_model(self, sent: dict[str, Any]) -> None:
-        """Take the model that was sent, or build it: with the same seed and default dtype as in every worker."""
+        """Take the model that was sent, or build it, with the same seed in every worker."""
         target = sent["model"]
         if isinstance(target, Build):
             own = torch.initial_seed()
@@ -187,7 +203,7 @@ class Server:
     def _call(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
     ) -> tuple[Any, Written | None]:
-        """Return the output of a call, and its writes into tensors of its arguments; None if there are none."""
+        """Return the output of a call, and its writes into its arguments, if there are any."""
         if form.prepare is None:
             args, kwargs = self._place(args, kwargs)
         given = args if is_plain else flatten((args, kwargs))[0]
@@ -217,8 +233,8 @@ class Server:
         """Run one call from the model's state. What it writes into the model does not stay.
 
         Raises:
-            SessionError: If the output requires a gradient; if a part of a cut call wrote buffers in training mode, or drew
-                random numbers under deterministic algorithms.
+            SessionError: If the output requires a gradient; if a part of a cut call wrote buffers
+                in training mode, or drew random numbers under deterministic algorithms.
         """
         if form.prepare is not None:
             if isinstance(self._prepare, bytes):
@@ -233,12 +249,19 @@ class Server:
         replica = state.lanes[0]
         replicas.prepare(replica)
         versions = [*map(version_of, state.params)]
-        # Writes through ``.data`` show in the contents alone: they are read around the first call on new replicas
+        # Writes through ``.data`` show in the contents alone: they are read around the first call
+        # on new replicas
         contents = None if state.edition.is_checked else replicas.read_contents()
         state.edition.is_checked = True
-        numbers = None if form.is_whole or not torch.are_deterministic_algorithms_enabled() else torch.get_rng_state()
+        numbers = (
+            None
+            if form.is_whole or not torch.are_deterministic_algorithms_enabled()
+            else torch.get_rng_state()
+        )
         try:
-            output = (replica.target if form.method is None else getattr(replica.target, form.method))(*args, **kwargs)
+            output = (
+                replica.target if form.method is None else getattr(replica.target, form.method)
+            )(*args, **kwargs)
         except BaseException:
             replica.is_dirty = True
             raise
@@ -260,24 +283,38 @@ class Server:
         if self._device == _CPU:
             return call
         leaves, spec = flatten(call)
-        return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+        return unflatten(
+            spec,
+            [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        )
 
     def _note_warning(
-        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        *_: object,
+        **__: object,
     ) -> None:
         """Keep a warning for the launching process. Takes the place of ``warnings.showwarning``."""
         self._warned.append((str(message), category, filename, lineno))
 
 
 def _has_other_buffers(replicas: Replicas) -> bool:
-    """True if the last call wrote a buffer, perhaps without a new version, as batch norm does in C++."""
+    """True if the last call wrote a buffer, perhaps without a new version, as batch norm does."""
     replica = replicas.state.lanes[0]
     pairs = zip(replicas.state.survey.tensors, replica.tensors, strict=True)
-    return replica.is_written() or any(is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs)
+    return replica.is_written() or any(
+        is_written_unseen(one) and not torch.equal(one, other) for one, other in pairs
+    )
 
 
 def _lend_all(call: Any, given: Sequence[Any]) -> Loan:
-    """Note the copies of the caller's containers and objects. Objects without rules are in `Contents`."""
+    """Note the copies of the caller's containers and objects.
+
+    Objects without rules are in `Contents`.
+    """
     objects = [index for index, leaf in enumerate(given) if isinstance(leaf, WholeLeaf)]
     leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in given]
     return lend(call, paths_of_containers(flatten(call)[1]), leaves, leaves, objects)

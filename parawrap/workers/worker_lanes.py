@@ -2,16 +2,17 @@
 
 ::
 
-    callers ──► backlog ──► worker 0 (at most two messages) ──► the caller that waits, which receives for all
+    callers ──► backlog ──► worker 0 (at most two messages) ──► the caller that receives for all
                        └──► worker 1
 
 Guarantees:
 
-- A worker answers its messages in the order of sending, and each call ends once: with its answer, or with an error.
-- No thread belongs to a lane. Whoever waits for an answer receives all answers, and sends what waits. Futures of `submit`
-  have one thread, until all lanes are idle.
-- If a worker ends, its messages are sent again, and its lane starts another one for its next message. Only the oldest
-  message ran, so only that one counts the death.
+- A worker answers its messages in the order of sending, and each call ends once: with its answer,
+  or with an error.
+- No thread belongs to a lane. A thread that waits for an answer receives all answers, and sends
+  what waits. One thread receives for futures that nobody waits for, such as those with a callback.
+- If a worker ends, its messages are sent again, and its lane starts another one for its next
+  message. Only the oldest message ran, so only that one counts the death.
 - After `end`, no process is left.
 """
 
@@ -22,35 +23,58 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from itertools import count
+from time import monotonic
 from typing import Any
 
 import torch
 
 from parawrap.engine.borrowed import Given
 from parawrap.engine.lanes import Lane, here
-from parawrap.errors import SessionError, add_note
+from parawrap.errors import LaunchError, SessionError, add_note
+from parawrap.processes.events import NEVER
+from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers
 from parawrap.workers.model import SEEDS
-from parawrap.workers.packing import Packer, restore
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Answer, Form
 from parawrap.workers.writes import Written, write_back
 
+_LOOK_S = 1.0  # between two looks for a signal that arrived at the begin of a wait
+# that the receiving thread stays without a call: to start another takes longer than a small call
+_LINGER_S = 1.0
+# that it leaves an answer to the caller of `result`, if such callers received the last ones
+_PATIENCE_S = 0.005
+_PIECE_S = 0.2  # of a wait for answers, after which other threads' changes are seen
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
-_given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
+# by file: "once per line" holds for all workers together
+_request_numbers = count()
+_given_warnings: dict[str, dict[Any, Any]] = {}
 
 
 class Call:
-    """A call in a message. `place` is its position there; `request` changes if the call is sent again alone.
+    """A call in a message.
 
-    `given` are the arguments as they are when the call is sent: the caller may change containers before the answer comes.
+    `place` is its position there; `request` changes if the call is sent again alone.
+
+    `given` are the arguments as they are when the call is sent: the caller may change containers
+    before the answer comes.
     """
 
-    __slots__ = ("args", "callbacks", "given", "is_cancelled", "kwargs", "place", "record", "request", "rows")
+    __slots__ = (
+        "args",
+        "callbacks",
+        "given",
+        "is_cancelled",
+        "kwargs",
+        "place",
+        "record",
+        "request",
+        "rows",
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         self.args = args
@@ -58,16 +82,26 @@ class Call:
         self.callbacks: list[Callable[[Any], object]] = []  # for the end of the call
         self.is_cancelled = False
         self.place = self.rows = 0
-        self.given: Given | None = None  # None: tensors alone, or arguments that the worker computes
+        # None: tensors alone, or arguments that the worker computes
+        self.given: Given | None = None
         self.request: Request | None = None
-        self.record: Callable[..., None] | None = None  # takes the lane, start, end, and error of a call that is traced
+        # takes the lane, start, end, and error of a call that is traced
+        self.record: Callable[..., None] | None = None
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True if code of the user runs at its end."""
+        return False
 
     def begin(self) -> bool:
         """Note that the call is about to be sent; False if it was cancelled."""
         return not self.is_cancelled
 
     def end(self) -> None:
-        """Tell those who wait that the call has ended. Called in the thread that received the answer."""
+        """Tell those who wait that the call has ended.
+
+        Called in the thread that received the answer.
+        """
         with suppress(IndexError):  # another thread calls them
             while self.callbacks:
                 self.callbacks.pop()(self)
@@ -89,7 +123,9 @@ class Call:
             if request.failure is not None:
                 raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
             answer = Answer(*request.answers[self.place])
-            for text, category, filename, line in [] if answer.warned is None else unpack(answer.warned):
+            for text, category, filename, line in (
+                [] if answer.warned is None else unpack(answer.warned)
+            ):
                 registry = _given_warnings.setdefault(filename, {})
                 warnings.warn_explicit(text, category, filename, line, registry=registry)
             error: BaseException | None = None if answer.error is None else unpack(answer.error[0])
@@ -99,7 +135,8 @@ class Call:
                 add_note(error, f"raised in {lane}, with this traceback:\n{answer.error[1]}")
                 raise error
             same = torch.is_inference_mode_enabled() == request.form.is_inference
-            with nullcontext() if same else torch.inference_mode(request.form.is_inference):  # of the plain call's tensors
+            # of the plain call's tensors
+            with nullcontext() if same else torch.inference_mode(request.form.is_inference):
                 output = restore(answer.output, block)
                 if answer.written is None:
                     return output
@@ -116,10 +153,23 @@ class Call:
 class Request:
     """A message to a worker."""
 
-    __slots__ = ("answers", "block", "calls", "deaths", "failure", "form", "items", "lane", "packer", "was_sent")
+    __slots__ = (
+        "answers",
+        "block",
+        "calls",
+        "deaths",
+        "failure",
+        "form",
+        "items",
+        "lane",
+        "number",
+        "packer",
+        "was_sent",
+    )
 
     def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
+        self.number = next(_request_numbers)  # comes back with the answers
         self.calls: list[Call] = []
         self.items: list[Any] = []
         self.packer = packer or Packer()
@@ -152,7 +202,10 @@ class Request:
 
 
 class WorkerLane(Lane):
-    """One worker, and the messages that it has not answered. `model` and `prepare` are those that it has."""
+    """One worker, and the messages that it has not answered.
+
+    `model` and `prepare` are those that it has.
+    """
 
     def __init__(self, index: int, device: torch.device) -> None:
         super().__init__(index, device, f"{device} (worker {index})", deque(), threading.Lock())
@@ -172,16 +225,25 @@ class WorkerLanes:
     def __init__(self, workers: LocalWorkers | RayWorkers, retries: int) -> None:
         self.all = tuple(WorkerLane(index, device) for index, device in enumerate(workers.devices))
         self.retries = retries
-        self.each_ns: float | None = None  # that a whole call takes: the average of the last messages
+        # that a whole call takes: the average of the last messages
+        self.each_ns: float | None = None
         self._process = os.getpid()
         self._workers = workers
         self._numbers = count(1)  # of the workers: each has its own random numbers
-        self._changed = threading.Condition(threading.RLock())  # of everything below; notified after each answer
+        # Of everything below. It is entered itself, not through its conditions: those are code of
+        # Python, in which Ctrl-C may come after the lock was taken
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # notified after each answer
         self._is_started = False
         self._has_reader = False
         self._receiver: threading.Thread | None = None
+        # notified if the receiver must not leave the answers to callers
+        self._unread = threading.Condition(self._lock)
+        # the last answers to futures were received by callers of `result`
+        self._callers_read = False
         self._backlog: deque[Request] = deque()
-        self._ended: deque[Request] = deque()  # their callbacks have not run yet
+        self._ended: deque[Request] = deque()  # those that wait for them have not been told
+        self._for_receiver: deque[Request] = deque()  # the same, if users' callbacks run then
         self._is_over = False
 
     @property
@@ -205,7 +267,7 @@ class WorkerLanes:
             LaunchError: If a worker cannot be started.
             SessionError: If the lanes have ended.
         """
-        with self._changed:
+        with self._lock:
             for lane in () if self._is_started else self.all:
                 if lane.worker is None:
                     self._start(lane)
@@ -217,7 +279,7 @@ class WorkerLanes:
         Raises:
             SessionError: If the lanes have ended.
         """
-        with self._changed:
+        with self._lock:
             if self._is_over:
                 raise _end_error()
             if request.form.is_whole:
@@ -225,35 +287,66 @@ class WorkerLanes:
             else:
                 self._backlog.appendleft(request)
             self._send_waiting()
-        self._end_requests()
+        if self._ended:  # calls that could not be sent
+            self._pass_on()
 
-    def wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`. One of the threads that wait receives for all."""
+    def wait(self, is_done: Callable[[], bool], until: float = NEVER) -> None:
+        """Wait until `is_done`, or until a time by the monotonic clock.
+
+        One of the threads that wait receives for all.
+        """
         while True:
-            with self._changed:
-                while (self._has_reader or self._is_over) and not is_done():
-                    self._changed.wait()
-                if is_done():
-                    return
-                self._has_reader = True
-            self._receive(None)
+            is_reader = False
+            try:
+                with self._lock:
+                    while (self._has_reader or self._is_over) and not is_done():
+                        wait_s = until - monotonic()
+                        if wait_s <= 0:
+                            return
+                        self._changed.wait(min(wait_s, _LOOK_S))
+                    if is_done() or until <= monotonic():
+                        return
+                    self._has_reader = is_reader = True  # Ctrl-C cannot come between the two
+                # In short pieces: another thread may resolve the awaited future without a message
+                self._receive(min(_PIECE_S, max(0.0, until - monotonic())))
+            finally:
+                if is_reader:
+                    # Others read from here on, also if Ctrl-C keeps this thread from telling them
+                    self._has_reader = False
+            self._pass_on()
 
     def look(self) -> None:
         """Receive what has arrived, without waiting. A forked child has no workers."""
         if not self.are_here:
             return
-        with self._changed:
-            if self._has_reader or self._is_over or not any(lane.flying for lane in self.all):
-                return
-            self._has_reader = True
-        self._receive(0.0)
+        is_reader = False
+        try:
+            with self._lock:
+                is_idle = not any(lane.flying for lane in self.all)
+                if self._has_reader or self._is_over or is_idle:
+                    return
+                self._has_reader = is_reader = True
+            self._receive(0.0)
+        finally:
+            if is_reader:
+                self._has_reader = False
+        self._pass_on()
 
-    def receive(self) -> None:
-        """Receive in a thread, which ends once no message waits for an answer."""
-        with self._changed:
+    def receive_for_futures(self, *, at_once: bool = False) -> None:
+        """Have a thread receive the answers to futures, unless callers of `result` do.
+
+        `at_once`: there are callbacks, which only this thread calls.
+        """
+        with self._lock:
+            self._callers_read = self._callers_read and not at_once
             if self._receiver is None:
-                self._receiver = threading.Thread(target=self._receive_until_idle, name="parawrap-lanes", daemon=True)
+                name = "parawrap-lanes"
+                self._receiver = threading.Thread(
+                    target=self._receive_for_futures, name=name, daemon=True
+                )
                 self._receiver.start()
+            elif not self._callers_read:
+                self._unread.notify()
 
     def end(self) -> None:
         """End the workers. What they have not answered fails. May be called again."""
@@ -266,7 +359,7 @@ class WorkerLanes:
             worker.stop(at_once=is_busy)
         for worker, _ in working:
             worker.join()
-        with self._changed:
+        with self._lock:
             for lane in self.all:
                 self._backlog += lane.flying
                 lane.flying.clear()
@@ -274,9 +367,22 @@ class WorkerLanes:
             for request in self._backlog:
                 self._fail(request, _end_error())
             self._backlog.clear()
-            self._workers.end()  # also what that thread has reserved meanwhile
-            self._changed.notify_all()
+            self._workers.close()  # also what that thread has started meanwhile
         self._end_requests()
+        self._tell_waiting()
+        with self._lock:
+            self._unread.notify()  # the receiver leaves
+
+    def _pass_on(self) -> None:
+        """Tell those who wait for messages, then for futures: a callback may take its time."""
+        self._tell_waiting()
+        if self._ended or self._for_receiver:
+            self._end_requests()
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        with self._lock:
+            self._changed.notify_all()
 
     # -- sending
 
@@ -286,9 +392,11 @@ class WorkerLanes:
             lane = min(self.all, key=lambda lane: len(lane.flying))
             if len(lane.flying) >= _AHEAD:
                 return
-            request = self._backlog.popleft()
+            request = self._backlog[0]  # until it is in the lane: Ctrl-C must not lose it
             if request.lane is not None or any(call.begin() for call in request.calls):
                 self._send(lane, request)
+            else:  # all of it was cancelled
+                self._backlog.remove(request)
 
     def _start(self, lane: WorkerLane) -> LocalWorker | RayWorker:
         seed = (torch.initial_seed() + next(self._numbers)) % SEEDS
@@ -300,91 +408,148 @@ class WorkerLanes:
         return worker
 
     def _send(self, lane: WorkerLane, request: Request) -> None:
-        request.lane, request.was_sent, form = lane, False, request.form
-        lane.flying.append(request)
+        form = request.form
         try:
+            if request.lane is not None and request in request.lane.flying:  # after Ctrl-C
+                request.lane.flying.remove(request)
+            request.lane, request.was_sent = lane, False
+            lane.flying.append(request)
+            self._backlog.remove(request)
             worker = lane.worker or self._start(lane)
             is_known = form.prepare is not None and form.prepare is lane.prepare
             body = form._replace(prepare=b"" if is_known else form.prepare, model=None)
-            worker.send((tuple(body), request.items), request.packer, None if form.model is lane.model else form.model)
+            worker.send(
+                (request.number, tuple(body), request.items),
+                request.packer,
+                None if form.model is lane.model else form.model,
+            )
             lane.model, lane.prepare = form.model, form.prepare or lane.prepare
             request.was_sent = True
         except ConnectionError:
             pass  # the thread that receives sends it to the next worker
-        except Exception as error:  # noqa: BLE001 (the reader gets it)
+        except (LaunchError, SessionError, OSError) as error:  # nothing was sent
             lane.flying.remove(request)
             self._fail(request, error.with_traceback(None))  # its frames refer to the request
-        except BaseException:  # Ctrl-C, perhaps before a part of the message was noted
+        except BaseException:  # of a signal handler, perhaps after the message has left
             if lane.worker is not None:
                 lane.worker.stop(at_once=True)
+            elif request in lane.flying:
+                lane.flying.remove(request)
+                self._backlog.appendleft(request)
             raise
 
     # -- receiving
 
-    def _receive(self, timeout_s: float | None) -> None:
-        """Take the answers that arrive, and send what waits. Let another thread be the reader afterwards."""
-        try:
-            lanes = [(lane, lane.worker) for lane in self.all if lane.worker is not None]
-            if not lanes:
-                raise _end_error()
+    def _receive(self, timeout_s: float) -> None:
+        """Take the answers that arrive, and send what waits."""
+        lanes = [(lane, lane.worker) for lane in self.all if lane.worker is not None]
+        found: Collection[int] = ()
+        if lanes:
             found = self._workers.poll([worker for _, worker in lanes], timeout_s)
-            with self._changed:
-                for position in found:
-                    self._take_answer(*lanes[position])
-                self._send_waiting()
-            self._end_requests()
-        finally:
-            with self._changed:
-                self._has_reader = False
-                self._changed.notify_all()
+        elif not self._backlog:
+            raise _end_error()
+        with self._lock:
+            for position in found:
+                self._take_answers(*lanes[position])
+            self._send_waiting()
 
-    def _take_answer(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
+    def _take_answers(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
         try:
             received = worker.receive()
             if received is None:
                 if not self._is_over:
                     self._bury(lane, worker)
                 return
-            request = lane.flying.popleft()
-            if not request.is_done:
-                request.answers, request.block = received
-                lane.has_answered = True
-                lane.tasks += len(request.calls)
-                took_ns = sum(end - start for *_, start, end in request.answers)
-                lane.busy_ns += took_ns
-                if request.form.is_whole:
-                    each_ns = took_ns / len(request.calls)
-                    self.each_ns = each_ns if self.each_ns is None else self.each_ns + (each_ns - self.each_ns) / 4
-                self._ended.append(request)
+            for number, answers, block, error in received:
+                request = next((each for each in lane.flying if each.number == number), None)
+                if request is not None:
+                    lane.flying.remove(request)
+                    self._take_answer(lane, request, answers, block, error)
         except BaseException:  # Ctrl-C, perhaps between an answer and its request
             worker.stop(at_once=True)
             raise
 
+    def _take_answer(
+        self,
+        lane: WorkerLane,
+        request: Request,
+        answers: list[Any],
+        block: memoryview,
+        error: OSError | None,
+    ) -> None:
+        if request.is_done:
+            return
+        lane.has_answered = True
+        lane.tasks += len(request.calls)
+        if error is not None:
+            self._fail(request, error)
+            return
+        request.answers, request.block = answers, block
+        took_ns = sum(end - start for *_, start, end in answers)
+        lane.busy_ns += took_ns
+        if request.form.is_whole:
+            each_ns = took_ns / len(request.calls)
+            self.each_ns = (
+                each_ns if self.each_ns is None else self.each_ns + (each_ns - self.each_ns) / 4
+            )
+        self._ended.append(request)
+
     def _end_requests(self) -> None:
-        """Tell those who wait for requests that ended. Callbacks of futures must not wait for lanes."""
+        """Tell those who wait for requests that ended. No lock is held, and another may read.
+
+        Callbacks of users run in the receiving thread alone: a caller that reads may hold a lock
+        that they need.
+        """
         before = here.lane
-        while self._ended:
+        is_receiver = threading.current_thread() is self._receiver
+        while True:
             try:
-                request = self._ended.popleft()
-            except IndexError:  # another thread was quicker
+                if is_receiver and self._for_receiver:
+                    request = self._for_receiver.popleft()
+                else:
+                    request = self._ended.popleft()
+            except IndexError:  # another thread may have been quicker
                 return
+            if not is_receiver and any(call.has_callbacks for call in request.calls):
+                self._for_receiver.append(request)
+                self.receive_for_futures(at_once=True)
+                continue
             here.lane = request.lane or self.all[0]
             try:
                 for call in request.calls:
                     call.end()
             finally:
                 here.lane = before
-            request.calls = []  # they refer to the request, and a cycle would keep the memory of their outputs
+            # they refer to the request, and a cycle would keep the memory of their outputs
+            request.calls = []
             del request
 
-    def _receive_until_idle(self) -> None:
+    def _receive_for_futures(self) -> None:
+        """Receive in a thread, which ends a moment after the last call.
+
+        A caller that waits in `result` receives faster than this thread could wake it. So while
+        such callers are seen, the thread only looks from time to time for futures that nobody waits
+        for.
+        """
+        leave_at = monotonic() + _LINGER_S
         while True:
-            with suppress(BaseException):  # the requests that failed have the error
-                self.wait(self.is_idle)
-            with self._changed:
-                if self.is_idle():
+            with self._lock:
+                is_idle = self.is_idle()
+                if self._for_receiver:
+                    pass  # below
+                elif self._is_over or (is_idle and monotonic() >= leave_at):
                     self._receiver = None
                     return
+                elif is_idle or self._has_reader:
+                    self._callers_read = self._callers_read or self._has_reader
+                    self._unread.wait(_PATIENCE_S if self._callers_read else _LINGER_S)
+                    continue
+                else:
+                    self._callers_read = False
+            self._end_requests()
+            with suppress(BaseException):  # the requests that failed have the error
+                self.wait(lambda: self.is_idle() or bool(self._for_receiver))
+            leave_at = monotonic() + _LINGER_S
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_done:
@@ -394,7 +559,8 @@ class WorkerLanes:
     def _bury(self, lane: WorkerLane, worker: LocalWorker | RayWorker) -> None:
         """Send again what a dead worker has not answered, before everything else.
 
-        Its oldest message counts the death. A worker that has answered nothing may have died before it could be sent one.
+        Its oldest message counts the death. A worker that has answered nothing may have died before
+        it could be sent one.
         """
         error = worker.death()
         lost = [request for request in lane.flying if not request.is_done]
@@ -405,12 +571,18 @@ class WorkerLanes:
         self._backlog.extendleft(reversed(lost))
 
     def _count_death(self, request: Request, error: BaseException) -> list[Request]:
-        """Return what to send again: nothing after too many deaths, and the calls of a chunk alone."""
+        """Return what to send again: nothing after too many deaths, else each call alone."""
         request.deaths += 1
         calls = request.calls
         if request.deaths > self.retries:
-            what = "this call" if len(calls) == 1 else f"this call or others of its chunk of {len(calls)}"
-            add_note(error, f"{request.deaths} workers ended while they ran {what}. Other calls continue")
+            what = (
+                "this call"
+                if len(calls) == 1
+                else f"this call or others of its chunk of {len(calls)}"
+            )
+            add_note(
+                error, f"{request.deaths} workers ended while they ran {what}. Other calls continue"
+            )
             self._fail(request, error)
             return []
         if len(calls) == 1:
@@ -424,4 +596,6 @@ class WorkerLanes:
 
 
 def _end_error() -> SessionError:
-    return SessionError("the lanes are closed: the block ended before this call, and its workers are gone")
+    return SessionError(
+        "the lanes are closed: the block ended before this call, and its workers are gone"
+    )

@@ -1,4 +1,7 @@
-"""The session of a block over workers. Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them."""
+"""The session of a block over workers.
+
+Calls are cut and joined as in `engine/call.py`; `worker_lanes.py` runs them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import Any
 
 import torch
@@ -28,12 +31,14 @@ from parawrap.engine.survey import Survey
 from parawrap.engine.trace import Recorder, Trace, timed
 from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.launch import Platform
+from parawrap.processes.events import NEVER
+from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import pack
 from parawrap.tree import WholeLeaf, flatten
 from parawrap.workers.chunk_size import MOST_BYTES, TARGET_NS, ChunkSize
 from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel, refuse_generators
-from parawrap.workers.packing import Packer
 from parawrap.workers.ray_workers import RayWorkers
 from parawrap.workers.worker import GRADIENTS, Form, pack_modes
 from parawrap.workers.worker_lanes import Call, Request, WorkerLanes
@@ -42,22 +47,77 @@ _CPU = torch.device("cpu")
 _LOOK_NS = 200_000  # between two looks for answers while the caller works
 
 
+class _WorkerFuture(Future[Any]):
+    """A future whose reader receives the answer itself: no other thread has to wake it."""
+
+    def __init__(self, lanes: WorkerLanes) -> None:
+        super().__init__()
+        self._lanes = lanes
+        self.has_callbacks = False
+        self.is_ended = False  # `done` takes a lock, which Ctrl-C in this thread could keep
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        self.has_callbacks = (
+            True  # before it is added: whoever ends the call leaves it to the thread
+        )
+        super().add_done_callback(fn)
+        if not self.done() and self._lanes.are_here:
+            self._lanes.receive_for_futures(at_once=True)
+
+    def result(self, timeout: float | None = None) -> Any:
+        return super().result(self._receive(timeout))
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return super().exception(self._receive(timeout))
+
+    def _receive(self, timeout: float | None) -> float | None:
+        """Receive until the answer is there, or the time is over. Return the seconds left."""
+        until = NEVER if timeout is None else monotonic() + timeout
+        # A forked child has no workers
+        if self._lanes.are_here and not (self.has_callbacks or self.is_ended):
+            self._lanes.wait(lambda: self.is_ended, until)
+        return None if timeout is None else max(0.0, until - monotonic())
+
+
 class _SubmittedCall(Call):
-    """A whole call with a future. `finish` takes the output of the worker, and returns the caller's."""
+    """A whole call with a future.
+
+    `finish` takes the output of the worker, and returns the caller's.
+    """
 
     __slots__ = ("_finish", "future")
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], finish: Callable[[Any, Call], Any]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        finish: Callable[[Any, Call], Any],
+        lanes: WorkerLanes,
+    ) -> None:
         super().__init__(args, kwargs)
         self._finish = finish
-        self.future: Future[Any] = Future()
+        self.future = _WorkerFuture(lanes)
 
     def begin(self) -> bool:
-        return self.future.set_running_or_notify_cancel()
+        # It may be asked twice, if Ctrl-C came after the first time
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    @property
+    def has_callbacks(self) -> bool:
+        return self.future.has_callbacks
 
     def end(self) -> None:
+        held = HeldSignals(lambda: None)  # the future must not stay half resolved
+        try:
+            self._resolve()
+        finally:
+            self.future.is_ended = True
+            held.end()
+
+    def _resolve(self) -> None:
         if self.future.cancel():  # it was cancelled before, or its lanes ended before it was sent
-            self.future.set_running_or_notify_cancel()  # otherwise concurrent.futures.wait would wait forever
+            # otherwise concurrent.futures.wait would wait forever
+            self.future.set_running_or_notify_cancel()
             return
         try:
             output = self._finish(self.load(), self)
@@ -68,9 +128,12 @@ class _SubmittedCall(Call):
 
 
 class WorkerSession:
-    """The calls of one target, over workers, until `close`. Thread-safe. Workers start at the first call.
+    """The calls of one target, over workers, until `close`. Thread-safe.
 
-    There is one worker per device, or per rank of a platform for Ray. If a worker dies, its call runs `retries` more times.
+    Workers start at the first call.
+
+    There is one worker per device, or per rank of a platform for Ray. If a worker dies, its call
+    runs `retries` more times.
     """
 
     def __init__(
@@ -148,8 +211,13 @@ class WorkerSession:
         borrowed.enter()
         return borrowed.resolve(output)
 
-    def _apply(self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan) -> list[Any]:
-        """Run the shards at the same time, and return their outputs. All have ended when an error is raised."""
+    def _apply(
+        self, entry: Entry, form: Form, shards: Sequence[Shard], plan: ShardPlan
+    ) -> list[Any]:
+        """Run the shards at the same time, and return their outputs.
+
+        All have ended when an error is raised.
+        """
         parts = [Call(tuple(shard.args), dict(shard.kwargs)) for shard in shards]
         outputs: list[Any] = []
         errors: list[tuple[int, BaseException]] = []
@@ -158,7 +226,7 @@ class WorkerSession:
             try:
                 self._add(request, part, entry, rows)
                 self.lanes.post(request)
-            except Exception as error:  # noqa: BLE001 (the other parts must end before it is raised)
+            except Exception as error:  # noqa: BLE001 (raised once the other parts have ended)
                 request.failure = error
         for index, part in enumerate(parts):
             try:
@@ -203,7 +271,10 @@ class WorkerSession:
         if self._is_ready():
             return self._form(method, prepare)
         if self._is_closed:
-            msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+            msg = (
+                "the lanes are closed: submit inside the `with` block, and read the outputs of map "
+                "before it ends"
+            )
             raise SessionError(msg)
         return None
 
@@ -212,9 +283,13 @@ class WorkerSession:
         return WorkerStream(self, entry, prepare, size)
 
     def run_plainly(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
     ) -> Any:
-        """Run a call in the caller's thread, one at a time; in a lane if this process does not have the target."""
+        """Run a call in the caller's thread, one at a time; in a lane if only workers have it."""
         if isinstance(self.target, Build) and self._is_ready():
             return self._send(entry, args, kwargs, self._form(entry.method, prepare)).result()
         record = None
@@ -244,7 +319,11 @@ class WorkerSession:
         """
         self.refuse_gradients(call.args, call.kwargs)
         cutter, rows = self.cutters[entry.method], None
-        if request.form.prepare is None and not call.kwargs and all(type(each) is torch.Tensor for each in call.args):
+        if (
+            request.form.prepare is None
+            and not call.kwargs
+            and all(type(each) is torch.Tensor for each in call.args)
+        ):
             rows = cutter.rows(call.args)
         elif request.form.prepare is None:
             rows = cutter.whole(call.args, call.kwargs or {})[0].rows
@@ -258,16 +337,23 @@ class WorkerSession:
         self._count([call])
         return output
 
-    def _send(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form) -> Future[Any]:
-        """Send a whole call to the lane with the fewest messages, or keep it until a lane has room."""
-        request, call = Request(form), _SubmittedCall(args, kwargs, self.finish)
+    def _send(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], form: Form
+    ) -> Future[Any]:
+        """Send a whole call to the lane with the fewest messages, or keep it until it has room."""
+        request, call = Request(form), _SubmittedCall(args, kwargs, self.finish, self.lanes)
         self.add_whole(request, call, entry)
-        self.lanes.post(request)
-        self.lanes.receive()
+        # The lock of a future is code of Python: Ctrl-C may come after it was taken
+        held = HeldSignals(lambda: None)
+        try:
+            self.lanes.post(request)
+            self.lanes.receive_for_futures()
+        finally:
+            held.end()
         return call.future
 
     def refuse_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Raise SessionError if gradients are enabled, and an argument or a parameter requires one."""
+        """Raise SessionError if an argument or a parameter requires a gradient."""
         if not torch.is_grad_enabled():
             return
         leaves = flatten((tuple(args), dict(kwargs or {})))[0]
@@ -279,7 +365,7 @@ class WorkerSession:
     # The block
 
     def cancel(self) -> None:
-        """Drop submitted calls that have not started, and end the workers, also in the middle of a call."""
+        """Drop submitted calls that have not started, and end the workers, also within a call."""
         self.lanes.end()
 
     def renew(self) -> None:
@@ -287,11 +373,15 @@ class WorkerSession:
         self._model.renew()
 
     def close(self) -> None:
-        """Let the lanes finish, and end them. A call in flight finishes too. May be called again."""
+        """Let the lanes finish, and end them. A call in flight finishes too.
+
+        May be called again.
+        """
         self._is_closed = True
         atexit.unregister(self._end)
         if self._end.detach() is not None and self.lanes.are_here:
-            if here.lane not in self.lanes.all:  # a callback cannot wait for what its own thread receives
+            # a callback cannot wait for what its own thread receives
+            if here.lane not in self.lanes.all:
                 self.lanes.wait(self.lanes.is_idle)
             self.lanes.end()
             self._model.forget()
@@ -299,10 +389,13 @@ class WorkerSession:
     def stats(self) -> Stats:
         """Return the counters."""
         of_lanes = tuple(
-            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9) for lane in self.lanes.all
+            LaneStats(lane.device, lane.label, lane.tasks, lane.rows, lane.busy_ns / 1e9)
+            for lane in self.lanes.all
         )
         sent = self._model
-        return Stats(self._calls, self._plain_calls, self.shards, sent.refreshes, sent.copied_bytes, of_lanes)
+        return Stats(
+            self._calls, self._plain_calls, self.shards, sent.refreshes, sent.copied_bytes, of_lanes
+        )
 
     def trace(self, path: str | Path) -> Trace:
         """Return a recorder of the calls of each lane."""
@@ -311,12 +404,14 @@ class WorkerSession:
     # Messages
 
     def _is_ready(self) -> bool:
-        """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
+        """True if a call of this thread may go to the lanes: not in a callback, or when closed."""
         is_open = here.lane is None and not self._is_closed and self.lanes.are_here
         return is_open and not must_run_plainly(self._backend) and self._model.is_ready()
 
-    def _form(self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True) -> Form:
-        """Start the workers, and return what the calls of one message share, with the model as it is now.
+    def _form(
+        self, method: str | None, prepare: Prepare | None = None, *, is_whole: bool = True
+    ) -> Form:
+        """Start the workers, and return what the calls of one message share, with the model of now.
 
         Raises:
             UnsendableError: If the target, or `prepare`, cannot be pickled.
@@ -324,7 +419,8 @@ class WorkerSession:
         """
         modes, packed = Modes.capture(self._backend.type), None
         if prepare is not None:
-            with suppress(ReplicaError):  # of lanes in threads: each worker has its own copy of everything
+            # of lanes in threads: each worker has its own copy of everything
+            with suppress(ReplicaError):
                 refuse_generators(Survey(prepare), "prepare")
             packed = pack(prepare, "prepare").to_bytes()
         with self._reading:
@@ -348,7 +444,11 @@ class WorkerSession:
     def _output_device(self, leaves: Sequence[Any]) -> torch.device | None:
         """Return where outputs go; None if they are there already, on the CPU."""
         devices = (device_of(leaf) for leaf in leaves)
-        found = self.output_device or self._model.home or next((each for each in devices if each is not None), _CPU)
+        found = (
+            self.output_device
+            or self._model.home
+            or next((each for each in devices if each is not None), _CPU)
+        )
         return None if found == _CPU else found
 
 
@@ -367,13 +467,18 @@ def _is_on_cpu(leaf: Any) -> bool:
 class StreamCall(Call):
     """A batch of a stream. Its output is loaded when it is read.
 
-    It refers to the stream weakly: the generator holds the stream, and a message in flight must not keep the block alive.
+    It refers to the stream weakly: the generator holds the stream, and a message in flight must not
+    keep the block alive.
     """
 
     __slots__ = ("_stream",)
 
     def __init__(
-        self, stream: weakref.ref[WorkerStream], args: tuple[Any, ...], kwargs: dict[str, Any] | None, tell: Tell | None
+        self,
+        stream: weakref.ref[WorkerStream],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        tell: Tell | None,
     ) -> None:
         super().__init__(args, kwargs)
         self._stream = stream
@@ -395,7 +500,9 @@ class StreamCall(Call):
 class WorkerStream:
     """Starts the batches of one stream, and reads their outputs. For one thread."""
 
-    def __init__(self, session: WorkerSession, entry: Entry, prepare: Prepare | None, size: StreamSize) -> None:
+    def __init__(
+        self, session: WorkerSession, entry: Entry, prepare: Prepare | None, size: StreamSize
+    ) -> None:
         self._own: weakref.ref[WorkerStream] = weakref.ref(self)
         self._session = session
         self._lanes = lanes = session.lanes
@@ -410,7 +517,10 @@ class WorkerStream:
     # The interface of streams
 
     def start(self, number: int, batch: Any, tell: Tell | None, /) -> Pending:
-        """Put a batch into the open chunk. An error goes into the pending call, and is raised in place of the output."""
+        """Put a batch into the open chunk.
+
+        An error goes into the pending call, and is raised in place of the output.
+        """
         session, entry = self._session, self._entry
         if session.recorder.traces:
             entry = entry._replace(batch=number)
@@ -421,7 +531,9 @@ class WorkerStream:
                 args, kwargs = as_call(batch)
             self._form = self._form or session.get_ready(entry.method, self._prepare)
             if self._form is None:
-                return succeeded(session.run_plainly(entry, args, kwargs or {}, self._prepare), tell)
+                return succeeded(
+                    session.run_plainly(entry, args, kwargs or {}, self._prepare), tell
+                )
             call = StreamCall(self._own, args, kwargs, tell)
             chunk = self._chunk or self._open(self._form)
             session.add_whole(chunk, call, entry)
@@ -434,7 +546,8 @@ class WorkerStream:
     def has_room(self, unread: int, has_output: bool) -> bool:
         """True if the stream may read another batch before the caller gets an output.
 
-        An output that is there waits until the workers have enough to do, but not for a source that takes its time.
+        An output that is there waits until the workers have enough to do, but not for a source that
+        takes its time.
         """
         now = perf_counter_ns()
         self._look(now)

@@ -1,4 +1,4 @@
-"""Writes of a call in a worker into its arguments: they return to the caller's own, or are refused."""
+"""Writes of a call in a worker into its arguments: they return to the caller, or are refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from parawrap.processes.pickling import IdentityPickler
 from parawrap.tree import WholeLeaf
 
 _INTO_OTHERS = (
-    "the model wrote into an argument that is neither a tensor nor a container, and such writes stay in the worker. Return "
+    "the model wrote into an argument that is neither a tensor nor a container, and such writes "
+    "stay in the worker. Return "
     "the new value from the call instead, or run the model in threads"
 )
 _INTO_OTHER_PARTS = (
-    "the model wrote into an argument that has other parts in the worker: it changed a shape in place, or the argument's "
+    "the model wrote into an argument that has other parts in the worker: it changed a shape in "
+    "place, or the argument's "
     "class changes its parts when it is pickled. Return the new value from the call instead"
 )
 
@@ -29,7 +31,8 @@ class Written(NamedTuple):
     """What a call wrote into its arguments.
 
     Attributes:
-        tensors: For each leaf of the arguments its new value, or None if the call has not written it.
+        tensors: For each leaf of the arguments its new value, or None if the call has not written
+            it.
         changes: The new entries of containers, and objects with rules; None if there are none.
         is_returned: True if the output has marks in the places of arguments.
     """
@@ -40,10 +43,10 @@ class Written(NamedTuple):
 
 
 class Contents:
-    """The contents of the objects of unknown classes among some arguments, which cannot be given back.
+    """The contents of objects of unknown classes among arguments, which cannot be given back.
 
-    They are compared by their pickles, with tensors, classes, and functions by identity. An object that plain pickle cannot
-    handle, such as a lock, is not compared.
+    They are compared by their pickles, with tensors, classes, and functions by identity. An object
+    that plain pickle cannot handle, such as a lock, is not compared.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
@@ -57,7 +60,10 @@ class Contents:
         now = self._read()
         if now != self._before:
             again = self._read()  # a class may make new parts each time that it is pickled
-            if any(before != after == still for before, after, still in zip(self._before, now, again, strict=True)):
+            if any(
+                before != after == still
+                for before, after, still in zip(self._before, now, again, strict=True)
+            ):
                 raise SessionError(_INTO_OTHERS)
 
     def _read(self) -> list[Any]:
@@ -77,7 +83,7 @@ def _is_known(leaf: Any) -> bool:
 
 
 class _Pickler(IdentityPickler):
-    """Pickles tensors as their identities; those that are not `returned` to the caller with their versions."""
+    """Pickles tensors as their identities, with versions if they do not return to the caller."""
 
     def __init__(self, stream: io.BytesIO, met: list[Any], returned: Container[int]) -> None:
         super().__init__(stream, met, torch.Tensor)
@@ -91,11 +97,20 @@ class _Pickler(IdentityPickler):
 
 
 def write_back(written: Written, given: Given) -> None:
-    """Do to the caller's arguments what a call has done to those of the worker. Raises SessionError if they differ."""
+    """Do to the caller's arguments what a call has done to those of the worker.
+
+    Raises SessionError if they differ.
+    """
     leaves = given.leaves
-    pairs = [(leaf, value) for leaf, value in zip(leaves, written.tensors, strict=False) if value is not None]
+    pairs = [
+        (leaf, value)
+        for leaf, value in zip(leaves, written.tensors, strict=False)
+        if value is not None
+    ]
     has_other_leaves = len(leaves) != len(written.tensors)
-    if has_other_leaves or any(getattr(leaf, "shape", None) != value.shape for leaf, value in pairs):
+    if has_other_leaves or any(
+        getattr(leaf, "shape", None) != value.shape for leaf, value in pairs
+    ):
         raise SessionError(_INTO_OTHER_PARTS)
     for leaf, value in pairs:
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():

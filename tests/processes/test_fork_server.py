@@ -9,8 +9,17 @@ import subprocess
 import time
 
 from parawrap import LaunchCancelledError, RankDiedError, current_rank, wrapper
-from tests.helpers.processes import failure_of, is_gone, notes_of, pids_in, ranks
-from tests.helpers.waiting import PATIENCE_S
+from parawrap.processes import fork_server
+from tests.helpers.processes import (
+    assert_gone,
+    failure_of,
+    is_gone,
+    notes_of,
+    pids_in,
+    ranks,
+    running_script,
+)
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def test_killed_process_is_named():
@@ -26,6 +35,47 @@ def test_killed_process_is_named():
     assert "the process that forks ranks" in text
     assert "SIGKILL" in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
+
+
+def test_killed_process_leaves_nothing(tmp_path):
+    """Also processes that a rank has started end with it."""
+
+    def starts_and_waits():
+        (tmp_path / f"{subprocess.Popen(['sleep', '600']).pid}.pid").touch()
+        (tmp_path / f"{os.getpid()}.pid").touch()
+        time.sleep(600)
+
+    launch = wrapper(ranks(1))(starts_and_waits).submit()
+    pids = pids_in(tmp_path, 2)
+    os.kill(fork_server.fork_server()._process.pid, signal.SIGKILL)
+    with contextlib.suppress(RankDiedError):
+        launch.results(timeout=PATIENCE_S)
+    assert_gone(pids)
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from parawrap import Platform, wrapper
+
+def wait():
+    Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+
+wrapper(Platform(device="cpu", n_cpus=2))(wait)()
+"""
+
+
+def test_killed_script_leaves_no_folder(tmp_path, monkeypatch):
+    """The process that forks ranks removes the folder of the store."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with running_script(tmp_path, KILLED, tmp_path) as script:
+        pids_in(tmp_path, 2)
+        assert [*folder.glob("parawrap-store-*")]
+        script.kill()
+    eventually(lambda: not [*folder.glob("parawrap-store-*")], "the end of the folder")
 
 
 # -- what ranks leave behind

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import tracemalloc
 
 import pytest
 
-from parawrap import LaunchError, current_rank, wrapper
+from parawrap import LaunchError, RankDiedError, current_rank, wrapper
 from parawrap.processes.output import Printer, Transcript
 from tests.helpers.processes import ranks
-from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 PREFIX = "[rank 3] "
 
@@ -58,6 +63,57 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
     assert "No space left" in record.getMessage()
     assert transcript.text() == "line\n" * 3
     assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
+
+
+def test_full_disk_for_a_moment(monkeypatch, capsys, caplog):
+    """Output that cannot be kept is shown, and later output is kept again."""
+    piece = b"x" * (1 << 19) + b"\n"
+    real, full = tempfile.TemporaryFile, [True]
+
+    def make(*args, **kwargs):
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", make)
+    printer = Printer()
+    transcript = Transcript(printer, "")
+    with caplog.at_level(logging.WARNING, "parawrap.launch"):
+        for number in range(5):
+            full[0] = number < 3
+            transcript.write(1, piece)
+    transcript.finish()
+    printer.finish()
+    assert len(caplog.records) == 1
+    assert len(transcript.text()) == 3 * len(piece)
+    assert len(capsys.readouterr().out) == 5 * len(piece)
+
+
+def test_unread_output_costs_no_memory(monkeypatch):
+    """Output that the terminal does not take waits on disk, however small its pieces are."""
+    gate = threading.Event()
+
+    class Blocked(io.StringIO):
+        def write(self, text):
+            gate.wait(PATIENCE_S)
+            return super().write(text)
+
+    shown = Blocked()
+    monkeypatch.setattr(sys, "stdout", shown)
+    printer = Printer()
+    transcript = Transcript(printer, "")
+    tracemalloc.start()
+    try:
+        for number in range(60_000):
+            transcript.write(1, b"%099d\n" % number)
+        assert tracemalloc.get_traced_memory()[0] < 3 << 20
+    finally:
+        tracemalloc.stop()
+        gate.set()
+    transcript.finish()
+    printer.finish()
+    eventually(lambda: len(shown.getvalue()) == 6_000_000, "all output")
+    assert shown.getvalue().splitlines() == [f"{number:099d}" for number in range(60_000)]
 
 
 def test_unusable_log_is_named(tmp_path):
@@ -115,6 +171,20 @@ def test_lone_rank_has_no_prefix(capfd):
 
     wrapper(ranks(1, verbose=True))(draws)()
     assert capfd.readouterr()[0].replace("\r\n", "\n") == "50%\r100%\nend\n"
+
+
+def test_unbuffered_output(monkeypatch):
+    """PYTHONUNBUFFERED of the script holds in ranks: a killed rank has written everything."""
+
+    def die():
+        sys.stdout.write("no newline")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    launch = wrapper(ranks(1))(die).submit()
+    with pytest.raises(RankDiedError):
+        launch.results(timeout=PATIENCE_S)
+    assert launch.logs(0) == "no newline"
 
 
 UNREAD = """

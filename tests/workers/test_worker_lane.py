@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
 import threading
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed, wait
 
 import psutil
 import pytest
@@ -75,6 +76,56 @@ def test_queued_calls_run_or_cancel(tmp_path):
         assert cancelled.cancel()
         (tmp_path / "go").touch()
         assert firsts(each.result() for each in (first, second, last)) == [1, 2, 6]
+
+
+def test_callbacks_hold_up_nobody():
+    """They run in a thread of the block: a caller may hold a lock that they need, and they may wait for other futures."""
+    x, lock, read = torch.ones(5, 2), threading.Lock(), []
+    with processes(nn.Identity()) as p:
+
+        def read_with_lock(future):
+            with lock:
+                read.append(future.result())
+
+        def read_another(future):
+            read.append(p_other.result() + future.result())
+
+        for _ in range(20):
+            p.submit(x).add_done_callback(read_with_lock)
+            with lock:
+                p(x)
+        eventually(lambda: len(read) == 20, "all callbacks")
+        future, p_other = p.submit(x), p.submit(x)
+        future.add_done_callback(read_another)
+        eventually(lambda: len(read) == 21, "the callback that waits")
+    assert torch.equal(read[-1], 2 * x)
+
+
+@pytest.mark.parametrize("wait_for", ["result", "wait", "as_completed", "asyncio", "callback"])
+def test_ways_to_wait_for_futures(wait_for):
+    """Whoever waits, and in whichever order."""
+    batches = [torch.full((3, 2), float(number)) for number in range(30)]
+    with processes(nn.Identity()) as p:
+        for _ in range(2):
+            futures = [p.submit(batch) for batch in batches]
+            if wait_for == "result":
+                assert [float(future.result(60)[0, 0]) for future in reversed(futures)] == [*range(29, -1, -1)]
+            elif wait_for == "wait":
+                assert not wait(futures, 60).not_done
+            elif wait_for == "as_completed":
+                assert {*as_completed(futures, 60)} == {*futures}
+            elif wait_for == "asyncio":
+
+                async def gather(futures=futures):
+                    return await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+                assert len(asyncio.run(gather())) == 30
+            else:
+                done = []
+                for future in futures:
+                    future.add_done_callback(done.append)
+                eventually(lambda done=done: len(done) == 30, "all callbacks")
+            assert [float(future.result()[0, 0]) for future in futures] == [*range(30)]
 
 
 def test_new_worker_beside_a_busy_one(tmp_path):

@@ -112,7 +112,7 @@ class BatchRun:
         self._history: list[str] = []
         self.number = ""
         self.has_begun = False
-        folder.call.write_bytes(job.pack().to_bytes())
+        folder.call.write_bytes(job.pack().block.to_bytes())
 
     # -- any thread
 

@@ -35,7 +35,7 @@ from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, outcome_of
-from parawrap.processes.pickling import pack, unpack
+from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process_groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
 from parawrap.processes.rank_process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
@@ -118,7 +118,8 @@ class _Task:
 
     def _value(self) -> bytes:
         """Call the function, and return its pickled value."""
-        function, args, kwargs = ScriptOfRank().take(unpack(self._folder.call.read_bytes()))
+        block = memoryview(bytearray(self._folder.call.read_bytes()))
+        function, args, kwargs = ScriptOfRank().take(range(len(block)), block)
         value = function(*args, **kwargs)
         finish_function()
         return pack(value, "the result").to_bytes()

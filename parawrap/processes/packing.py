@@ -1,12 +1,13 @@
-"""The values of one message: small descriptions of tensors, and the memory of these tensors in one block.
+"""The values of one message: descriptions of tensors, and their memory in one block.
 
 A message has an item for each value, so a value that cannot be pickled, or unpickled, fails alone:
 
 | the value | its item |
 |---|---|
-| a plain tensor: strided, on the CPU, without a graph | a tuple: offset in the block, dtype, shape, strides |
+| a plain tensor: strided, on the CPU, no graph | a tuple: offset, dtype, shape, strides |
 | a tuple of plain tensors that share no memory | a list of such tuples |
 | containers, numbers, and texts of Python with such tensors | a pickle, as bytes |
+| the same, if the pickle is large | a slice: the bytes of the block with the pickle |
 | anything else | a range: the bytes of the block that parawrap's pickler packed |
 
 The tensors of a received message lie in its block, and keep it alive.
@@ -15,7 +16,6 @@ The tensors of a received message lie in its block, and keep it alive.
 from __future__ import annotations
 
 import ctypes
-import io
 import math
 import pickle
 import threading
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from parawrap.processes.pickling import pack, unpack
+from parawrap.processes.pickling import Packed, PickleStream, pack, unpack
+from parawrap.processes.shared_memory import ALIGNMENT, Block
 from parawrap.tree import flatten, unflatten
 
-_ALIGNMENT = 64  # bytes, as torch aligns CPU tensors
+_LARGEST_ITEM = 16 << 10  # bytes of a pickle that travels in the body of a message
 _LARGEST_ELEMENT = 16  # bytes, of complex128
 _DTYPES = (
     torch.float32,
@@ -45,7 +46,7 @@ _DTYPES = (
     torch.complex128,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_GAPS = [bytes(count) for count in range(_ALIGNMENT)]
+_GAPS = [bytes(count) for count in range(ALIGNMENT)]
 _byte = ctypes.c_ubyte
 
 
@@ -53,30 +54,16 @@ class _NotPlainError(Exception):
     """The value has a part that the general pickler must handle."""
 
 
-def aligned(memory: memoryview) -> memoryview:
-    """Return a copy of a block, aligned for tensors."""
-    copied = bytearray(len(memory) + _ALIGNMENT)
-    start = -ctypes.addressof(_byte.from_buffer(copied)) % _ALIGNMENT
-    block = memoryview(copied)[start : start + len(memory)]
-    block[:] = memory
-    return block
-
-
-class Packer:
+class Packer(Block):
     """The block of one message that is being written.
 
-    The memory of tensors of up to `copied` bytes is copied at once, because the caller may write into it before the message
-    leaves.
-
-    Attributes:
-        pieces: The block in pieces.
-        size: The number of bytes so far.
+    The memory of values of up to `copied` bytes is copied at once, because the caller may write
+    into it before the message leaves.
     """
 
     def __init__(self, *, copied: float = 0) -> None:
-        self.pieces: list[Any] = []
-        self.size = 0
-        self._kept: list[torch.Tensor] = []  # their memory is in `pieces`
+        super().__init__()
+        self._kept: list[torch.Tensor] = []  # their memory is in `parts`
         self._copied = copied
 
     def add(self, value: Any, address: str) -> Any:
@@ -85,26 +72,42 @@ class Packer:
         Raises:
             UnsendableError: If it cannot be pickled. `address` is its name in the message.
         """
-        size, pieces = self.size, len(self.pieces)
+        size, before = self.size, len(self.parts)
         try:
             if type(value) is torch.Tensor:
                 return self._add_tensor(value)
             if type(value) is tuple and value and _are_apart(value):
                 return [self._add_tensor(each) for each in value]
-            stream = io.BytesIO()
+            stream = PickleStream()
             _PlainPickler(stream, self).dump(value)
-            return stream.getvalue()
         except (_NotPlainError, RecursionError):
             self.size = size
-            del self.pieces[pieces:]
-        packed = pack(_trim_tensors(value), address)
+            del self.parts[before:]
+            return self.add_packed(pack(_trim_tensors(value), address))
+        length = sum(map(len, stream.pieces))
+        if length <= _LARGEST_ITEM:
+            return b"".join(stream.pieces)
+        start = self.size
+        self.parts += self._copies_of(stream.pieces)
+        self.size += length
+        return slice(start, self.size)
+
+    def add_packed(self, packed: Packed) -> range:
+        """Add a value that parawrap's pickler has packed, and return its item."""
         start = self._align()
-        self.pieces += [bytes(part) for part in packed.parts] if self._copied else packed.parts
+        self.parts += self._copies_of(packed.parts)
         self.size = start + packed.size
         return range(start, self.size)
 
+    def _copies_of(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Return parts that the caller cannot change, if they are to be copied at once."""
+        return [bytes(part) for part in parts] if self._copied else parts  # bytes are not copied
+
     def _add_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Describe a tensor by its elements. The rest of its storage stays: a shard is a view of the whole batch."""
+        """Describe a tensor by its elements.
+
+        The rest of its storage stays: a shard is a view of the whole batch.
+        """
         if not _is_plain(tensor):
             raise _NotPlainError
         shape, length, stride = tuple(tensor.shape), tensor.nbytes, None
@@ -115,24 +118,27 @@ class Packer:
         start = self._align()
         if length > self._copied:
             self._kept.append(tensor)
-            self.pieces.append(memory)
+            self.parts.append(memory)
         else:
-            self.pieces.append(bytes(memory))
+            self.parts.append(bytes(memory))
         self.size = start + length
         return start, _CODES[tensor.dtype], shape, stride
 
     def _align(self) -> int:
         """Return where the next piece begins."""
-        gap = -self.size % _ALIGNMENT
+        gap = -self.size % ALIGNMENT
         if gap:
-            self.pieces.append(_GAPS[gap])
+            self.parts.append(_GAPS[gap])
         return self.size + gap
 
 
 class _PlainPickler(pickle.Pickler):
-    """Pickles one value in C. Its `reducer_override` is called for everything that is not a builtin of Python."""
+    """Pickles one value in C.
 
-    def __init__(self, stream: io.BytesIO, packer: Packer) -> None:
+    Its `reducer_override` is called for everything that is not a builtin of Python.
+    """
+
+    def __init__(self, stream: PickleStream, packer: Packer) -> None:
         super().__init__(stream, 5)
         self._packer = packer
         self._storages: set[int] = set()
@@ -143,7 +149,8 @@ class _PlainPickler(pickle.Pickler):
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             raise _NotPlainError
         storage = obj.untyped_storage().data_ptr()
-        if storage in self._storages:  # tensors that share memory must share it in the other process
+        # tensors that share memory must share it in the other process
+        if storage in self._storages:
             raise _NotPlainError
         self._storages.add(storage)
         return _build, self._packer._add_tensor(obj)
@@ -167,7 +174,7 @@ def restore(item: Any, block: memoryview) -> Any:
         return unpack(block[item.start : item.stop])
     _loading.block = block
     try:
-        return pickle.loads(item)
+        return pickle.loads(block[item] if kind is slice else item)
     finally:
         _loading.block = None
 
@@ -177,7 +184,11 @@ def _build(*described: Any) -> torch.Tensor:
 
 
 def _tensor(
-    block: memoryview, offset: int, code: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    block: memoryview,
+    offset: int,
+    code: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Return a tensor on the memory of a block."""
     count = math.prod(shape) if stride is None else _span(shape, stride)
@@ -208,11 +219,13 @@ def _are_apart(values: tuple[Any, ...]) -> bool:
     """True for tensors that share no memory."""
     if any(type(each) is not torch.Tensor or each.layout is not torch.strided for each in values):
         return False
-    return len(values) == 1 or len({each.untyped_storage().data_ptr() for each in values}) == len(values)
+    return len(values) == 1 or len({each.untyped_storage().data_ptr() for each in values}) == len(
+        values
+    )
 
 
 def _trim_tensors(value: Any) -> Any:
-    """Return the value with tensors on the part of their storage that they use: a shard is a view of the whole batch.
+    """Return the value with tensors on the part of their storage that they use.
 
     Tensors that share memory share it in the result too.
     """

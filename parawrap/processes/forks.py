@@ -1,0 +1,89 @@
+"""What a fork of this process must not inherit: the descriptors of connections to other processes.
+
+A child that holds the end of a connection keeps the other end from seeing that this process has
+ended. It also keeps a pipe open whose end of file reports the end of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """A connection."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class _Handover:
+    """A lock, held from the making of descriptors for another process until they are closed here.
+
+    Forks of this process take it too, so a child that another thread forks inherits none of these
+    descriptors. Programs that `subprocess` starts inherit none anyway: exec closes them.
+
+    The lock is reentrant, because a signal handler that runs inside the block may fork. Such a
+    child closes the descriptors that were noted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._in_transit: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        """Return the list for the descriptors that this process closes before the block ends."""
+        self._lock.acquire()
+        return self._in_transit
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._in_transit.clear()
+        self._lock.release()
+
+    def before_fork(self) -> None:
+        self._lock.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        for file in self._in_transit:
+            with contextlib.suppress(OSError):  # closed already
+                os.close(file)
+        self._in_transit.clear()
+        # the thread that forked is the one of this process, and has acquired it
+        self._lock.release()
+
+
+handover = _Handover()
+"""``with handover as files``: make descriptors, add those to close here to `files`, send, close."""
+
+_closed_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_in_forked_children(connection: Closable) -> None:
+    """Close a connection in processes that the user forks from this one."""
+    _closed_in_children.add(connection)
+
+
+def _close_in_child() -> None:
+    for connection in list(_closed_in_children):
+        connection.close()
+    _closed_in_children.clear()
+
+
+os.register_at_fork(
+    before=handover.before_fork,
+    after_in_parent=handover.after_fork_in_parent,
+    after_in_child=handover.after_fork_in_child,
+)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,302 @@
+"""Two rules of pools: each call ends whatever happens to the thread that supervises, and no wait is without a deadline."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import logging
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from parawrap import LaunchError, LaunchTimeoutError, RankDiedError, wrapper
+from parawrap.processes import fork_server
+from parawrap.processes.wire import Wire
+from tests.helpers.pools import processes
+from tests.helpers.processes import SILENT_S, ranks
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+MIB = 1 << 20
+ALONE = {"ipc_groups": None, "grace_s": 1}
+
+
+def nothing():
+    pass
+
+
+def same(value):
+    return value
+
+
+class Dying(nn.Module):
+    """Returns its input. Kills its process for 7."""
+
+    def forward(self, x):
+        if x[0] == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+# -- an exception at any line of the thread
+
+
+class FaultError(Exception):
+    pass
+
+
+class Fault:
+    """Raises FaultError in the thread with this name, at a line of parawrap's processes, counted from 1."""
+
+    def __init__(self, name, line):
+        self._name = name
+        self._left = line
+        self.where = None
+
+    def __enter__(self):
+        threading.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        threading.settrace(None)
+        self._left = 0
+
+    def _trace(self, frame, event, _):
+        name, at = frame.f_code.co_filename, frame.f_lineno
+        if self._left == 0 or threading.current_thread().name != self._name or "/parawrap/" not in name:
+            return None
+        # No real error comes between a lock and its block: at a `with`, which is traced again when the block ends, and in
+        # `__enter__`. Python ignores errors in `__del__`
+        is_with = linecache.getline(name, at).strip().startswith("with ")
+        is_real = not (is_with or frame.f_code.co_name in ("__enter__", "__exit__", "__del__"))
+        if event == "line" and is_real:
+            self._left -= 1
+            if self._left == 0:
+                self.where = f"{name}:{at}"
+                raise FaultError
+        return self._trace
+
+
+def make_calls():
+    with ranks(2, **ALONE).open() as open_ranks:
+        open_ranks(nothing)
+        open_ranks.submit(same, torch.ones(30_000)).results(PATIENCE_S)
+        open_ranks(same, torch.ones(30_000))
+
+
+def launch():
+    wrapper(ranks(2, **ALONE))(nothing).submit().results(PATIENCE_S)
+
+
+def use_workers():
+    with torch.no_grad(), processes(Dying(), retries=2) as p:
+        for value in (1.0, 7.0, 2.0):
+            with suppress(RankDiedError):
+                p.submit(torch.full((2,), value)).result(PATIENCE_S)
+
+
+THREADS = {
+    "parawrap-ranks": (make_calls, 1_500),
+    "parawrap-launch": (launch, 1_000),
+    "parawrap-workers": (use_workers, 500),
+}
+
+
+def children():
+    server = fork_server._server
+    own = {server._process.pid} if server is not None else set()
+    return [each for each in psutil.Process().children(recursive=True) if each.pid not in own]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that garbage collection closes
+@pytest.mark.parametrize("name", THREADS)
+def test_fault_of_the_supervising_thread(name):
+    """Each caller gets a result or an error, and no process stays."""
+    work, last = THREADS[name]
+    numbers = random.Random(12)
+    work()
+    logging.disable(logging.CRITICAL)
+    try:
+        for _ in range(12):
+            with Fault(name, numbers.randint(1, last)) as fault:
+                done = threading.Event()
+
+                def run(done=done):
+                    with suppress(FaultError, LaunchError, RankDiedError):
+                        work()
+                    done.set()
+
+                threading.Thread(target=run, daemon=True).start()
+                assert done.wait(30), f"a caller waits for ever after an error at {fault.where}"
+            gc.collect()  # sockets that an error left unclosed, with its traceback
+            eventually(lambda: not children(), f"the end of all processes after an error at {fault.where}", 30)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# -- a stall at any byte of a message
+
+
+@pytest.mark.parametrize(("size", "at"), [(10_000, 0), (10_000, 40), (10_000, 5_000), (MIB, 1)])
+def test_rank_that_stops_within_a_message(size, at):
+    """The time limit holds, and the error says so."""
+
+    def stop(value):
+        send = Wire._send_unsent
+
+        def stopping(self):
+            data, letter, brings_file = self._unsent[0]
+            if len(data) > at and not brings_file:
+                sent = self._socket.send(data[:at])
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._unsent[0] = type(self._unsent[0])(memoryview(data)[sent:], letter, brings_file)
+            elif brings_file:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return send(self)
+
+        Wire._send_unsent = stopping
+        return bytes(value)
+
+    with ranks(1, **ALONE, timeout_min=SILENT_S / 60).open() as open_ranks, pytest.raises(LaunchTimeoutError):
+        open_ranks(stop, size)
+
+
+def test_stopped_rank_takes_no_message():
+    """A large call to it leaves as far as its connection has room. The time limit, and the end, hold all the same."""
+    with ranks(2, **ALONE, timeout_min=SILENT_S / 60).open() as open_ranks:
+        pid = open_ranks[1](os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        texts = [str(number) * 1_000 for number in range(25)]
+        launches = [open_ranks.submit(same, texts) for _ in range(20)]
+        with pytest.raises(LaunchTimeoutError):
+            launches[0].results(PATIENCE_S)
+        for each in launches[1:]:
+            with pytest.raises(LaunchError):
+                each.results(PATIENCE_S)
+
+
+def test_stopped_worker_ends_with_its_block():
+    """Closing waits for it a moment, then it is killed."""
+    with torch.no_grad(), processes(Dying()) as p:
+        p.submit(torch.ones(1)).result(PATIENCE_S)
+        stopped = children()
+        for each in stopped:
+            each.suspend()
+        start = time.monotonic()
+    assert time.monotonic() - start < 20
+    eventually(lambda: not children(), "the end of the workers")
+
+
+# -- forks at any moment
+
+
+@contextmanager
+def forking():
+    """Fork children in another thread, again and again. They stay until the end."""
+    children_, stop = [], threading.Event()
+
+    def fork():
+        while not stop.is_set() and len(children_) < 60:
+            pid = os.fork()
+            if pid == 0:
+                signal.pause()
+                os._exit(0)
+            children_.append(pid)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        for pid in children_:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of os.fork in a process with threads
+def test_forks_during_a_start():
+    """A child holds no connection: ranks end as soon as they would, and deaths are seen."""
+    fork_server.stop_server()  # also while the server starts
+    with forking():
+        start = time.monotonic()
+        for _ in range(3):
+            assert wrapper(ranks(2, **ALONE))(lambda: 1)() == (1, 1)
+        with torch.no_grad(), processes(Dying(), retries=0) as p:
+            assert p.submit(torch.ones(1)).result(PATIENCE_S) == 1
+            with pytest.raises(RankDiedError):
+                p.submit(torch.full((1,), 7.0)).result(PATIENCE_S)
+        with ranks(1, **ALONE).open() as open_ranks, pytest.raises(RankDiedError):
+            open_ranks(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert time.monotonic() - start < 60
+
+
+# -- limits of this process
+
+
+@contextmanager
+def files_left(count):
+    """Leave this process so many descriptors."""
+    before, kept = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                kept.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(kept.pop())
+        yield
+    finally:
+        for file in kept:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_limit_on_files_fails_a_call():
+    """Its error names the limit, the ranks stay, and later calls work."""
+    large = torch.ones(MIB)
+    with ranks(2, **ALONE).open() as open_ranks:
+        pids = open_ranks(os.getpid)
+        for count in range(4):
+            with files_left(count):
+                for call in (lambda: open_ranks(same, large), lambda: open_ranks(torch.ones, MIB)):
+                    with suppress(OSError):
+                        call()
+        with files_left(0), pytest.raises(OSError, match="Too many open files"):
+            open_ranks(same, torch.ones(5 * MIB))
+        with files_left(0), pytest.raises(OSError, match="this process cannot take a message"):
+            open_ranks(torch.ones, 5 * MIB)
+        assert open_ranks(os.getpid) == pids
+        assert open_ranks(same, large)[1].sum() == MIB
+
+
+@pytest.mark.parametrize("count", [*range(0, 16, 3)])
+def test_limit_on_files_at_a_start(count):
+    """The launch is refused with a cure, or works. Afterwards, everything works."""
+    wrapper(ranks(1, **ALONE))(nothing)()
+    with files_left(count):
+        try:
+            wrapper(ranks(2, **ALONE))(nothing)()
+        except (LaunchError, OSError) as error:
+            assert "open files" in str(error)  # noqa: PT017
+    assert wrapper(ranks(2, **ALONE))(lambda: 1)() == (1, 1)
+    assert not children()
+
+
+def test_limit_on_files_with_workers():
+    with torch.no_grad(), processes(Dying(), retries=0) as p:
+        p.submit(torch.ones(2)).result(PATIENCE_S)
+        with files_left(0), pytest.raises(OSError, match="Too many open files"):
+            p.submit(torch.ones(MIB)).result(PATIENCE_S)
+        assert p.submit(torch.ones(MIB)).result(PATIENCE_S).sum() == MIB
