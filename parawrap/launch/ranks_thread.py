@@ -237,7 +237,7 @@ class RanksThread(PoolOwner):
         """Finish a call that has ended, or hand it to the thread of the ranks."""
         ending: Ending | None = None
         with pool.events.lock:
-            if self._driven is not request:  # the thread has ended, and resolves the future
+            if self._driven is not request:  # the thread of the ranks has ended, and ends the call
                 return
             self._driven = None
             if error is None and pool.has_ended(request.call):

@@ -73,7 +73,10 @@ class Member:
     operations: int | None = None  # collectives that it has begun; None without a process group
 
     def tell(self, word: str, body: Any = None) -> None:
-        """Send a message to its control thread. A limit of this process is reported by a death."""
+        """Send a message to its control thread.
+
+        At a limit of this process, nothing is sent. Orders to end have a time limit, so they hold.
+        """
         with contextlib.suppress(OSError):
             self.control.send(word, body)
 

@@ -268,8 +268,10 @@ class Pool:
         call.number, call.generation, call.packed = number, generation, None
         call.others = {member.rank for member in members} - {*call.ranks}
         self._note_begin(call)
+        # From here on all ranks get it, even if a limit delays it: `flush` does not raise
         for wire, letter in letters:
-            wire.post(letter)
+            wire.enqueue(letter)
+            wire.flush()
             self.events.watch_for_room(wire)
         self.events.wake_in_time()
 

@@ -191,18 +191,22 @@ class Wire:
             OSError: If this process has reached a limit. The message is dropped.
         """
         is_first = not self._unsent
-        first = letter.pieces[0]
-        self._unsent.append(_Unsent(first, letter, letter.file is not None))
-        for piece in letter.pieces[1:]:
-            self._unsent.append(_Unsent(piece, letter, brings_file=False))
+        self.enqueue(letter)
         try:
             return self._send_unsent()
         except OSError:
-            if is_first and self._unsent[0].data is first:  # nothing of it has left
+            if is_first and self._unsent[0].data is letter.pieces[0]:  # nothing of it has left
                 self._unsent.clear()
                 self.drop(letter)
                 raise
             return True  # the rest leaves later, when the limit allows it
+
+    def enqueue(self, letter: Letter) -> None:
+        """Have a message leave with the next `flush`, after those before it."""
+        first, *others = letter.pieces
+        self._unsent.append(_Unsent(first, letter, letter.file is not None))
+        for piece in others:
+            self._unsent.append(_Unsent(piece, letter, brings_file=False))
 
     def flush(self) -> bool:
         """Send what has not left, as far as the socket takes it.

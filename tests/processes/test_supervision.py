@@ -7,12 +7,10 @@ import linecache
 import logging
 import os
 import random
-import resource
 import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +20,7 @@ from torch import nn
 from parawrap import LaunchError, LaunchTimeoutError, RankDiedError, wrapper
 from parawrap.processes import fork_server
 from parawrap.processes.wire import Wire
+from tests.helpers.limits import files_left
 from tests.helpers.pools import processes
 from tests.helpers.processes import SILENT_S, ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -243,24 +242,6 @@ def test_forks_during_a_start():
 
 
 # -- limits of this process
-
-
-@contextmanager
-def files_left(count):
-    """Leave this process so many descriptors."""
-    before, kept = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 40, before[1]))
-    try:
-        with suppress(OSError):
-            while True:
-                kept.append(os.open(os.devnull, os.O_RDONLY))
-        for _ in range(count):
-            os.close(kept.pop())
-        yield
-    finally:
-        for file in kept:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_limit_on_files_fails_a_call():

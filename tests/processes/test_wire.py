@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import resource
 import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.shared_memory import MOST_KEPT, Block
 from parawrap.processes.wire import LOST, NEWS, Wire
+from tests.helpers.limits import files_left
 
 MIB = 1 << 20
 TENSORS = {"small": 100, "inline": 8_000, "slab": 20_000, "large": 3 * MIB}
@@ -161,33 +160,16 @@ def test_rank_waits_for_room(pair):
 # -- limits
 
 
-@contextmanager
-def no_more_files(free=0):
-    before, kept = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 20, before[1]))
-    try:
-        with suppress(OSError):
-            while True:
-                kept.append(os.open(os.devnull, os.O_RDONLY))
-        for _ in range(free):
-            os.close(kept.pop())
-        yield
-    finally:
-        for file in kept:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_limit_on_files(text, pair):
     """The sender raises, or the reader gets the message with an error. The connection works on."""
     sender, reader = pair()
     tensor = torch.randn(TENSORS["slab"])
     item, block = packed(tensor)
-    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+    with files_left(), pytest.raises(OSError, match="Too many open files"):
         sender.send("word", (TEXTS[text], item), block)
     assert sender.send("word", (TEXTS[text], item), block)
-    with no_more_files():
+    with files_left():
         message = one_message(reader)
     assert message.word == ("word" if text == "short" else LOST)
     assert message.error is not None
