@@ -1,4 +1,5 @@
-"""Run a function once per rank, in processes on this machine or a cluster, and return every rank's result.
+"""Run a function once per rank, in processes on this machine or a cluster, and return every rank's
+result.
 
 This package starts processes, connects them, and ends them. It does not depend on modules or lanes.
 """

@@ -26,8 +26,8 @@ from parawrap.errors import PlatformError
 class Device(enum.StrEnum):
     """A kind of device. Members equal their lower-case names.
 
-    ``AUTO`` selects the first of GPU, MPS, and CPU that this machine has. ``SLURM`` and ``RAY`` name launchers: `Platform`
-    accepts them as ``device=`` and sets ``launcher=`` instead.
+    ``AUTO`` selects the first of GPU, MPS, and CPU that this machine has. ``SLURM`` and ``RAY``
+    name launchers: `Platform` accepts them as ``device=`` and sets ``launcher=`` instead.
 
     >>> Device("cpu") is Device.CPU, Device.CPU == "cpu", Device.from_str("GPU")
     (True, True, <Device.GPU: 'gpu'>)
@@ -67,7 +67,10 @@ def visible(kind: Device) -> int:
 
 
 def rank_device(kind: Device, local_rank: int) -> torch.device:
-    """Return the device for a rank's tensors. It is the CPU on NeuronCores that are not torch devices."""
+    """Return the device for a rank's tensors.
+
+    It is the CPU on NeuronCores that are not torch devices.
+    """
     if kind is Device.GPU:
         return torch.device("cuda", local_rank)
     if kind is Device.NEURON and neuron_is_device():
@@ -89,18 +92,27 @@ def core_of(local_rank: int) -> str:
     """
     found = _neuron_cores()
     if local_rank >= len(found):
-        msg = f"n_gpus: local rank {local_rank} has no NeuronCore, as this node has {len(found)}; give at most {len(found)}"
+        msg = (
+            f"n_gpus: local rank {local_rank} has no NeuronCore, as this node has {len(found)}; "
+            f"give at most {len(found)}"
+        )
         raise PlatformError(msg)
     return str(found[local_rank])
 
 
 def _neuron_cores() -> list[int]:
-    """Return the numbers of the NeuronCores that this process may use; empty without a Neuron device.
+    """Return the numbers of the NeuronCores that this process may use; empty without a Neuron
+    device.
 
-    PARAWRAP_NEURON_RUNTIME=host emulates NeuronCores: 2 by default, or those that the environment names.
+    PARAWRAP_NEURON_RUNTIME=host emulates NeuronCores: 2 by default, or those that the environment
+    names.
     """
     emulated = emulates_cores()
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
     given = read_core_numbers()
-    return list(range(EMULATED_CORES if emulated else count_listed_cores())) if given is None else given
+    return (
+        list(range(EMULATED_CORES if emulated else count_listed_cores()))
+        if given is None
+        else given
+    )

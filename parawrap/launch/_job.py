@@ -13,10 +13,17 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.processes.script_globals import PackedCall, SentScript
 
-_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
+_SUSPENDS = (
+    inspect.CO_COROUTINE
+    | inspect.CO_GENERATOR
+    | inspect.CO_ASYNC_GENERATOR
+    | inspect.CO_ITERABLE_COROUTINE
+)
 
 DECORATED: dict[type, Callable[..., Job]] = {}
-"""Classes of functions that are decorated for launches, with a function that makes the job of a call."""
+"""Classes of functions that are decorated for launches, with a function that makes the job of a
+call.
+"""
 
 _log = logging.getLogger("parawrap.launch")
 
@@ -29,7 +36,8 @@ class Job:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         number: The number of the launch among those of `map`. It stands in front of the output.
-        beside: The number of launches that run on this machine at the same time, and share its cores.
+        beside: The number of launches that run on this machine at the same time, and share its
+            cores.
     """
 
     platform: Platform
@@ -52,7 +60,10 @@ class Job:
         sent = copy.copy(self.platform)
         object.__setattr__(sent, "upon_finish", None)
         object.__setattr__(sent, "slurm_additional_parameters", None)
-        if sent.device in (Device.GPU, Device.NEURON):  # fixed here: a rank may see only its own device
+        if sent.device in (
+            Device.GPU,
+            Device.NEURON,
+        ):  # fixed here: a rank may see only its own device
             object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
         return sent
 
@@ -64,33 +75,48 @@ class Job:
         """Pickle the call, with the globals that its ranks lack.
 
         Raises:
-            UnsendableError: If the function or an argument cannot be pickled. The message names the unpicklable part.
+            UnsendableError: If the function or an argument cannot be pickled. The message names the
+                unpicklable part.
         """
         function = self.function if self.sent_as is None else self.sent_as
         return (script or SentScript()).pack_call(function, self.args, self.kwargs, self.bound_to)
 
     def finish(self) -> None:
-        """Call ``upon_finish`` after all ranks have returned. Log its exception, so that the results are not lost."""
+        """Call ``upon_finish`` after all ranks have returned.
+
+        Log its exception, so that the results are not lost.
+        """
         try:
             if self.platform.upon_finish is not None:
                 self.platform.upon_finish()
         except Exception:  # noqa: BLE001 (user code may raise anything)
-            _log.exception("upon_finish failed after all ranks of %s had returned; their results are kept", self.name)
+            _log.exception(
+                "upon_finish failed after all ranks of %s had returned; their results are kept",
+                self.name,
+            )
 
 
 def check_function(function: Any, face: str = "ranks cannot run") -> None:
-    """Raise TypeError if ranks cannot run this object, or cannot send what it returns. `face` begins the message."""
+    """Raise TypeError if ranks cannot run this object, or cannot send what it returns.
+
+    `face` begins the message.
+    """
     if not callable(function):
         msg = f"{face} {function!r}, which is not callable. Give it a function"
         raise TypeError(msg)
     code = getattr(function, "__code__", None)
     if code is not None and code.co_flags & _SUSPENDS:
-        msg = f"{function.__qualname__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
+        msg = (
+            f"{function.__qualname__} returns a coroutine or a generator, which a rank cannot "
+            "send. Return values instead"
+        )
         raise TypeError(msg)
 
 
-def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
+def check_signature(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise Python's TypeError if the arguments do not match, before any rank starts."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature
@@ -99,6 +125,11 @@ def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         msg = f"{getattr(function, '__name__', function)}() {error}"
-        if next(iter(signature.parameters), "") == "cls" and not isinstance(next(iter(args), type), type):
-            msg += ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, dry_run, and inline"
+        if next(iter(signature.parameters), "") == "cls" and not isinstance(
+            next(iter(args), type), type
+        ):
+            msg += (
+                ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, "
+                "dry_run, and inline"
+            )
         raise TypeError(msg) from None

@@ -34,7 +34,9 @@ def launch(job: Job) -> Launch[Any]:
 
 
 def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[Any]] | None:
-    """Submit jobs of one platform as a job array. Return None if the platform's launcher does not support arrays.
+    """Submit jobs of one platform as a job array.
+
+    Return None if the platform's launcher does not support arrays.
 
     Raises:
         LaunchError: If the jobs cannot be submitted. The failed attempt leaves nothing behind.
@@ -47,7 +49,9 @@ def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[A
 
 
 def runs_here(job: Job) -> bool:
-    """True if the job's ranks run on this machine, or in processes that torchrun, srun, or mpirun started."""
+    """True if the job's ranks run on this machine, or in processes that torchrun, srun, or mpirun
+    started.
+    """
     return launcher_name(job.platform) in ("local", "env")
 
 

@@ -37,51 +37,63 @@ class Platform:
 
     Args:
         name: The name of the job on a Slurm or Ray cluster.
-        device: The kind of device: ``"cpu"``, ``"gpu"`` or ``"cuda"`` (the same), ``"mps"``, or ``"neuron"``. Each rank
-            gets one. On NeuronCores without torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
-            ``"auto"`` selects the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that
-            launcher, with GPUs if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with
+        device: The kind of device: ``"cpu"``, ``"gpu"`` or ``"cuda"`` (the same), ``"mps"``, or
+            ``"neuron"``. Each rank gets one. On NeuronCores without torch devices, its tensors stay
+            on the CPU, and it sees its core as nc:0. ``"auto"`` selects the first of GPU, MPS, and
+            CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs if
+            `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with
             ``Device.from_str(name)``.
-        launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job. ``"ray"`` reserves
-            resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
-            None selects ``"env"`` in such a process and ``"local"`` elsewhere.
+        launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job.
+            ``"ray"`` reserves resources of a Ray cluster. ``"env"`` runs the function in the
+            processes that torchrun, srun, or mpirun started. None selects ``"env"`` in such a
+            process and ``"local"`` elsewhere.
         partition: The Slurm partition.
-        n_nodes: The number of machines. All run the same number of ranks. With ``launcher="local"``, the ranks of all nodes
-            run on this machine, to try out a function for a cluster.
-        n_gpus: The number of accelerators per node, with one rank each. None uses all that are visible.
-        n_cpus: With ``device="cpu"``, the number of ranks per node. Otherwise the number of CPU threads per rank; 1 gives
-            each rank an equal share of the cores.
+        n_nodes: The number of machines. All run the same number of ranks. With
+            ``launcher="local"``, the ranks of all nodes run on this machine, to try out a function
+            for a cluster.
+        n_gpus: The number of accelerators per node, with one rank each. None uses all that are
+            visible.
+        n_cpus: With ``device="cpu"``, the number of ranks per node. Otherwise the number of CPU
+            threads per rank; 1 gives each rank an equal share of the cores.
         ram: Memory per node in GB (1024 MB), for Slurm and Ray.
-        ipc_protocol: The store where ranks meet: ``"file"`` (in a private folder) or ``"tcp"`` (on a port). None selects
-            ``"tcp"`` with several nodes, on Ray, or if `master_addr` or `master_port` is given, and ``"file"`` otherwise.
-            All users of a machine can connect to a port.
-        master_addr: The address that the TCP store listens on. None selects the loopback interface; on a cluster, an
-            address that the other nodes can reach.
+        ipc_protocol: The store where ranks meet: ``"file"`` (in a private folder) or ``"tcp"`` (on
+            a port). None selects ``"tcp"`` with several nodes, on Ray, or if `master_addr` or
+            `master_port` is given, and ``"file"`` otherwise. All users of a machine can connect to
+            a port.
+        master_addr: The address that the TCP store listens on. None selects the loopback interface;
+            on a cluster, an address that the other nodes can reach.
         master_port: The port of the TCP store. 0 selects a free port.
-        ipc_groups: ``[]`` puts all ranks into one process group. Lists of global ranks make one group per list;
-            ``current_rank().group`` is the rank's group, or None if no list contains the rank. None makes no group.
+        ipc_groups: ``[]`` puts all ranks into one process group. Lists of global ranks make one
+            group per list; ``current_rank().group`` is the rank's group, or None if no list
+            contains the rank. None makes no group.
         backend: The torch.distributed backend. None selects gloo, and NCCL in addition on GPUs.
-        seed: The seed of Python, NumPy, torch, and the accelerators in every rank, so that models start equal.
-            ``"script"`` takes the seed of the launching script, ``torch.initial_seed()``: the last one that it gave to
-            ``torch.manual_seed``, or else the random one that torch drew. None seeds each rank differently.
-        timeout_min: Minutes until the launch ends with ``LaunchTimeoutError``, counted from the start of its ranks. Time in
-            a queue does not count.
-        slurm_additional_parameters: More options of the batch job: submitit's parameters (``{"account": "lab"}``), or
-            ``sbatch`` options by their long names.
-        console_logs: A folder for log files. Each launch makes a subfolder with one file per rank: ``rank-0.log``, and so
-            on.
+        seed: The seed of Python, NumPy, torch, and the accelerators in every rank, so that models
+            start equal. ``"script"`` takes the seed of the launching script,
+            ``torch.initial_seed()``: the last one that it gave to ``torch.manual_seed``, or else
+            the random one that torch drew. None seeds each rank differently.
+        timeout_min: Minutes until the launch ends with ``LaunchTimeoutError``, counted from the
+            start of its ranks. Time in a queue does not count.
+        slurm_additional_parameters: More options of the batch job: submitit's parameters
+            (``{"account": "lab"}``), or ``sbatch`` options by their long names.
+        console_logs: A folder for log files. Each launch makes a subfolder with one file per rank:
+            ``rank-0.log``, and so on.
         verbose: True to show the ranks' output, with the rank in front of each line.
-        print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the output of every rank.
-        upon_finish: Called without arguments in this process after all ranks have returned. Its exceptions are logged.
+        print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the
+            output of every rank.
+        upon_finish: Called without arguments in this process after all ranks have returned. Its
+            exceptions are logged.
         max_restarts: The number of times that the whole group restarts after a rank fails.
-        grace_s: Seconds for ranks to clean up before they are killed, and to save when they are preempted.
-        hang_timeout_s: End the launch with ``LaunchTimeoutError`` if, for this many seconds, no rank writes output and no
-            main thread makes progress in its Python code.
-        ipc_timeout_min: Minutes that a collective of the process groups may wait for other ranks before it raises. Set it
-            if, for example, rank 0 prepares data for an hour. None leaves torch's defaults: 30 with gloo, 10 with NCCL.
+        grace_s: Seconds for ranks to clean up before they are killed, and to save when they are
+            preempted.
+        hang_timeout_s: End the launch with ``LaunchTimeoutError`` if, for this many seconds, no
+            rank writes output and no main thread makes progress in its Python code.
+        ipc_timeout_min: Minutes that a collective of the process groups may wait for other ranks
+            before it raises. Set it if, for example, rank 0 prepares data for an hour. None leaves
+            torch's defaults: 30 with gloo, 10 with NCCL.
 
     Raises:
-        PlatformError: If a value is not allowed. The message names the field, its value, and the allowed values.
+        PlatformError: If a value is not allowed. The message names the field, its value, and the
+            allowed values.
 
     >>> platform = Platform(device="cpu", n_cpus=4)
     >>> platform.world_size
@@ -129,8 +141,12 @@ class Platform:
 
     def __repr__(self) -> str:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
-        ordinary = {each.name: () if each.name == "ipc_groups" else each.default for each in fields(self)}
-        shown = {name: value for name, value in given.items() if value != ordinary[name]} | {"device": str(self.device)}
+        ordinary = {
+            each.name: () if each.name == "ipc_groups" else each.default for each in fields(self)
+        }
+        shown = {name: value for name, value in given.items() if value != ordinary[name]} | {
+            "device": str(self.device)
+        }
         return f"Platform({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
@@ -153,7 +169,9 @@ class Platform:
     @property
     def leaves_counts_open(self) -> bool:
         """True if the platform adopts the rank count of the world that this process runs in."""
-        return self.n_nodes == 1 and (self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None)
+        return self.n_nodes == 1 and (
+            self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None
+        )
 
     @property
     def requires_ipc(self) -> bool:
@@ -161,10 +179,12 @@ class Platform:
         return self.ipc_groups is not None
 
     def open(self) -> Ranks:
-        """Start the ranks, and return a handle that calls functions on them any number of times. See `Ranks`.
+        """Start the ranks, and return a handle that calls functions on them any number of times.
 
-        The fields of the platform hold for all calls: `seed` for the life of the ranks, and `timeout_min` and
-        `hang_timeout_s` for each call.
+        See `Ranks`.
+
+        The fields of the platform hold for all calls: `seed` for the life of the ranks, and
+        `timeout_min` and `hang_timeout_s` for each call.
 
         Raises:
             PlatformError: If the launcher is ``"slurm"`` or ``"env"``, or `max_restarts` is not 0.
@@ -188,7 +208,11 @@ class Platform:
             return self.backend
         if self.device == Device.GPU:
             return "cpu:gloo,cuda:nccl"
-        offers_neuron = self.device == Device.NEURON and neuron_is_device() and dist.is_backend_available("neuron")
+        offers_neuron = (
+            self.device == Device.NEURON
+            and neuron_is_device()
+            and dist.is_backend_available("neuron")
+        )
         return "cpu:gloo,neuron:neuron" if offers_neuron else "gloo"
 
 
@@ -221,11 +245,19 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "give a port number below 65536, or 0 for any free one",
     ),
     "seed": (
-        lambda value: value in (None, "script") or (type(value) is int and -(1 << 63) <= value < 1 << 64),
+        lambda value: (
+            value in (None, "script") or (type(value) is int and -(1 << 63) <= value < 1 << 64)
+        ),
         "give a whole number of 64 bits, 'script', or None",
     ),
-    "max_restarts": (lambda value: isinstance(value, int) and value >= 0, "give a number of restarts, at least 0"),
-    "launcher": (lambda value: value in (None, "env", "local", "ray", "slurm"), "give env, local, ray or slurm, or None"),
+    "max_restarts": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "give a number of restarts, at least 0",
+    ),
+    "launcher": (
+        lambda value: value in (None, "env", "local", "ray", "slurm"),
+        "give env, local, ray or slurm, or None",
+    ),
     "ipc_protocol": (lambda value: value in (None, "tcp", "file"), "give tcp or file, or None"),
     "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
     "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),
@@ -236,7 +268,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "give a number of seconds, at least 0",
     ),
 }
-"""The values that a field accepts, as a function and in words. Other fields are checked where they are used."""
+"""The values that a field accepts, as a function and in words.
+
+Other fields are checked where they are used.
+"""
 
 
 def _set_device(platform: Platform) -> None:
@@ -252,8 +287,8 @@ def _set_device(platform: Platform) -> None:
             _refuse(
                 "launcher",
                 platform.launcher,
-                f"device={str(platform.device)!r} names the launcher already: leave one of them out, or give 'local' to "
-                "start the ranks on this machine",
+                f"device={str(platform.device)!r} names the launcher already: leave one of them "
+                "out, or give 'local' to start the ranks on this machine",
             )
         _set(platform, "launcher", platform.launcher or kind.value)
     if is_cluster or (kind is Device.AUTO and platform.launcher in _ELSEWHERE):
@@ -274,11 +309,13 @@ def _check_launcher(platform: Platform) -> None:
         _refuse(
             "n_nodes",
             platform.n_nodes,
-            "ranks start on this machine: give 1, or launcher='local' to start those of all nodes here, or the launcher "
-            "'slurm' or 'ray'",
+            "ranks start on this machine: give 1, or launcher='local' to start those of all "
+            "nodes here, or the launcher 'slurm' or 'ray'",
         )
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
-        _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
+        _refuse(
+            "ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'"
+        )
 
 
 def _starts_here(platform: Platform) -> bool:
@@ -288,41 +325,81 @@ def _starts_here(platform: Platform) -> bool:
 
 def _set_ranks(platform: Platform) -> None:
     """Check the ranks of `ipc_groups` and `print_ranks`, and keep them as tuples."""
-    groups, shown, size, world = platform.ipc_groups, platform.print_ranks, platform.world_size, find_world()
+    groups, shown, size, world = (
+        platform.ipc_groups,
+        platform.print_ranks,
+        platform.world_size,
+        find_world(),
+    )
     if world is not None and platform.launcher in (None, "env") and platform.leaves_counts_open:
         size = world.world_size
     if groups is not None:
         if isinstance(groups, str) or not all(
-            isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group) for group in groups
+            isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group)
+            for group in groups
         ):
-            _refuse("ipc_groups", groups, "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]")
+            _refuse(
+                "ipc_groups",
+                groups,
+                "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]",
+            )
         ranks = list(chain.from_iterable(groups))
         if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
-            _refuse("ipc_groups", groups, f"rank {min(twice)} appears twice: put each rank into one group at most")
+            _refuse(
+                "ipc_groups",
+                groups,
+                f"rank {min(twice)} appears twice: put each rank into one group at most",
+            )
         if missing := [rank for rank in ranks if not 0 <= rank < size]:
-            _refuse("ipc_groups", groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")
+            _refuse(
+                "ipc_groups",
+                groups,
+                f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
+            )
         _set(platform, "ipc_groups", tuple(map(tuple, groups)))
     if shown is not None:
         if isinstance(shown, (str, int)) or not set(shown) <= set(range(size)):
-            _refuse("print_ranks", shown, f"give None, or global ranks from 0 to {size - 1}, such as (0,)")
+            _refuse(
+                "print_ranks",
+                shown,
+                f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
+            )
         _set(platform, "print_ranks", tuple(shown))
 
 
 def _check_visible(platform: Platform, given: str) -> None:
-    """Check the counts against this machine's devices. `given` is the device as the user named it."""
+    """Check the counts against this machine's devices.
+
+    `given` is the device as the user named it.
+    """
     kind, n_gpus = Device(platform.device), platform.n_gpus
     if kind is Device.CPU and n_gpus is not None:
-        _refuse("n_gpus", n_gpus, f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count")
+        _refuse(
+            "n_gpus",
+            n_gpus,
+            f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count",
+        )
     if kind is Device.CPU:
         return
     there = visible(kind)
     if not _starts_here(platform):
         if platform.launcher in _ELSEWHERE and n_gpus is None:
-            _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
+            _refuse(
+                "n_gpus",
+                None,
+                (
+                    "this machine cannot count the accelerators of a cluster node: give a number "
+                    "per node"
+                ),
+            )
     elif there == 0:
         cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
         cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
         _refuse("device", given, f"this machine has no visible {kind.value}: {cure}")
     elif (n_gpus or 0) > there:
         more = " on all nodes together" if platform.launcher == "local" else ""
-        _refuse("n_gpus", n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}")
+        _refuse(
+            "n_gpus",
+            n_gpus,
+            f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}",
+        )

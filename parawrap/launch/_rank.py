@@ -30,8 +30,10 @@ class Rank:
         node: The node's number, from 0.
         world_size: The number of ranks.
         device: The device for this rank's tensors. A GPU is already the current CUDA device.
-        group: The process group of this rank: all ranks, or its group in ``Platform.ipc_groups``. None without a group.
-        platform: The launch's platform, without ``upon_finish`` and ``slurm_additional_parameters``.
+        group: The process group of this rank: all ranks, or its group in ``Platform.ipc_groups``.
+            None without a group.
+        platform: The launch's platform, without ``upon_finish`` and
+            ``slurm_additional_parameters``.
         restart: The number of earlier attempts.
         preemption: The state behind `should_checkpoint`.
 
@@ -55,13 +57,17 @@ class Rank:
     preemption: Preemption | None = field(default=None, repr=False, compare=False)
 
     def should_checkpoint(self) -> bool:
-        """True if the launch is about to lose its machines and should save now. Call it once per loop iteration.
+        """True if the launch is about to lose its machines and should save now.
 
-        It becomes True in the same iteration in every rank, so no rank waits alone in a collective, and stays True. Until
-        then, a call sends no message. Afterwards the rank has the platform's ``grace_s`` to save and to call `requeue`.
+        Call it once per loop iteration.
 
-        A cluster's preemption or time limit causes it. `Launch.preempt` simulates it with any launcher. If the function
-        runs in your own process (``inline``, torchrun, srun), send SIGUSR2 to a rank.
+        It becomes True in the same iteration in every rank, so no rank waits alone in a collective,
+        and stays True. Until then, a call sends no message. Afterwards the rank has the platform's
+        ``grace_s`` to save and to call `requeue`.
+
+        A cluster's preemption or time limit causes it. `Launch.preempt` simulates it with any
+        launcher. If the function runs in your own process (``inline``, torchrun, srun), send
+        SIGUSR2 to a rank.
 
         >>> import json, pathlib
         >>> from parawrap import Platform, current_rank, wrapper
@@ -79,10 +85,13 @@ class Rank:
         return self.preemption is not None and self.preemption.is_due()
 
     def requeue(self) -> NoReturn:
-        """End this rank. The launch restarts with the same arguments once every rank has called this.
+        """End this rank.
 
-        Ranks that do not call it within ``grace_s`` are ended. After the restart, ``current_rank().restart`` is one higher.
-        Save everything that the next attempt needs before the call. ``finally`` blocks run.
+        The launch restarts with the same arguments once every rank has called this.
+
+        Ranks that do not call it within ``grace_s`` are ended. After the restart,
+        ``current_rank().restart`` is one higher. Save everything that the next attempt needs before
+        the call. ``finally`` blocks run.
         """
         raise RequeueRequested
 
@@ -92,7 +101,10 @@ class Rank:
 
 
 IN_RANK = "PARAWRAP_IN_RANK"
-"""The environment variable with a rank's process id. A child of a rank inherits it, but has a different process id."""
+"""The environment variable with a rank's process id.
+
+A child of a rank inherits it, but has a different process id.
+"""
 
 _current: Rank | None = None
 
@@ -113,8 +125,9 @@ def current_rank() -> Rank:
     """
     if _current is None:
         msg = (
-            "current_rank() was called in a process that is not a rank: call it in a function decorated with "
-            "@wrapper(Platform(...)), or call that function with .inline(...) to run it here as rank 0 of 1"
+            "current_rank() was called in a process that is not a rank: call it in a function "
+            "decorated with @wrapper(Platform(...)), or call that function with .inline(...) to "
+            "run it here as rank 0 of 1"
         )
         raise LaunchError(msg)
     return _current

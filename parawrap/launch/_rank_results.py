@@ -33,6 +33,9 @@ class RankResults(tuple[R, ...]):
         return f"RankResults({', '.join([*shown, *more])})"
 
     def _repr_html_(self) -> str:
-        rows = [(f"{rank}", type(value).__name__, shorten(safe_repr(value), _LONGEST)) for rank, value in enumerate(self)]
+        rows = [
+            (f"{rank}", type(value).__name__, shorten(safe_repr(value), _LONGEST))
+            for rank, value in enumerate(self)
+        ]
         title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()

@@ -1,4 +1,4 @@
-"""Seed the random number generators of a rank, and restore them after a rank ran in this process."""
+"""Seed the random number generators of a rank, and restore them after it ran in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _SEEDS = 2**32  # numpy accepts seeds below this
 def seed_all(seed: int) -> None:
     """Seed Python, torch, the accelerators, and numpy if it is imported."""
     random.seed(seed)
-    if torch.accelerator.current_accelerator() is None:  # torch.manual_seed would format a traceback for a missing CUDA
+    if (
+        torch.accelerator.current_accelerator() is None
+    ):  # torch.manual_seed would format a traceback for a missing CUDA
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)  # the accelerators too
@@ -25,7 +27,9 @@ def seed_all(seed: int) -> None:
 
 
 def seed(platforms: int | Literal["script"] | None) -> None:
-    """Seed with a platform's ``seed``. ``"script"`` is the seed of this process's torch; ranks have that of the script.
+    """Seed with a platform's ``seed``.
+
+    ``"script"`` is the seed of this process's torch; ranks have that of the script.
 
     None draws a random seed, because forked ranks inherit the same state.
     """
@@ -37,11 +41,16 @@ def seed(platforms: int | Literal["script"] | None) -> None:
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random states of Python, numpy, and torch (CPU and this device) at the end of the block."""
+    """Restore the random states of Python, numpy, and torch (CPU and this device) at the end of the
+    block.
+    """
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:
-        exists = device.type != "cpu" and (device.index or 0) < torch.get_device_module(device).device_count()
+        exists = (
+            device.type != "cpu"
+            and (device.index or 0) < torch.get_device_module(device).device_count()
+        )
         with torch.random.fork_rng([device] if exists else [], device_type=device.type):
             yield
     finally:

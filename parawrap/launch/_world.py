@@ -1,4 +1,7 @@
-"""The places of ranks in their world. Those of torchrun, srun, and mpirun are read from environment variables."""
+"""The places of ranks in their world.
+
+Those of torchrun, srun, and mpirun are read from environment variables.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,10 @@ class World(Place):
 
     Attributes:
         name: The name of that launcher, for messages.
-        master_addr: The host of the store. None if it is unknown, and the ranks may run on several machines.
-        master_port: The port of the store. None if the ranks may run on several machines, and could not agree on one.
+        master_addr: The host of the store. None if it is unknown, and the ranks may run on several
+            machines.
+        master_port: The port of the store. None if the ranks may run on several machines, and could
+            not agree on one.
         hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
     """
 
@@ -62,17 +67,20 @@ class _Table(NamedTuple):
     job: tuple[str, ...]
 
 
-# srun sets SLURM_STEP_NUM_TASKS in every step. An sbatch script or a salloc shell is at most a step of one task.
-# MPICH sets no variable that identifies a job.
+# srun sets SLURM_STEP_NUM_TASKS in every step. An sbatch script or a salloc shell is at most a step
+# of one task. MPICH sets no variable that identifies a job.
 _TABLES = (
-    _Table("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", ("TORCHELASTIC_RUN_ID",)),
+    _Table(
+        "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+        ("TORCHELASTIC_RUN_ID",),
+    ),
     _Table(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", None, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     _Table(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
     _Table("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None, ()),
 )  # fmt: skip
@@ -81,11 +89,15 @@ _TABLES = (
 def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     """Return this process's place in its world. Return None if no launcher started it.
 
-    >>> find_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank
+    >>> environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
+    >>> find_world(environ).global_rank
     1
     """
     for table in _TABLES:
-        if not (environ.get(table.global_rank, "").isdecimal() and environ.get(table.world_size, "").isdecimal()):
+        if not (
+            environ.get(table.global_rank, "").isdecimal()
+            and environ.get(table.world_size, "").isdecimal()
+        ):
             continue
         if table.name == "torchrun" or int(environ[table.world_size]) > 1:
             return _world(table, environ)
@@ -104,8 +116,12 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
         node=rank // (per_node or world_size) if node is None else node,
         world_size=world_size,
         ranks_per_node=per_node or 0,
-        restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
-        master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or ("127.0.0.1" if one_machine else None),
+        restart=_number(
+            environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)
+        ),
+        master_addr=environ.get("MASTER_ADDR")
+        or _first_host(environ)
+        or ("127.0.0.1" if one_machine else None),
         master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
@@ -117,7 +133,10 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _ranks_on(node: int, counts: str) -> int | None:
-    """Return the number of ranks on a node. ``2(x3),1`` in Slurm means two on each of three nodes and one on the fourth."""
+    """Return the number of ranks on a node.
+
+    ``2(x3),1`` in Slurm means two on each of three nodes and one on the fourth.
+    """
     each: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         each += [int(count)] * int(times or 1)
@@ -125,7 +144,10 @@ def _ranks_on(node: int, counts: str) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the first host of a Slurm host list. ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
+    """Return the first host of a Slurm host list.
+
+    ``rack[0-1]node[07-09,12],other`` begins with rack0node07.
+    """
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None

@@ -1,4 +1,6 @@
-"""The agreement on when to save, of ranks that no pool watches: on Slurm, and in worlds of torchrun, srun, or mpirun."""
+"""The agreement on when to save, of ranks that no pool watches: on Slurm, and in worlds of
+torchrun, srun, or mpirun.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,13 @@ _REQUESTED = "requested"
 
 
 class Agreement:
-    """One rank's part in the agreement on when to save, while its function runs. A thread looks at the store.
+    """One rank's part in the agreement on when to save, while its function runs.
+
+    A thread looks at the store.
 
     Args:
-        open_store: Opens a connection of the thread's own, since a call that waits blocks its connection.
+        open_store: Opens a connection of the thread's own, since a call that waits blocks its
+            connection.
         rank: This rank.
         world_size: The number of ranks.
     """
@@ -33,7 +38,9 @@ class Agreement:
         self._answers = [f"answered/{each}" for each in range(world_size)]
         self._is_requested = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="parawrap-rank-agreement", daemon=True)
+        self._thread = threading.Thread(
+            target=self._look, name="parawrap-rank-agreement", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -58,10 +65,15 @@ class Agreement:
                         return
                 self.preemption.decide(max(int(store.get(key)) for key in self._answers))
             else:
-                store.set(self._answers[self._rank], "0")  # a later request must not wait for this rank
+                store.set(
+                    self._answers[self._rank], "0"
+                )  # a later request must not wait for this rank
 
     def _await_request(self, store: dist.Store) -> bool:
-        """Wait for a request of this rank or of another one. Return False if the function has ended before."""
+        """Wait for a request of this rank or of another one.
+
+        Return False if the function has ended before.
+        """
         while not self._is_requested:
             if store.check([_REQUESTED]):
                 return True

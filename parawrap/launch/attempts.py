@@ -1,7 +1,7 @@
 """The attempts of a launch, one after the other, on any machines that give ranks.
 
-All ranks restart together, as in torch.distributed.elastic. The ranks of each attempt form a new world, and their
-``restart`` is the number of earlier attempts.
+All ranks restart together, as in torch.distributed.elastic. The ranks of each attempt form a new
+world, and their ``restart`` is the number of earlier attempts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._world import Place
 from parawrap.launch.machines import Machines
 from parawrap.launch.set_up import RankSetUp
-from parawrap.processes.outcomes import Died, Ended, Ending, Raised, Requeued, counts_as_echo, first_failure
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Ending,
+    Raised,
+    Requeued,
+    counts_as_echo,
+    first_failure,
+)
 from parawrap.processes.output import Transcript
 from parawrap.processes.pool import Call, Pool
 from parawrap.processes.rank_process import Assignment
@@ -26,7 +34,10 @@ _log = logging.getLogger("parawrap.launch")
 
 
 class PoolOwner:
-    """Owns pools of ranks for one job, one after the other. One thread runs them. Any thread may call public methods."""
+    """Owns pools of ranks for one job, one after the other.
+
+    One thread runs them. Any thread may call public methods.
+    """
 
     def __init__(self, job: Job, machines: Machines) -> None:
         self._job = job
@@ -53,9 +64,17 @@ class PoolOwner:
 
     @contextlib.contextmanager
     def _open_pool(
-        self, transcripts: Sequence[Transcript], *, restart: int = 0, up_at: float | None = None, stays: bool = False
+        self,
+        transcripts: Sequence[Transcript],
+        *,
+        restart: int = 0,
+        up_at: float | None = None,
+        stays: bool = False,
     ) -> Iterator[Pool | None]:
-        """Wait for machines, and start the ranks. No process is left after the block. Yield None if cancelled before."""
+        """Wait for machines, and start the ranks.
+
+        No process is left after the block. Yield None if cancelled before.
+        """
         job, platform = self._job, self._job.platform
         with self._machines.open(lambda: self._is_cancelled) as hosts:
             if hosts is None:
@@ -65,7 +84,11 @@ class PoolOwner:
             for rank in range(platform.world_size):
                 place = Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
                 set_up = RankSetUp(sent, place, hosts.store, job.beside)
-                assignments.append(Assignment(self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays))
+                assignments.append(
+                    Assignment(
+                        self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays
+                    )
+                )
             self._pool = pool = Pool(
                 hosts.starter,
                 assignments,
@@ -107,7 +130,9 @@ class Attempts(PoolOwner):
 
     def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
         platform = self._job.platform
-        up_at = None if platform.timeout_min is None else time.monotonic() + 60 * platform.timeout_min
+        up_at = (
+            None if platform.timeout_min is None else time.monotonic() + 60 * platform.timeout_min
+        )
         failures = restart = 0
         try:
             while True:
@@ -118,14 +143,26 @@ class Attempts(PoolOwner):
                 if self._is_cancelled:
                     return replace(ending, cancelled=True)
                 failures += not goes_on
-                self._history.append(f"attempt {restart} {summary_of_attempt(ending, is_preempted=is_preempted)}")
+                self._history.append(
+                    f"attempt {restart} {summary_of_attempt(ending, is_preempted=is_preempted)}"
+                )
                 restart += 1
-                _log.warning("%s: %s; its ranks start again (restart %d)", self._job.name, self._history[-1], restart)
+                _log.warning(
+                    "%s: %s; its ranks start again (restart %d)",
+                    self._job.name,
+                    self._history[-1],
+                    restart,
+                )
         finally:
             self._machines.close()
 
-    def _make_attempt(self, transcripts: Sequence[Transcript], restart: int, up_at: float | None) -> tuple[Ending, bool]:
-        """Start the ranks, make the call, and end them. Return how they ended, and True if they were preempted."""
+    def _make_attempt(
+        self, transcripts: Sequence[Transcript], restart: int, up_at: float | None
+    ) -> tuple[Ending, bool]:
+        """Start the ranks, make the call, and end them.
+
+        Return how they ended, and True if they were preempted.
+        """
         with self._open_pool(transcripts, restart=restart, up_at=up_at) as pool:
             if pool is None:
                 return Ending({}, cancelled=True), False
@@ -135,7 +172,9 @@ class Attempts(PoolOwner):
                 pool.preempt()
             ending = pool.set_up()
             if ending.is_success:
-                ending = pool.call(Call(self._job.name, range(self._job.platform.world_size), self._packed))
+                ending = pool.call(
+                    Call(self._job.name, range(self._job.platform.world_size), self._packed)
+                )
             return ending, pool.preempted
 
 
@@ -149,12 +188,19 @@ def may_restart(ending: Ending, platform: Platform, failures: int) -> bool:
 
 
 def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
-    """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
+    """True if ranks requested a restart, or were ended because they did not exit in time after a
+    preemption.
+    """
     failed = first_failure(ending.outcomes)
-    if ending.has_given_up or (failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))):
+    if ending.has_given_up or (
+        failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))
+    ):
         return False
     outcomes = ending.outcomes.values()
-    return any(isinstance(each, Requeued) or (is_preempted and isinstance(each, Ended)) for each in outcomes)
+    return any(
+        isinstance(each, Requeued) or (is_preempted and isinstance(each, Ended))
+        for each in outcomes
+    )
 
 
 def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
@@ -164,4 +210,6 @@ def summary_of_attempt(ending: Ending, *, is_preempted: bool) -> str:
         return "was preempted" if is_preempted else "requested a restart"
     outcome = ending.outcomes[failed]
     assert isinstance(outcome, (Raised, Died))
-    return f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
+    return (
+        f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
+    )

@@ -24,7 +24,9 @@ from parawrap.processes.process_groups import leave_groups
 
 
 def run_inline(job: Job) -> RankResults[Any]:
-    """Call the function in this process. Afterwards restore random states, current device, and process group.
+    """Call the function in this process.
+
+    Afterwards restore random states, current device, and process group.
 
     Nothing is pickled, and exceptions propagate unchanged.
 
@@ -35,14 +37,21 @@ def run_inline(job: Job) -> RankResults[Any]:
     device = rank_device(Device(platform.device), 0)
     if device.type == "cuda" and not torch.cuda.is_available():
         place = f"device={str(platform.device)!r}, launcher={platform.launcher!r}"
-        msg = f"{place}: {job.name} needs a GPU to run inline, and this machine has none: give Platform(device='cpu')"
+        msg = (
+            f"{place}: {job.name} needs a GPU to run inline, and this machine has none: give "
+            "Platform(device='cpu')"
+        )
         raise PlatformError(msg)
     restart, result = 0, None
     with at_signal(lambda: None):  # ignore a signal that arrives between two attempts
         while True:
             rank = Rank(0, 0, 0, 1, device, platform, None, restart, Preemption())
             try:
-                with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
+                with (
+                    preserved_generators(device),
+                    _current_device(device),
+                    _lone_group(platform) as group,
+                ):
                     seed(platform.seed)
                     with acting_as(replace(rank, group=group)), at_signal(partial(_preempt, rank)):
                         result = job.call()
@@ -74,7 +83,9 @@ def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
         yield dist.group.WORLD if platform.requires_ipc else None
         return
     hook = sys.excepthook  # init_process_group replaces it
-    dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1
+    )
     try:
         yield dist.group.WORLD
     finally:

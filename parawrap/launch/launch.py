@@ -65,13 +65,16 @@ class Run(Protocol):
 
 @public
 class Launch(Generic[R]):
-    r"""The handle of running or ended ranks. ``.submit`` of a decorated function returns one. Thread-safe.
+    r"""The handle of running or ended ranks.
 
-    A thread of this process acquires and releases all resources of the launch. So a Ctrl-C in the main thread never leaves
-    anything half done.
+    ``.submit`` of a decorated function returns one. Thread-safe.
+
+    A thread of this process acquires and releases all resources of the launch. So a Ctrl-C in the
+    main thread never leaves anything half done.
 
     Attributes:
-        log_folder: The folder of this launch under ``Platform.console_logs``. None if ``console_logs`` is not set.
+        log_folder: The folder of this launch under ``Platform.console_logs``. None if
+            ``console_logs`` is not set.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
@@ -104,26 +107,31 @@ class Launch(Generic[R]):
         self._transcripts = make_transcripts(
             job.platform, self._printer, self.log_folder, job.number, is_shown=run is not None
         )
-        self._watch = threading.Thread(target=self._watch_ranks, name="parawrap-launch", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_ranks, name="parawrap-launch", daemon=True
+        )
 
     def results(self, timeout: float | None = None) -> RankResults[R]:
         """Wait for the ranks and return their results. May be called again.
 
         Args:
-            timeout: Seconds to wait. None waits until the launch ends. The launch continues after a timeout.
+            timeout: Seconds to wait. None waits until the launch ends. The launch continues after a
+                timeout.
 
         Raises:
             TimeoutError: If the ranks still run after `timeout` seconds.
-            BaseException: If a rank raised: the exception of the rank that failed first, with notes that name the rank.
+            BaseException: If a rank raised: the exception of the rank that failed first, with notes
+                that name the rank.
             RankDiedError: If a rank was killed, or exited without returning.
             LaunchError: If ranks could not be started, or wait for ranks that have exited.
-            LaunchTimeoutError: If the launch exceeded the platform's ``timeout_min`` or ``hang_timeout_s``.
+            LaunchTimeoutError: If the launch exceeded the platform's ``timeout_min`` or
+                ``hang_timeout_s``.
             LaunchCancelledError: If `cancel` was called.
         """
         if not self._has_ended(timeout):
             msg = (
-                f"the ranks of {self._job.name} still run after {timeout} seconds, and they continue: call results() "
-                "again, or cancel()"
+                f"the ranks of {self._job.name} still run after {timeout} seconds, and they "
+                "continue: call results() again, or cancel()"
             )
             raise TimeoutError(msg)
         with self._reading:
@@ -141,7 +149,9 @@ class Launch(Generic[R]):
         try:
             return RankResults(values_of(self._job.name, ending, range(size), size))
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and not getattr(error, "__notes__", ()):  # not the rank's
+            if isinstance(error, KeyboardInterrupt) and not getattr(
+                error, "__notes__", ()
+            ):  # not the rank's
                 raise
             return error
 
@@ -150,28 +160,40 @@ class Launch(Generic[R]):
         return self._ended.is_set()
 
     def cancel(self) -> None:
-        """End the ranks and wait until they have ended. Ranks that do not end within ``grace_s`` are killed."""
+        """End the ranks and wait until they have ended.
+
+        Ranks that do not end within ``grace_s`` are killed.
+        """
         self.request_cancel()
         self._has_ended(None)
 
     def preempt(self) -> None:
-        """Simulate a preemption, without waiting for it. Has no effect on a Slurm job that is still pending.
+        """Simulate a preemption, without waiting for it.
 
-        ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that still run after the platform's
-        ``grace_s`` are ended. The launch then restarts, unless all ranks returned. On Slurm, the job is requeued.
+        Has no effect on a Slurm job that is still pending.
+
+        ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that still run
+        after the platform's ``grace_s`` are ended. The launch then restarts, unless all ranks
+        returned. On Slurm, the job is requeued.
         """
         if self._run is not None and not self.done():
             self._run.preempt()
 
     @property
     def state(self) -> State:
-        """``"pending"`` (waiting for machines), ``"running"``, ``"finished"``, ``"failed"``, or ``"cancelled"``."""
+        """``"pending"`` (waiting for machines), ``"running"``, ``"finished"``, ``"failed"``, or
+        ``"cancelled"``.
+        """
         known = self._known
         if not self.done():
             return "running" if self._run is not None and self._run.has_begun else "pending"
-        if isinstance(known, LaunchCancelledError) or (isinstance(known, Ending) and known.cancelled):
+        if isinstance(known, LaunchCancelledError) or (
+            isinstance(known, Ending) and known.cancelled
+        ):
             return "cancelled"
-        has_failed = isinstance(known, BaseException) or (isinstance(known, Ending) and not known.is_success)
+        has_failed = isinstance(known, BaseException) or (
+            isinstance(known, Ending) and not known.is_success
+        )
         return "failed" if has_failed else "finished"
 
     def logs(self, rank: int) -> str:
@@ -193,7 +215,9 @@ class Launch(Generic[R]):
         return {} if self.done() or self._run is None else self._run.stacks()
 
     def __repr__(self) -> str:
-        return f"<launch of {self._job.name} on {self._job.platform.world_size} ranks: {self.state}>"
+        return (
+            f"<launch of {self._job.name} on {self._job.platform.world_size} ranks: {self.state}>"
+        )
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its state and its last line of output."""
@@ -201,7 +225,9 @@ class Launch(Generic[R]):
             (f"{rank}", self._state_of(rank), shorten(transcript.last_line(), _LONGEST))
             for rank, transcript in enumerate(self._transcripts)
         ]
-        return Table(repr(self)[1:-1], ("rank", "state", "last line"), rows, texts=("state", "last line")).html()
+        return Table(
+            repr(self)[1:-1], ("rank", "state", "last line"), rows, texts=("state", "last line")
+        ).html()
 
     def _state_of(self, rank: int) -> str:
         if rank in self._summaries:
@@ -216,17 +242,30 @@ class Launch(Generic[R]):
     # -- the end of a launch
 
     def request_cancel(self) -> None:
-        """Order the end of the ranks, without waiting for it. A launch whose thread has not started ends here."""
+        """Order the end of the ranks, without waiting for it.
+
+        A launch whose thread has not started ends here.
+        """
         if self._run is None or self.done():
             return
         self._run.cancel()
         if self._claim.acquire(blocking=False):
-            self.end(LaunchCancelledError(f"the launch of {self._job.name} was cancelled: it has no results"))
+            self.end(
+                LaunchCancelledError(
+                    f"the launch of {self._job.name} was cancelled: it has no results"
+                )
+            )
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Wait for the end. In ``upon_finish``, which the watching thread calls, the launch counts as ended."""
+        """Wait for the end.
+
+        In ``upon_finish``, which the watching thread calls, the launch counts as ended.
+        """
         if os.getpid() != self._pid:
-            msg = f"this launch of {self._job.name} belongs to process {self._pid}: use it there, not in a forked child"
+            msg = (
+                f"this launch of {self._job.name} belongs to process {self._pid}: use it there, "
+                "not in a forked child"
+            )
             raise LaunchError(msg)
         if threading.current_thread() is self._watch:
             return True
@@ -285,7 +324,9 @@ def start(launch: Launch[Any]) -> None:
 
 
 def new_log_folder(platform: Platform, name: str) -> Path | None:
-    """Make the log folder of one launch under ``console_logs``. Return None if ``console_logs`` is not set.
+    """Make the log folder of one launch under ``console_logs``.
+
+    Return None if ``console_logs`` is not set.
 
     Args:
         platform: The launch's platform.
@@ -303,14 +344,25 @@ def new_log_folder(platform: Platform, name: str) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     except OSError as error:
-        msg = f"console_logs={str(platform.console_logs)!r} cannot be written to: {error}; give another folder, or None"
+        msg = (
+            f"console_logs={str(platform.console_logs)!r} cannot be written to: {error}; give "
+            "another folder, or None"
+        )
         raise LaunchError(msg) from error
 
 
 def make_transcripts(
-    platform: Platform, printer: Printer, folder: Path | None, number: int | None = None, *, is_shown: bool = True
+    platform: Platform,
+    printer: Printer,
+    folder: Path | None,
+    number: int | None = None,
+    *,
+    is_shown: bool = True,
 ) -> list[Transcript]:
-    """Return a transcript for each rank. The launches of `map` have a number, which stands in front of the output."""
+    """Return a transcript for each rank.
+
+    The launches of `map` have a number, which stands in front of the output.
+    """
     has_prefix = platform.world_size > 1 or number is not None
     launch = "" if number is None else f"{number}/"
     return [

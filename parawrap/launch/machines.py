@@ -9,7 +9,13 @@ from typing import NamedTuple
 from parawrap.launch._platform import Platform
 from parawrap.processes.fork_server import fork_server
 from parawrap.processes.members import Starter
-from parawrap.processes.process_groups import LOOPBACK, StoreAddress, free_port, open_file_store, open_tcp_store
+from parawrap.processes.process_groups import (
+    LOOPBACK,
+    StoreAddress,
+    free_port,
+    open_file_store,
+    open_tcp_store,
+)
 from parawrap.processes.settings import Settings
 
 
@@ -21,7 +27,10 @@ class Hosts(NamedTuple):
 
 
 class Machines:
-    """The machines of a launch, for all of its attempts: this machine. `RayMachines` are those of a cluster."""
+    """The machines of a launch, for all of its attempts: this machine.
+
+    `RayMachines` are those of a cluster.
+    """
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
@@ -54,7 +63,10 @@ class Machines:
 
 
 def uses_port(platform: Platform) -> bool:
-    """True if the ranks of this machine meet at a port. By default they do only if the platform names an address."""
+    """True if the ranks of this machine meet at a port.
+
+    By default they do only if the platform names an address.
+    """
     if platform.ipc_protocol is not None:
         return platform.ipc_protocol == "tcp"
     return platform.master_addr is not None or platform.master_port != 0

@@ -26,7 +26,9 @@ def preview(job: Job) -> str:
         meeting = f"tcp {world.master_addr}:{world.master_port}"
     elif name == "ray":
         strategy = "each on another machine" if platform.n_nodes > 1 else "on one machine"
-        command = f"{platform.n_nodes} bundle(s), {strategy}, {platform.ranks_per_node} rank(s) in each"
+        command = (
+            f"{platform.n_nodes} bundle(s), {strategy}, {platform.ranks_per_node} rank(s) in each"
+        )
         meeting = f"tcp {platform.master_addr or '(this process)'}:{port}"
     elif name == "slurm":
         from parawrap.launch.slurm.batch_job import job_script
@@ -34,9 +36,15 @@ def preview(job: Job) -> str:
         script = job_script(platform)
         command = f"a job of {platform.n_nodes} node(s), {platform.ranks_per_node} rank(s) on each"
         is_file = platform.ipc_protocol == "file"
-        meeting = "file (in the launch folder)" if is_file else f"tcp {platform.master_addr or '(the first node)'}:{port}"
+        meeting = (
+            "file (in the launch folder)"
+            if is_file
+            else f"tcp {platform.master_addr or '(the first node)'}:{port}"
+        )
     else:
-        command = f"{platform.world_size} processes on this machine, forked from one with torch loaded"
+        command = (
+            f"{platform.world_size} processes on this machine, forked from one with torch loaded"
+        )
         address = f"tcp {platform.master_addr or LOOPBACK}:{port}"
         meeting = address if uses_port(platform) else "file (in a new private folder)"
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())

@@ -30,29 +30,34 @@ R = TypeVar("R")
 
 @public
 class Ranks:
-    """Ranks that stay: processes that answer any number of calls. `Platform.open` returns one. Thread-safe.
+    """Ranks that stay: processes that answer any number of calls.
 
-    The ranks start once. Each call runs a function once per rank, as a function decorated with `wrapper` does: with the
-    same arguments, results, output, and errors. Between calls, the ranks keep their process group, their CUDA context,
-    their random numbers, and whatever functions stored, for example in a global variable. Calls of several threads run one
-    after the other.
+    `Platform.open` returns one. Thread-safe.
 
-    **Globals.** A function of ``__main__``, such as one in a cell of a notebook, runs with the globals of the rank's own
-    ``__main__``:
+    The ranks start once. Each call runs a function once per rank, as a function decorated with
+    `wrapper` does: with the same arguments, results, output, and errors. Between calls, the ranks
+    keep their process group, their CUDA context, their random numbers, and whatever functions
+    stored, for example in a global variable. Calls of several threads run one after the other.
 
-    - A call brings the globals that its functions use, if they are bound to other objects here than at the last call, or if
-      they are small lists, dicts, or sets with other contents.
-    - A global that a function assigns (``global model``) belongs to the ranks from then on. To set it from here, pass the
-      value as an argument.
-    - Other objects that changed in place here are not sent again. Bind the name to a new object instead.
+    **Globals.** A function of ``__main__``, such as one in a cell of a notebook, runs with the
+    globals of the rank's own ``__main__``:
 
-    **Settings.** The working folder, the environment, and ``sys.path`` go with a call if they changed here.
+    - A call brings the globals that its functions use, if they are bound to other objects here than
+      at the last call, or if they are small lists, dicts, or sets with other contents.
+    - A global that a function assigns (``global model``) belongs to the ranks from then on. To set
+      it from here, pass the value as an argument.
+    - Other objects that changed in place here are not sent again. Bind the name to a new object
+      instead.
 
-    **Failures.** An exception of the function is raised here, and the ranks stay usable. Other ranks that run Python code
-    are interrupted; those in long C code are waited for. If a rank waited in a collective, all ranks form new process
-    groups before the next call. If a rank dies, or a call exceeds the platform's ``timeout_min`` or ``hang_timeout_s``,
-    which count per call, the ranks end. Ctrl-C raises KeyboardInterrupt in the function of each rank; the ranks stay if all
-    of them answer within ``grace_s``.
+    **Settings.** The working folder, the environment, and ``sys.path`` go with a call if they
+    changed here.
+
+    **Failures.** An exception of the function is raised here, and the ranks stay usable. Other
+    ranks that run Python code are interrupted; those in long C code are waited for. If a rank
+    waited in a collective, all ranks form new process groups before the next call. If a rank dies,
+    or a call exceeds the platform's ``timeout_min`` or ``hang_timeout_s``, which count per call,
+    the ranks end. Ctrl-C raises KeyboardInterrupt in the function of each rank; the ranks stay if
+    all of them answer within ``grace_s``.
 
     Attributes:
         platform: The platform of the ranks.
@@ -93,22 +98,30 @@ class Ranks:
 
     # -- calls
 
-    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
+    def __call__(
+        self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RankResults[R]:
         """Call the function once per rank, wait, and return the value of each rank.
 
         Raises:
-            BaseException: The exception of the rank that failed first, with notes that name the rank.
+            BaseException: The exception of the rank that failed first, with notes that name the
+                rank.
             UnsendableError: If the function, an argument, a result, or a global cannot be sent.
             RankDiedError: If a rank was killed, or exited. The ranks end.
-            LaunchTimeoutError: If the call exceeded ``timeout_min`` or ``hang_timeout_s``. The ranks end.
-            LaunchError: If the ranks are closed, or wait for each other in a collective that others did not call.
+            LaunchTimeoutError: If the call exceeded ``timeout_min`` or ``hang_timeout_s``. The
+                ranks end.
+            LaunchError: If the ranks are closed, or wait for each other in a collective that others
+                did not call.
         """
         return self._call(self._all, function, args, kwargs)
 
     def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
-        """Call the function once per rank, and return a handle without waiting. The call runs after those before it.
+        """Call the function once per rank, and return a handle without waiting.
 
-        `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks. `Launch.preempt` has no effect.
+        The call runs after those before it.
+
+        `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks.
+        `Launch.preempt` has no effect.
         """
         job = self._check(function, args, kwargs)
         launch: Launch[R] = Launch(replace(job, platform=self.platform), None)
@@ -137,7 +150,9 @@ class Ranks:
     def __iter__(self) -> Iterator[OneRank]:
         return (OneRank(self, rank) for rank in self._all)
 
-    def _call(self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankResults[Any]:
+    def _call(
+        self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RankResults[Any]:
         job = self._check(function, args, kwargs)
         request = None
         try:
@@ -173,11 +188,16 @@ class Ranks:
         return job
 
     def _pack(self, job: Job, ranks: Sequence[int], *, detaches: bool = False) -> RanksCall:
-        """Pickle a call. Calls must be submitted in the order of their pickles. `detaches` copies its tensors."""
+        """Pickle a call.
+
+        Calls must be submitted in the order of their pickles. `detaches` copies its tensors.
+        """
         packed = job.pack(self._thread.script)
         if detaches:
             packed.block.detach()
-        return RanksCall(self._thread, Call(job.name, ranks, packed, self._thread.surroundings.changes()))
+        return RanksCall(
+            self._thread, Call(job.name, ranks, packed, self._thread.surroundings.changes())
+        )
 
     def _interrupt(self, request: RanksCall) -> None:
         """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
@@ -191,10 +211,16 @@ class Ranks:
     def _check_open(self, name: str) -> None:
         """Raise an error if the ranks have ended, or this process did not open them."""
         if os.getpid() != self._pid:
-            msg = f"these ranks belong to process {self._pid}: call {name} there, not in a forked child"
+            msg = (
+                f"these ranks belong to process {self._pid}: call {name} there, not in a forked "
+                "child"
+            )
             raise LaunchError(msg)
         if self._is_closed:
-            msg = f"these ranks are closed, and cannot call {name}. Open new ones: Platform(...).open()"
+            msg = (
+                f"these ranks are closed, and cannot call {name}. Open new ones: "
+                "Platform(...).open()"
+            )
             raise LaunchError(msg)
         if self._thread.last is not None or self._thread.ended.is_set():
             raise self._thread.error_of_end(name)
@@ -206,7 +232,8 @@ class Ranks:
         return self._thread.stacks()
 
     def logs(self, rank: int) -> str:
-        """Return all output of a rank so far: standard output and standard error in order of arrival.
+        """Return all output of a rank so far: standard output and standard error in order of
+        arrival.
 
         Raises:
             IndexError: If `rank` is not one of these ranks.
@@ -233,15 +260,19 @@ class Ranks:
             device = rank_device(Device(self.platform.device), rank % self.platform.ranks_per_node)
             state = "ended" if self.state == "ended" else self._thread.state_of(rank)
             rows.append((f"{rank}", str(device), state))
-        return Table(repr(self)[1:-1], ("rank", "device", "state"), rows, texts=("device", "state")).html()
+        return Table(
+            repr(self)[1:-1], ("rank", "device", "state"), rows, texts=("device", "state")
+        ).html()
 
     # -- the end
 
     def close(self) -> None:
-        """End the ranks once they have answered the calls that were submitted, and wait for it. May be called again.
+        """End the ranks once they have answered the calls that were submitted, and wait for it.
 
-        Ranks that do not end within ``grace_s`` are killed. The platform's ``upon_finish`` is called if all ranks ended on
-        their own.
+        May be called again.
+
+        Ranks that do not end within ``grace_s`` are killed. The platform's ``upon_finish`` is
+        called if all ranks ended on their own.
         """
         if os.getpid() != self._pid:
             return
@@ -257,7 +288,12 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
             self._thread.cancel()
         self.close()
@@ -282,7 +318,10 @@ class OneRank:
         self._rank = rank
 
     def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function on this rank, and return its value. Raises as a call of all ranks does."""
+        """Call the function on this rank, and return its value.
+
+        Raises as a call of all ranks does.
+        """
         value: R = self._ranks._call((self._rank,), function, args, kwargs)[0]
         return value
 
@@ -293,25 +332,30 @@ class OneRank:
 def open_ranks(platform: Platform) -> Ranks:
     """Start the ranks of a platform, and return once they can be called."""
     if inside_a_rank() or below_a_rank():
-        msg = "Platform.open was called within a rank: a rank cannot launch ranks. Open them in the launching process"
+        msg = (
+            "Platform.open was called within a rank: a rank cannot launch ranks. Open them in "
+            "the launching process"
+        )
         raise LaunchError(msg)
     name = launcher_name(platform)
     if name == "slurm":
         msg = (
-            "launcher='slurm': a batch job cannot keep ranks for this process. Give launcher='ray' and start Ray in an "
-            "allocation, give launcher='local', or decorate the function with @wrapper(Platform(...))"
+            "launcher='slurm': a batch job cannot keep ranks for this process. Give "
+            "launcher='ray' and start Ray in an allocation, give launcher='local', or decorate "
+            "the function with @wrapper(Platform(...))"
         )
         raise PlatformError(msg)
     if name == "env":
         msg = (
-            "launcher='env': torchrun, srun, or mpirun has started this process as a rank. Call the function directly, "
-            "decorate it with @wrapper(Platform(...)), or give launcher='local' to start further ranks here"
+            "launcher='env': torchrun, srun, or mpirun has started this process as a rank. Call "
+            "the function directly, decorate it with @wrapper(Platform(...)), or give "
+            "launcher='local' to start further ranks here"
         )
         raise PlatformError(msg)
     if platform.max_restarts:
         msg = (
-            f"max_restarts={platform.max_restarts}: ranks that stay cannot restart, because what they keep would be lost. "
-            "Leave max_restarts out, and open new ranks after a failure"
+            f"max_restarts={platform.max_restarts}: ranks that stay cannot restart, because what "
+            "they keep would be lost. Leave max_restarts out, and open new ranks after a failure"
         )
         raise PlatformError(msg)
     end_lost_ranks()

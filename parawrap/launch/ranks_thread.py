@@ -2,13 +2,13 @@
 
 ::
 
-    Ranks ── begin, drive ──► Pool ──► ranks        the caller reads the answers itself
+    Ranks ── begin, drive ──► Pool ──► ranks     the caller reads the answers itself
       │                        ▲
-      └── submit ──► queue ──► RanksThread          the thread does, for calls that wait their turn
+      └── submit ──► queue ──► RanksThread       the thread does, for calls that wait their turn
 
-A call belongs to its caller from `begin` to the end of `drive`, and to the thread otherwise. The thread
-resolves the future of every call on every way out. It refers to no handle, so that ranks whose handle
-is lost end.
+A call belongs to its caller from `begin` to the end of `drive`, and to the thread otherwise. The
+thread resolves the future of every call on every way out. It refers to no handle, so that ranks
+whose handle is lost end.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ class RanksThread(PoolOwner):
             request.end(self.error_of_end(request.call.name))
 
     def interrupt(self, request: RanksCall, *, cancels: bool) -> None:
-        """Raise KeyboardInterrupt in the function of each rank that runs it, or drop a call that has not begun."""
+        """Raise KeyboardInterrupt in the function of each rank that runs it, or drop a call that
+        has not begun.
+        """
         if (pool := self._pool) is not None:
             pool.post(partial(self._interrupt, pool, request, cancels=cancels))
 
@@ -171,7 +173,10 @@ class RanksThread(PoolOwner):
         return self._current is not None or bool(self._queue)
 
     def error_of_end(self, name: str) -> LaunchError:
-        """Return the error of a call that comes after the end of the ranks. It says how they have ended."""
+        """Return the error of a call that comes after the end of the ranks.
+
+        It says how they have ended.
+        """
         died, how = None, "they were closed" if self.last is None else "they were cancelled"
         try:
             if self.error is not None:
@@ -181,9 +186,14 @@ class RanksThread(PoolOwner):
             if self.last is not None and not self.last.cancelled:
                 values_of(self._last_name, self.last, (), len(self.transcripts))
         except BaseException as error:  # noqa: BLE001 (described)
-            how = str(getattr(error, "message", f"{type(error).__name__}: {error}")).partition("\n")[0]
+            how = str(getattr(error, "message", f"{type(error).__name__}: {error}")).partition(
+                "\n"
+            )[0]
             died = error if isinstance(error, RankDiedError) else None
-        msg = f"these ranks have ended, and cannot call {name}. Open new ones: Platform(...).open(). How they ended: {how}"
+        msg = (
+            f"these ranks have ended, and cannot call {name}. Open new ones: "
+            f"Platform(...).open(). How they ended: {how}"
+        )
         if died is not None:
             return RankDiedError(msg, rank=died.rank, signal=died.signal, exit_code=died.exit_code)
         return LaunchError(msg)
@@ -191,7 +201,10 @@ class RanksThread(PoolOwner):
     # -- a caller
 
     def begin(self, request: RanksCall) -> HeldSignals | None:
-        """Send a call from this thread if the ranks are idle: `drive` must follow. Otherwise submit it."""
+        """Send a call from this thread if the ranks are idle:
+
+        `drive` must follow. Otherwise submit it.
+        """
         pool = self._pool
         if pool is None or not self._is_idle:
             self.submit(request)
@@ -216,7 +229,8 @@ class RanksThread(PoolOwner):
         return None
 
     def drive(self, request: RanksCall, held: HeldSignals) -> None:
-        """Read the answers to a call that this thread has begun, until it has ended, or a signal arrives.
+        """Read the answers to a call that this thread has begun, until it has ended, or a signal
+        arrives.
 
         After a signal, the thread of the ranks goes on with the call.
         """
@@ -227,7 +241,7 @@ class RanksThread(PoolOwner):
                 if pool.has_ended(request.call):
                     break
                 pool.events.turn_of_caller()
-        except BaseException as reason:  # noqa: BLE001 (of code that no signal may interrupt: ends the ranks)
+        except BaseException as reason:  # noqa: BLE001 (no signal may interrupt it: ends the ranks)
             error = reason
         if pool is not None:
             self._give_back(pool, request, error)
@@ -248,7 +262,9 @@ class RanksThread(PoolOwner):
             pool.post(partial(_raise, error))
         elif ending is not None:
             request.end(ending)
-            if not (self._queue or self._is_closing or self.last is not None or not ending.is_success):
+            if not (
+                self._queue or self._is_closing or self.last is not None or not ending.is_success
+            ):
                 return  # the thread has nothing to do
         self._wake()
 
@@ -259,7 +275,9 @@ class RanksThread(PoolOwner):
 
     @property
     def _is_idle(self) -> bool:
-        return self._current is None and not self._queue and not self._is_closing and self.last is None
+        return (
+            self._current is None and not self._queue and not self._is_closing and self.last is None
+        )
 
     def _wake(self) -> None:
         if (pool := self._pool) is not None:
@@ -288,7 +306,10 @@ class RanksThread(PoolOwner):
                 self._resolve_all()
 
     def _resolve_all(self) -> None:
-        """Report the end of the ranks to all who wait. No caller waits for ever, whatever ended this thread."""
+        """Report the end of the ranks to all who wait.
+
+        No caller waits for ever, whatever ended this thread.
+        """
         _running.discard(self)
         self.ended.set()
         self.ready.set()
@@ -322,7 +343,9 @@ class RanksThread(PoolOwner):
             pass
         if time.monotonic() >= self._look_at:
             self._look_at = NEVER
-            self._is_closing = self._is_closing or (self.handle is not None and is_lost(self.handle))
+            self._is_closing = self._is_closing or (
+                self.handle is not None and is_lost(self.handle)
+            )
         with pool.events.lock:  # a caller may begin a call until then
             if self._current is not None:
                 return False
@@ -332,7 +355,10 @@ class RanksThread(PoolOwner):
             return self.last is not None or pool.is_ending or (self._is_closing and not self._queue)
 
     def _advance(self, pool: Pool) -> bool:
-        """End the call that has ended, or begin the next. Return False if there is nothing to do now."""
+        """End the call that has ended, or begin the next.
+
+        Return False if there is nothing to do now.
+        """
         ending: Ending | None = None
         error: Exception | None = None
         with pool.events.lock:
@@ -352,13 +378,18 @@ class RanksThread(PoolOwner):
                     pool.begin(request.call)
                 except Exception as reason:  # noqa: BLE001 (nothing was sent)
                     self._forget(request)
-                    self._current, error = None, reason.with_traceback(None)  # its frames hold the arguments
+                    self._current, error = (
+                        None,
+                        reason.with_traceback(None),
+                    )  # its frames hold the arguments
         if (how := ending or error) is not None:
             request.end(how)
         return True
 
     def _forget(self, request: RanksCall) -> None:
-        """Forget what a call should have brought to all ranks, and refuse the calls that rely on it."""
+        """Forget what a call should have brought to all ranks, and refuse the calls that rely on
+        it.
+        """
         self.script.forget(request.packed)
         if not request.packed.is_news:
             return
@@ -386,11 +417,15 @@ class RanksThread(PoolOwner):
     def _interrupt(self, pool: Pool, request: RanksCall, *, cancels: bool) -> None:
         if request is self._current:
             pool.interrupt(request.call, cancels=cancels)
-        else:  # also before it was submitted; in the queue it stays, because later calls rely on its globals
+        # also before it was submitted; in the queue it stays, because later calls rely on its
+        # globals
+        else:
             request.end(Ending({}, cancelled=True))
 
     def _fail_queue(self) -> None:
-        with contextlib.suppress(IndexError):  # it is empty, maybe because another thread was faster
+        with contextlib.suppress(
+            IndexError
+        ):  # it is empty, maybe because another thread was faster
             while True:
                 request = self._queue.popleft()
                 request.end(self.error_of_end(request.call.name))
@@ -398,7 +433,9 @@ class RanksThread(PoolOwner):
 
 def end_lost_ranks() -> None:
     """End the ranks whose handles are lost, and wait for it."""
-    lost = [thread for thread in list(_running) if thread.handle is not None and is_lost(thread.handle)]
+    lost = [
+        thread for thread in list(_running) if thread.handle is not None and is_lost(thread.handle)
+    ]
     for thread in lost:
         thread.close()
     for thread in lost:
@@ -406,7 +443,10 @@ def end_lost_ranks() -> None:
 
 
 def _end_with_interpreter() -> None:
-    """End ranks that the script has left open. It runs before the server ends, which waits for its ranks."""
+    """End ranks that the script has left open.
+
+    It runs before the server ends, which waits for its ranks.
+    """
     threads = list(_running)
     for thread in threads:
         thread.cancel()

@@ -23,7 +23,14 @@ from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
 from parawrap.launch._world import Place
 from parawrap.processes.preemption import Preemption
-from parawrap.processes.process_groups import LOOPBACK, Groups, StoreAddress, break_links, leave_groups, stay_on_loopback
+from parawrap.processes.process_groups import (
+    LOOPBACK,
+    Groups,
+    StoreAddress,
+    break_links,
+    leave_groups,
+    stay_on_loopback,
+)
 
 _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 _ANY_PORT = 9  # nothing is sent there
@@ -36,7 +43,8 @@ class RankSetUp:
     Attributes:
         platform: The launch's platform.
         place: The rank's place.
-        store: The store where the ranks meet; None if they form no process groups and run on several machines.
+        store: The store where the ranks meet; None if they form no process groups and run on
+            several machines.
         beside: The number of launches that share the cores of the rank's machine.
     """
 
@@ -49,13 +57,18 @@ class RankSetUp:
         """Make this process the rank."""
         place, platform = self.place, self.platform
         logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
-        if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
+        if (
+            platform.device == Device.NEURON and not neuron_is_device()
+        ):  # a torch device is chosen by its index
             os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
         share_cores(platform, place.ranks_per_node * self.beside)
         os.environ |= self._variables()
         if place.is_on_one_machine:
             stay_on_loopback()
-        elif self.store is not None and (interface := _interface_to(str(self.store.host))) is not None:
+        elif (
+            self.store is not None
+            and (interface := _interface_to(str(self.store.host))) is not None
+        ):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         become(set_up(place, platform, preemption))
         if self.store is not None and platform.requires_ipc:
@@ -69,11 +82,17 @@ class RankSetUp:
         """Leave all process groups, and join new ones."""
         assert self.store is not None
         rank = current_rank()
-        break_links()  # models of the old groups would take data of collectives that the ranks have left unfinished
+        # models of the old groups would take data of collectives that the ranks have left
+        # unfinished
+        break_links()
         leave_groups()
-        store = dist.PrefixStore(f"{self.place.restart}/{generation}", self.store.open(rank.world_size))
+        store = dist.PrefixStore(
+            f"{self.place.restart}/{generation}", self.store.open(rank.world_size)
+        )
         groups = groups_of(self.platform, is_on_one_machine=self.place.is_on_one_machine)
-        become(replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device)))
+        become(
+            replace(rank, group=groups.join(store, rank.global_rank, rank.world_size, rank.device))
+        )
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables that torchrun sets, because libraries read them."""
@@ -98,8 +117,12 @@ class RankSetUp:
 
 def groups_of(platform: Platform, *, is_on_one_machine: bool) -> Groups:
     """Return the process groups that a platform describes."""
-    timeout = None if platform.ipc_timeout_min is None else timedelta(minutes=platform.ipc_timeout_min)
-    return Groups(platform.process_group_backend, platform.ipc_groups or (), timeout, is_on_one_machine)
+    timeout = (
+        None if platform.ipc_timeout_min is None else timedelta(minutes=platform.ipc_timeout_min)
+    )
+    return Groups(
+        platform.process_group_backend, platform.ipc_groups or (), timeout, is_on_one_machine
+    )
 
 
 def set_up(place: Place, platform: Platform, preemption: Preemption | None = None) -> Rank:
@@ -112,8 +135,9 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
     device = rank_device(kind, place.local_rank)
     if device.index is not None and place.local_rank >= visible(kind):
         msg = (
-            f"rank {place.global_rank} needs {device} of node {place.node} ({socket.gethostname()}), but torch "
-            f"{torch.__version__} sees {visible(kind)} device(s) there: reduce n_gpus, or install a torch for such devices"
+            f"rank {place.global_rank} needs {device} of node {place.node} "
+            f"({socket.gethostname()}), but torch {torch.__version__} sees {visible(kind)} "
+            "device(s) there: reduce n_gpus, or install a torch for such devices"
         )
         raise PlatformError(msg)
     make_current(device)
@@ -123,7 +147,10 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
 
 
 def share_cores(platform: Platform, ranks: int) -> None:
-    """Give this rank its share of the cores, unless the user set one. OMP_NUM_THREADS holds for libraries loaded later."""
+    """Give this rank its share of the cores, unless the user set one.
+
+    OMP_NUM_THREADS holds for libraries loaded later.
+    """
     threads = max(1, usable_cores() // ranks)
     if platform.device != Device.CPU and platform.n_cpus > 1:
         threads = platform.n_cpus
@@ -134,13 +161,19 @@ def share_cores(platform: Platform, ranks: int) -> None:
 
 
 def _interface_to(host: str) -> str | None:
-    """Return the name of the network interface that leads to a host. None if there is none, or only with IPv6."""
+    """Return the name of the network interface that leads to a host.
+
+    None if there is none, or only with IPv6.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         with contextlib.suppress(OSError):
             probe.connect((host, _ANY_PORT))
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                if fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24] == own:
+                if (
+                    fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24]
+                    == own
+                ):
                     return name
     return None

@@ -1,9 +1,12 @@
-"""The env launcher, for a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
+"""The env launcher, for a world that torchrun, srun, or mpirun started.
 
-    call and seed ── gather ──► function ──► value ── gather ──► the values of all ranks, in order of ranks
+This process is one of its ranks already.
 
-The function runs in this process; no process is started. All processes of the world must make the same calls in the same
-order. An exception is raised here, and the launcher of the world ends the other ranks.
+    call and seed ── gather ──► function ──► value ── gather ──► the values of all ranks
+
+The function runs in this process; no process is started. All processes of the world must make the
+same calls in the same order. An exception is raised here, and the launcher of the world ends the
+other ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 from parawrap.processes.process_groups import break_links, leave_groups, stay_on_loopback
 
-_LINGER_S = 1.0  # for ranks in a collective of the function to end it before this one, which has returned, leaves it
+# for ranks in a collective of the function to end it before this one, which has returned, leaves it
+_LINGER_S = 1.0
 _SHORT_S = 0.01
 _LONG = timedelta(days=365)  # a rank may take any time for the function
 _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
@@ -52,7 +56,9 @@ def launch_here(job: Job) -> Launch[Any]:
     """Call the function as this process's rank. A request to restart calls it again."""
     world = require_world()
     fitted = fit_job(job, world)
-    with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
+    with at_signal(
+        lambda: None
+    ):  # ignore a signal that arrives between two calls, or after the last one
         while (outcome := _run(fitted, world)) is None:
             world = replace(world, restart=world.restart + 1)
     if isinstance(outcome, RankResults) and world.global_rank == 0:
@@ -71,14 +77,15 @@ def require_world() -> World:
     world = find_world()
     if world is None:
         msg = (
-            "launcher='env' needs a process that torchrun, srun, or mpirun started, and this process was started without "
-            "them: start it with one of them, or leave launcher out"
+            "launcher='env' needs a process that torchrun, srun, or mpirun started, and this "
+            "process was started without them: start it with one of them, or leave launcher out"
         )
         raise LaunchError(msg)
     if world.master_addr is None or world.master_port is None:
         msg = (
-            f"{world.name} started {world.world_size} ranks, maybe on several machines, and did not say where they meet: "
-            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same in all ranks"
+            f"{world.name} started {world.world_size} ranks, maybe on several machines, and did "
+            "not say where they meet: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
+            "free port there, the same in all ranks"
         )
         raise LaunchError(msg)
     return world
@@ -93,13 +100,19 @@ def fit_job(job: Job, world: World) -> Job:
     platform = job.platform
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
-            f"the platform specifies {platform.world_size} ranks, but {world.name} started {world.world_size}: "
-            f"start {platform.world_size}, or leave n_nodes, n_cpus, and n_gpus out of the platform"
+            f"the platform specifies {platform.world_size} ranks, but {world.name} started "
+            f"{world.world_size}: start {platform.world_size}, or leave n_nodes, n_cpus, and "
+            "n_gpus out of the platform"
         )
         raise PlatformError(msg)
     for name, nothing in _NOT_OURS.items():
         if getattr(platform, name) != nothing:
-            _log.warning("%s=%r has no effect here: %s controls the ranks", name, getattr(platform, name), world.name)
+            _log.warning(
+                "%s=%r has no effect here: %s controls the ranks",
+                name,
+                getattr(platform, name),
+                world.name,
+            )
     fitted = copy.copy(platform)
     per_node = world.ranks_per_node or world.world_size
     if world.world_size % per_node:  # unequal nodes
@@ -110,7 +123,9 @@ def fit_job(job: Job, world: World) -> Job:
 
 
 def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
-    """Call the function as this process's rank. Return the results of all ranks, or the failure of this one.
+    """Call the function as this process's rank.
+
+    Return the results of all ranks, or the failure of this one.
 
     Return None if a rank requests a restart.
     """
@@ -121,7 +136,9 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     try:
-        calls, seeds = zip(*meeting.gather(((meeting.number, job.name), torch.initial_seed())), strict=True)
+        calls, seeds = zip(
+            *meeting.gather(((meeting.number, job.name), torch.initial_seed())), strict=True
+        )
         _check_calls(calls)
         block = _call(job, world, meeting, seeds[0], meeting.store() if has_own_groups else None)
         blocks = meeting.gather(block, leave_groups if has_own_groups else None)
@@ -129,7 +146,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     except BaseException as error:  # noqa: BLE001 (raised by the handle)
         meeting.leave()
         if has_own_groups:
-            break_links()  # the traceback refers to the groups, whose connections thus stay, and other ranks wait
+            # the traceback refers to the groups, whose connections thus stay, and other ranks wait
+            break_links()
         return error
     finally:
         if has_own_groups:
@@ -138,18 +156,24 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
 
 
 def _check_calls(calls: Sequence[tuple[int, str]]) -> None:
-    """Raise LaunchError if the ranks make different calls. A call is its number and the name of its function."""
+    """Raise LaunchError if the ranks make different calls.
+
+    A call is its number and the name of its function.
+    """
     other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
     if other is not None:
         (first, name), (second, other_name) = calls[0], calls[other]
         msg = (
-            f"the ranks of this world make different calls: rank 0 calls {name} as its call {first}, and rank {other} "
-            f"{other_name} as its call {second}. All ranks must make the same calls in the same order"
+            f"the ranks of this world make different calls: rank 0 calls {name} as its call "
+            f"{first}, and rank {other} {other_name} as its call {second}. All ranks must make "
+            "the same calls in the same order"
         )
         raise LaunchError(msg)
 
 
-def _call(job: Job, world: World, meeting: _Meeting, script_seed: int, store: dist.Store | None) -> bytes | None:
+def _call(
+    job: Job, world: World, meeting: _Meeting, script_seed: int, store: dist.Store | None
+) -> bytes | None:
     """Call the function, and return its pickled value; None if it requests a restart.
 
     New process groups meet at the store. Without it, the function has those of this process.
@@ -158,7 +182,11 @@ def _call(job: Job, world: World, meeting: _Meeting, script_seed: int, store: di
         BaseException: The exception of the function, with a note on this rank.
     """
     os.environ[IN_RANK] = str(os.getpid())
-    rank, size, where = world.global_rank, world.world_size, f"node {world.node}, {os.uname().nodename}"
+    rank, size, where = (
+        world.global_rank,
+        world.world_size,
+        f"node {world.node}, {os.uname().nodename}",
+    )
     agreement = Agreement(meeting.connect, rank, size)
     device = rank_device(Device(job.platform.device), world.local_rank)
     try:
@@ -177,13 +205,17 @@ def _call(job: Job, world: World, meeting: _Meeting, script_seed: int, store: di
     except BaseException as error:
         add_note(error, f"raised in rank {rank} of {size} ({where})")
         if is_echo(error):
-            add_note(error, "a connection to another rank broke: the output of that rank has the reason")
+            add_note(
+                error, "a connection to another rank broke: the output of that rank has the reason"
+            )
         raise
 
 
 @contextlib.contextmanager
 def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.ProcessGroup | None]:
-    """Make the group of this rank: in new process groups, which meet at the store, or next to those of the user."""
+    """Make the group of this rank: in new process groups, which meet at the store, or next to those
+    of the user.
+    """
     groups = groups_of(job.platform, is_on_one_machine=False)  # `_run` has set the interface
     if store is not None:
         yield groups.join(store, rank.global_rank, rank.world_size, rank.device)
@@ -199,7 +231,9 @@ def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.P
 
 
 class _Meeting:
-    """The ranks of the world, in a gloo group next to those of the function. A failed call ends the group in all ranks.
+    """The ranks of the world, in a gloo group next to those of the function.
+
+    A failed call ends the group in all ranks.
 
     Attributes:
         number: The number of the current call.
@@ -213,7 +247,11 @@ class _Meeting:
         self._generations = count()
         self.number = -1
         self._store: Any = dist.TCPStore(
-            *self._address, self._world_size, is_master=world.hosts_store, wait_for_workers=False, multi_tenant=True
+            *self._address,
+            self._world_size,
+            is_master=world.hosts_store,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
         atexit.register(self._close, os.getpid())
 
@@ -231,9 +269,13 @@ class _Meeting:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world_size)]
         try:
             if self._group is None:
-                store = dist.PrefixStore(f"{self._prefix}/meeting/{next(self._generations)}", self._store)
+                store = dist.PrefixStore(
+                    f"{self._prefix}/meeting/{next(self._generations)}", self._store
+                )
                 store.set_timeout(_LONG)
-                self._group = dist.ProcessGroupGloo(store, self._rank, self._world_size, timeout=_LONG)
+                self._group = dist.ProcessGroupGloo(
+                    store, self._rank, self._world_size, timeout=_LONG
+                )
             work = self._group.allgather([sizes], [torch.tensor([len(data)])])
             if while_waiting is not None:
                 until = time.monotonic() + _LINGER_S
@@ -243,14 +285,19 @@ class _Meeting:
             work.wait()
             longest = max(int(size) for size in sizes)
             parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._world_size)]
-            self._group.allgather([parts], [torch.nn.functional.pad(data, (0, longest - len(data)))]).wait()
+            self._group.allgather(
+                [parts], [torch.nn.functional.pad(data, (0, longest - len(data)))]
+            ).wait()
         except RuntimeError as error:  # of the store, or of a connection
             msg = (
-                "another rank of this world did not end the call: its function raised an exception, or its process ended. "
-                "Its output has the reason"
+                "another rank of this world did not end the call: its function raised an "
+                "exception, or its process ended. Its output has the reason"
             )
             raise LaunchError(msg) from error
-        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return [
+            pickle.loads(part[: int(size)].numpy().tobytes())
+            for part, size in zip(parts, sizes, strict=True)
+        ]
 
     def leave(self) -> None:
         """Leave the group. Ranks that wait for this one raise an error."""
@@ -266,7 +313,9 @@ class _Meeting:
         return dist.PrefixStore(f"{self._prefix}/call/{self.number}", store)
 
     def _close(self, process: int) -> None:
-        """End the threads of gloo and of the store while the interpreter is whole: they would abort the process."""
+        """End the threads of gloo and of the store while the interpreter is whole: they would abort
+        the process.
+        """
         if os.getpid() == process:  # a forked child has no such threads
             self._group = self._store = None
 

@@ -1,7 +1,10 @@
-"""The Ray actor of a node. It starts the process that forks the node's ranks, and connects them to the launching process.
+"""The Ray actor of a node.
 
-Ray pickles this file by value and runs it with the Python of the node, so it imports nothing of parawrap. Importing torch
-takes more than a second, and only the process that forks the ranks needs it.
+It starts the process that forks the node's ranks, and connects them to the launching process.
+
+Ray pickles this file by value and runs it with the Python of the node, so it imports nothing of
+parawrap. Importing torch takes more than a second, and only the process that forks the ranks needs
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ CONNECTIONS = 5
 _CONNECT_S = 30.0  # the launching process answers at once, unless the network is down
 _PROGRAM = """
 import gc, os, socket, sys
-if os.fork():  # Ray kills the children of an actor with it, and the server ends the ranks' leftovers first
+# Ray kills the children of an actor with it, and the server ends the ranks' leftovers first
+if os.fork():
     os._exit(0)
 gc.disable()
 sys.path[:] = {path!r}
@@ -39,32 +43,48 @@ serve(["parawrap.launch.set_up"])  # the end of its standard output tells the ac
 
 
 class NodeActor:
-    """The actor of one node. If it ends, its server ends the ranks. `threads` is the number of CPUs per rank."""
+    """The actor of one node.
+
+    If it ends, its server ends the ranks. `threads` is the number of CPUs per rank.
+    """
 
     def __init__(self, threads: int) -> None:
         self._requests, its = socket.socketpair()
-        path = [os.path.abspath(each) for each in sys.path]  # noqa: PTH100 (Path resolves "" to ".")
+        # Path resolves "" to "."
+        path = [os.path.abspath(each) for each in sys.path]  # noqa: PTH100
         with its:
             server = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM.format(path=path)],
                 stdin=its.fileno(),
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},  # Ray sets it to the CPUs of the whole actor
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": str(threads),
+                },  # Ray sets it to the CPUs of the whole actor
                 start_new_session=True,
                 cwd="/",  # imports fail in a deleted working folder
             )
         self._output: Any = server.stdout
 
     def started(self) -> tuple[str, str, str]:
-        """Wait for the server. Return the hostname and the address of the node, and why the server cannot start."""
+        """Wait for the server.
+
+        Return the hostname and the address of the node, and why the server cannot start.
+        """
         ray: Any = importlib.import_module("ray")  # of the node
         said = self._output.readline().decode()
-        return socket.gethostname(), str(ray.util.get_node_ip_address()), "" if said == "ready\n" else said or "it ended"
+        return (
+            socket.gethostname(),
+            str(ray.util.get_node_ip_address()),
+            "" if said == "ready\n" else said or "it ended",
+        )
 
     def start(self, address: tuple[str, int], token: bytes, ranks: Sequence[int]) -> None:
         """Start ranks that are connected to the launching process at this address."""
         for rank in ranks:
-            connections = [socket.create_connection(address, _CONNECT_S) for _ in range(CONNECTIONS)]
+            connections = [
+                socket.create_connection(address, _CONNECT_S) for _ in range(CONNECTIONS)
+            ]
             for kind, each in enumerate(connections):
                 each.settimeout(None)
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,8 +1,9 @@
 """The nodes of a Ray cluster as machines of a launch.
 
-Ray reserves the resources and starts an actor per node, whose server forks the ranks. Each rank has five TCP connections
-to the launching process, in place of the sockets and pipes that it has on one machine. A random token, which Ray carries to
-the nodes, protects the port. If the launching process dies, Ray ends the actors, and their servers end the ranks.
+Ray reserves the resources and starts an actor per node, whose server forks the ranks. Each rank has
+five TCP connections to the launching process, in place of the sockets and pipes that it has on one
+machine. A random token, which Ray carries to the nodes, protects the port. If the launching process
+dies, Ray ends the actors, and their servers end the ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _TOKEN_BYTES = 32
 _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
 _CONNECT_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
 _LEAVING_S = 10.0  # for the servers to end, which have no ranks left
-_MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
+_MOST_TRIES = (
+    3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
+)
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -40,7 +43,8 @@ class RayMachines(Machines):
     """Nodes of a Ray cluster.
 
     Raises:
-        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
+        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when
+            idle.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -57,7 +61,8 @@ class RayMachines(Machines):
         nodes: list[_Node] = []
         try:
             for number in range(platform.n_nodes):
-                nodes.append(_Node(reservation, number))  # noqa: PERF401 (those before an error are closed)
+                # not a comprehension: those before an error are closed
+                nodes.append(_Node(reservation, number))  # noqa: PERF401
             for node in nodes:
                 if not node.await_start(is_cancelled):
                     yield None
@@ -65,12 +70,18 @@ class RayMachines(Machines):
             here = str(ray.util.get_node_ip_address())
             is_local = platform.master_addr is None and all(node.address == here for node in nodes)
             host = LOOPBACK if is_local else here
-            store = open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=not is_local)
+            store = open_tcp_store(
+                platform.master_addr or host, platform.master_port, everywhere=not is_local
+            )
             with store as address, _Starter(ray, platform, nodes, host) as starter:
                 yield Hosts(starter, address)
         finally:
             if nodes and ray.is_initialized():
-                ray.wait([node.actor.close.remote() for node in nodes], num_returns=len(nodes), timeout=_LEAVING_S)
+                ray.wait(
+                    [node.actor.close.remote() for node in nodes],
+                    num_returns=len(nodes),
+                    timeout=_LEAVING_S,
+                )
                 for node in nodes:
                     ray.kill(node.actor)
 
@@ -91,7 +102,9 @@ class _Node:
         self.host = self.address = ""
 
     def await_start(self, is_cancelled: Callable[[], bool]) -> bool:
-        """Wait until the server of the node can fork. Return False if `is_cancelled` returns True before.
+        """Wait until the server of the node can fork.
+
+        Return False if `is_cancelled` returns True before.
 
         Raises:
             LaunchError: If it cannot start.
@@ -119,7 +132,10 @@ class _Node:
 
 
 class _Starter:
-    """Starts the ranks of one attempt, which connect to a port. Implements `Starter` of the pool."""
+    """Starts the ranks of one attempt, which connect to a port.
+
+    Implements `Starter` of the pool.
+    """
 
     def __init__(self, ray: Any, platform: Platform, nodes: list[_Node], host: str) -> None:
         self._ray = ray
@@ -156,14 +172,19 @@ class _Starter:
             if not self._accept(until - time.monotonic()):
                 msg = f"rank {rank} on {place} did not connect in {_CONNECT_S:g} s"
                 raise LaunchError(msg)
-        status, data, control, *streams = (each for _, each in sorted(self._arrived.pop(rank).items()))
+        status, data, control, *streams = (
+            each for _, each in sorted(self._arrived.pop(rank).items())
+        )
         self._status[rank] = status.dup()
-        return Connections(place, data, control, status.detach(), tuple(each.detach() for each in streams))
+        return Connections(
+            place, data, control, status.detach(), tuple(each.detach() for each in streams)
+        )
 
     def _accept(self, wait_s: float) -> bool:
         """Wait for connections, and read what they say. Return False if nothing came in that time.
 
-        A connection counts once it has said its token. Others, such as those of a port scanner, hold up nobody.
+        A connection counts once it has said its token. Others, such as those of a port scanner,
+        hold up nobody.
         """
         poll = select.poll()
         waiting = {each.fileno(): each for each in (self._listener, *self._hellos)}
@@ -181,7 +202,10 @@ class _Starter:
         return bool(ready)
 
     def _read_hello(self, connection: socket.socket) -> None:
-        """Read the token, the rank, and the kind of a connection. Close it if the token is wrong."""
+        """Read the token, the rank, and the kind of a connection.
+
+        Close it if the token is wrong.
+        """
         said = self._hellos[connection]
         data = b""
         with contextlib.suppress(OSError):
@@ -199,7 +223,10 @@ class _Starter:
         self._arrived.setdefault(rank, {})[said[-1]] = connection
 
     def _await_end(self, node: _Node) -> None:
-        """End the connections of the ranks of a node that Ray has lost. TCP would keep them open for minutes."""
+        """End the connections of the ranks of a node that Ray has lost.
+
+        TCP would keep them open for minutes.
+        """
         try:
             self._ray.get(node.actor.stay.remote())
         except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)

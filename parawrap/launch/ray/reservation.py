@@ -1,4 +1,4 @@
-"""Reserve the resources of a launch on a Ray cluster: a placement group with one bundle per node."""
+"""Reserve the resources of a launch on Ray: a placement group with one bundle per node."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
 def _join_cluster() -> Any:
-    """Return the ray module, in the cluster that this process has joined, that of RAY_ADDRESS, or one on this machine."""
+    """Return the ray module, in the cluster that this process has joined, that of RAY_ADDRESS, or
+    one on this machine.
+    """
     try:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.client")
     except ImportError as error:
         msg = (
-            "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]', or set launcher='local' to start the ranks on "
-            "this machine"
+            "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]', or set launcher='local' "
+            "to start the ranks on this machine"
         )
         raise LaunchError(msg) from error
     with _JOINING:
@@ -38,8 +40,8 @@ def _join_cluster() -> Any:
             _join(ray)
     if ray.util.client.ray.is_connected():
         msg = (
-            "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot reach it: run the script on "
-            "a node of the cluster, or with 'ray job submit'"
+            "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot "
+            "reach it: run the script on a node of the cluster, or with 'ray job submit'"
         )
         raise LaunchError(msg)
     return ray
@@ -55,23 +57,28 @@ def _join(ray: Any) -> None:
     except Exception as error:
         where = "that runs here" if address == "auto" else f"at RAY_ADDRESS={address}"
         msg = (
-            f"the Ray cluster {where} cannot be joined: {error}. 'ray start --head' starts one, and launcher='local' "
-            "starts the ranks on this machine"
+            f"the Ray cluster {where} cannot be joined: {error}. 'ray start --head' starts one, "
+            "and launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg) from error
 
 
 class Reservation:
-    """A launch's share of the cluster's resources. `is_ready` requests it; `end` releases it. Used by one thread.
+    """A launch's share of the cluster's resources.
+
+    `is_ready` requests it; `end` releases it. Used by one thread.
 
     Raises:
-        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when idle.
+        LaunchError: If Ray is missing, or the cluster is too small for the platform, even when
+            idle.
     """
 
     def __init__(self, platform: Platform) -> None:
         self.ray = _join_cluster()
         self._platform = platform
-        self._bundle: dict[str, float] = {"CPU": platform.cpus_per_node}  # the resources that one node needs
+        self._bundle: dict[str, float] = {
+            "CPU": platform.cpus_per_node
+        }  # the resources that one node needs
         if platform.device == Device.GPU:
             self._bundle["GPU"] = platform.ranks_per_node
         if platform.ram is not None:
@@ -83,15 +90,17 @@ class Reservation:
     def is_ready(self) -> bool:
         """Request the resources, and wait a moment for them. Return True if the launch has them.
 
-        Not called by the main thread, where a Ctrl-C could come between the request and the assignment. Ray moves the share
-        of a lost node to another node.
+        Not called by the main thread, where a Ctrl-C could come between the request and the
+        assignment. Ray moves the share of a lost node to another node.
 
         Raises:
             LaunchError: If Ray was shut down.
         """
         if self._group is None:
             strategy = "STRICT_SPREAD" if self._platform.n_nodes > 1 else "STRICT_PACK"
-            self._group = self.ray.util.placement_group([self._bundle] * self._platform.n_nodes, strategy=strategy)
+            self._group = self.ray.util.placement_group(
+                [self._bundle] * self._platform.n_nodes, strategy=strategy
+            )
             self._ready = self._group.ready()
         return self.is_done(self._ready)
 
@@ -108,54 +117,77 @@ class Reservation:
         return bool(ready)
 
     def start_actor(self, node: int) -> Any:
-        """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources."""
+        """Return a new actor for the share of a node.
+
+        Ray starts it as soon as the launch has the resources.
+        """
         threads = int(self._bundle["CPU"] // self._platform.ranks_per_node)
-        return _actor_class(self.ray).options(max_restarts=0, **self._options(node, 1)).remote(threads)
+        return (
+            _actor_class(self.ray).options(max_restarts=0, **self._options(node, 1)).remote(threads)
+        )
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the options of an actor that takes the share of one rank, on the node of that rank."""
+        """Return the options of an actor that takes the share of one rank, on the node of that
+        rank.
+        """
         return self._options(rank // self._platform.ranks_per_node, self._platform.ranks_per_node)
 
     def _options(self, node: int, parts: int) -> dict[str, Any]:
-        """Return the options of an actor that takes one of several equal parts of the share of a node."""
+        """Return the options of an actor that takes one of several equal parts of the share of a
+        node.
+        """
+        strategies = self.ray.util.scheduling_strategies
         return {
             "num_cpus": self._bundle["CPU"] // parts,
             "num_gpus": self._bundle.get("GPU", 0) // parts,
             "memory": int(self._bundle["memory"] // parts) if "memory" in self._bundle else None,
-            "scheduling_strategy": self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=node
             ),
         }
 
     def end(self) -> None:
         """Release the resources. Ray kills the actors that still use them."""
-        if self._group is not None and self.ray.is_initialized():  # after a shutdown, any call would start Ray again
+        if (
+            self._group is not None and self.ray.is_initialized()
+        ):  # after a shutdown, any call would start Ray again
             self.ray.util.remove_placement_group(self._group)
 
     def _check_size(self) -> None:
-        """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
+        """Check the size of the cluster, because Ray would wait forever for resources that no node
+        has.
+        """
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         shares = [{name: node["Resources"].get(name, 0) for name in self._bundle} for node in nodes]
-        fitting = sum(all(share[name] >= amount for name, amount in self._bundle.items()) for share in shares)
+        fitting = sum(
+            all(share[name] >= amount for name, amount in self._bundle.items()) for share in shares
+        )
         if fitting >= self._platform.n_nodes:
             return
         wanted = f"{self._platform.n_nodes} node(s) with {_describe(self._bundle)} each"
         hosts = [node["NodeManagerHostname"] for node in nodes]
-        found = "; ".join(f"{host} has {_describe(share)}" for host, share in zip(hosts, shares, strict=True))
+        found = "; ".join(
+            f"{host} has {_describe(share)}" for host, share in zip(hosts, shares, strict=True)
+        )
         msg = (
-            f"the platform needs {wanted}, but only {fitting} of the Ray cluster's nodes have that: {found}. "
-            "launcher='local' starts the ranks on this machine"
+            f"the platform needs {wanted}, but only {fitting} of the Ray cluster's nodes have "
+            f"that: {found}. launcher='local' starts the ranks on this machine"
         )
         raise LaunchError(msg)
 
 
 def _describe(resources: dict[str, float]) -> str:
     in_words = {"memory": f"{resources.get('memory', 0) / _GB:.1f} GB of memory"}
-    return ", ".join(in_words.get(name) or f"{amount:g} {name}" for name, amount in resources.items())
+    return ", ".join(
+        in_words.get(name) or f"{amount:g} {name}" for name, amount in resources.items()
+    )
 
 
 @cache
 def _actor_class(ray: Any) -> Any:
-    """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
+    """Return the class of node actors.
+
+    Ray sends a class to the cluster once. The Python of a node may lack parawrap.
+    """
     ray.cloudpickle.register_pickle_by_value(_node_actor)
     return ray.remote(max_concurrency=_ACTOR_THREADS)(_node_actor.NodeActor)

@@ -1,4 +1,5 @@
-"""The batch job of a launch: its resources and its submission. submitit writes the script and submits it.
+"""The batch job of a launch: its resources and its submission. submitit writes the script and
+submits it.
 
 The job has one task per rank (`task`).
 """
@@ -21,18 +22,29 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.launch.slurm.task import run_rank
 
-# Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
+# Slurm's time limit is later than the launch's own limit, because only the launch's error shows the
+# ranks' stacks.
 _SLACK_MIN = 2.0
 
 # Submitit handles these parameters itself. All others go to sbatch unchanged.
 _OWN = ("array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
-_REFUSED = ("nodes", "ntasks", "ntasks_per_node", "use_srun", "output", "error", "open_mode", "stderr_to_stdout")
+_REFUSED = (
+    "nodes",
+    "ntasks",
+    "ntasks_per_node",
+    "use_srun",
+    "output",
+    "error",
+    "open_mode",
+    "stderr_to_stdout",
+)
 
-# Starts submitit with signals blocked: they wait until the rank takes them, and do not end processes that it starts.
-# `env --block-signal` does the same, but not on systems as old as those that torch supports.
+# Starts submitit with signals blocked: they wait until the rank takes them, and do not end
+# processes that it starts. `env --block-signal` does the same, but not on systems as old as those
+# that torch supports.
 _BLOCKING_PYTHON = (
-    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2)); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, "
+    "signal.SIGUSR2)); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 PYTHON = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_BLOCKING_PYTHON)}"
 """The command of the tasks, in place of ``python``."""
@@ -50,7 +62,9 @@ def job_script(platform: Platform) -> str:
     return str(_make_sbatch_string(command, folder.submitit, **_parameters(platform, folder)))
 
 
-def submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_parallel: int | None = None) -> list[str]:
+def submit(
+    platform: Platform, folders: Sequence[Folder], plan: bytes, max_parallel: int | None = None
+) -> list[str]:
     """Submit one job per folder; several jobs form a job array. Return the job numbers.
 
     Args:
@@ -63,10 +77,12 @@ def submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_paral
         LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
     """
     submitit = _import_submitit()
-    if missing := [name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None]:
+    if missing := [
+        name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None
+    ]:
         msg = (
-            f"{missing[0]} is not installed here: launch from a login node of a Slurm cluster, or set launcher='local' to "
-            "start the ranks here"
+            f"{missing[0]} is not installed here: launch from a login node of a Slurm cluster, or "
+            "set launcher='local' to start the ranks here"
         )
         raise LaunchError(msg)
     parameters = _parameters(platform, folders[0])
@@ -80,23 +96,36 @@ def submit(platform: Platform, folders: Sequence[Folder], plan: bytes, max_paral
         with _without_surrounding_job(), executor.batch():
             jobs = [executor.submit(run_rank, str(folder.path), plan) for folder in folders]
     except submitit.core.utils.FailedJobError as error:
-        said = [line.partition("error: ")[2] or line for line in str(error).splitlines()]  # by sbatch
+        said = [
+            line.partition("error: ")[2] or line for line in str(error).splitlines()
+        ]  # by sbatch
         msg = (
-            f"Slurm refused the job: {'; '.join(said)}. It requested {platform.n_nodes} node(s) with "
-            f"{platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo shows "
-            "the cluster's resources. launcher='local' starts the ranks on this machine"
+            f"Slurm refused the job: {'; '.join(said)}. It requested {platform.n_nodes} node(s) "
+            f"with {platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, "
+            f"ram={platform.ram!r}; sinfo shows the cluster's resources. launcher='local' starts "
+            "the ranks on this machine"
         )
         if len(folders) > 1:
-            msg += f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, MaxArraySize"
+            msg += (
+                f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, "
+                "MaxArraySize"
+            )
         raise LaunchError(msg) from error
     return [str(job.job_id) for job in jobs]
 
 
 @contextlib.contextmanager
 def _without_surrounding_job() -> Iterator[None]:
-    """Hide the variables of a surrounding job for a moment: ``sbatch`` would read them as options."""
+    """Hide the variables of a surrounding job for a moment:
+
+    ``sbatch`` would read them as options.
+    """
     with _changing:
-        names = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"]
+        names = [
+            name
+            for name in os.environ
+            if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
+        ]
         hidden = {name: os.environ.pop(name) for name in names}
         try:
             yield
@@ -109,21 +138,27 @@ def _import_submitit() -> Any:
         import submitit.core.utils
     except ImportError as error:
         msg = (
-            "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]', or set launcher='local' to start the "
-            "ranks on this machine"
+            "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]', or set "
+            "launcher='local' to start the ranks on this machine"
         )
         raise LaunchError(msg) from error
     return submitit
 
 
 def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
-    """Return the job's resources under submitit's names. ``slurm_additional_parameters`` overrides the others."""
+    """Return the job's resources under submitit's names.
+
+    ``slurm_additional_parameters`` overrides the others.
+    """
     limit = platform.timeout_min
     has_gpus = platform.device == Device.GPU
     cpus = 1 if platform.device == Device.CPU else platform.n_cpus
     own, options = _additional(platform.slurm_additional_parameters or {})
-    log = str(folder.submitit / "job-%j.log")  # of the batch script and srun; each task has its own files
-    # Slurm does not pass --cpus-per-task on to the tasks. submitit's script sets a variable for them.
+    log = str(
+        folder.submitit / "job-%j.log"
+    )  # of the batch script and srun; each task has its own files
+    # Slurm does not pass --cpus-per-task on to the tasks. submitit's script sets a variable for
+    # them.
     srun = [
         "--kill-on-bad-exit=1",
         f"--wait={max(1, math.ceil(platform.grace_s))}",
@@ -151,14 +186,19 @@ def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
 
 
 def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the parameters into submitit's own, with or without its prefix, and options that go to ``sbatch`` unchanged."""
+    """Split the parameters into submitit's own, with or without its prefix, and options that go to
+    ``sbatch`` unchanged.
+    """
     named = {name.removeprefix("slurm_").replace("-", "_"): value for name, value in given.items()}
-    named |= {name.replace("-", "_"): value for name, value in named.pop("additional_parameters", {}).items()}
+    named |= {
+        name.replace("-", "_"): value
+        for name, value in named.pop("additional_parameters", {}).items()
+    }
     for name in named:
         if name in _REFUSED:
             msg = (
-                f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, n_cpus, and n_gpus set the "
-                "tasks, and parawrap reads their output"
+                f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, "
+                "n_cpus, and n_gpus set the tasks, and parawrap reads their output"
             )
             raise PlatformError(msg)
     own = {name: value for name, value in named.items() if name in _OWN}

@@ -1,4 +1,6 @@
-"""The submitting process's view of a batch job: it follows the starts of the job, and reads how the ranks ended.
+"""The submitting process's view of a batch job.
+
+It follows the starts of the job, and reads how the ranks ended.
 
     files of the tasks ──► output, and outcomes of ranks ─┐
     output of srun ──────► deaths of ranks                ├──► the ending of a start ──► requeue, or the end
@@ -45,7 +47,10 @@ from parawrap.processes.output import Transcript
 from parawrap.processes.settings import Settings
 
 _LOOK_S = 0.3  # pause between two reads of the folder, on a file system that many nodes share
-_POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
+_POLL_S, _LONGEST_POLL_S = (
+    1.0,
+    15.0,
+)  # pause between two calls of scontrol; it grows with time, as most failures come early
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
@@ -71,11 +76,16 @@ def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[L
     """
     platform = jobs[0].platform
     if platform.hang_timeout_s is not None:
-        _log.warning("hang_timeout_s=%g has no effect on Slurm, which controls the ranks", platform.hang_timeout_s)
+        _log.warning(
+            "hang_timeout_s=%g has no effect on Slurm, which controls the ranks",
+            platform.hang_timeout_s,
+        )
     folders = Folder.new(platform.name, len(jobs))
     try:
         runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
-        launches: list[Launch[Any]] = [Launch(job, run) for job, run in zip(jobs, runs, strict=True)]
+        launches: list[Launch[Any]] = [
+            Launch(job, run) for job, run in zip(jobs, runs, strict=True)
+        ]
         plan = pickle.dumps((jobs[0].sent_platform, replace(Settings.here(), environ=None)))
         numbers = submit(platform, folders, plan, max_parallel)
     except BaseException:
@@ -150,7 +160,9 @@ class BatchRun:
 
         ranks = range(self._platform.world_size)
         self._transcripts = transcripts
-        self._files = [submitit.core.utils.JobPaths(self._folder.submitit, self.number, rank) for rank in ranks]
+        self._files = [
+            submitit.core.utils.JobPaths(self._folder.submitit, self.number, rank) for rank in ranks
+        ]
         self._taken: Counter[Path] = Counter()  # bytes of output
         self._srun_log = self._folder.submitit / f"job-{self.number}.log"
         self._begin(0)
@@ -216,17 +228,28 @@ class BatchRun:
             word, value = pickle.loads(data)
             if word != "success":
                 self._see_hosts(commands.job_state(self.number))
-                error = LaunchError(f"{self._places()[rank]} cannot run parawrap: {value.strip().rpartition(chr(10))[2]}")
-                error.add_note(f"the Python there is the one of this process, and must find torch and parawrap:\n{value}")
+                error = LaunchError(
+                    f"{self._places()[rank]} cannot run parawrap: "
+                    f"{value.strip().rpartition(chr(10))[2]}"
+                )
+                error.add_note(
+                    "the Python there is the one of this process, and must find torch and "
+                    f"parawrap:\n{value}"
+                )
                 raise error
             start, outcome = value
             if start == self._start:  # not one of an earlier start
                 self._outcomes[rank] = outcome
 
     def _has_ended(self) -> bool:
-        """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start end."""
+        """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start
+        end.
+        """
         outcomes = self._outcomes.values()
-        fails = any(not isinstance(each, (Returned, Requeued)) and not counts_as_echo(each) for each in outcomes)
+        fails = any(
+            not isinstance(each, (Returned, Requeued)) and not counts_as_echo(each)
+            for each in outcomes
+        )
         return fails or len(outcomes) == self._platform.world_size or bool(self._deaths())
 
     def _deaths(self) -> dict[int, str]:
@@ -244,9 +267,15 @@ class BatchRun:
         limit = self._platform.timeout_min
         if self._is_cancelled:
             return Ending({}, cancelled=True)
-        if limit is None or self._ended_at < math.inf or time.monotonic() < self._began_at + 60 * limit:
+        if (
+            limit is None
+            or self._ended_at < math.inf
+            or time.monotonic() < self._began_at + 60 * limit
+        ):
             return None
-        return Ending({}, timed_out=f"not done after timeout_min={limit:g} minutes", stacks=self.stacks())
+        return Ending(
+            {}, timed_out=f"not done after timeout_min={limit:g} minutes", stacks=self.stacks()
+        )
 
     def _judge(self, state: commands.JobState) -> Ending | None:
         """Return the ending of the launch. Return None while the job runs, and if it starts again.
@@ -270,18 +299,29 @@ class BatchRun:
             return ending
         self._folder.mark_failed(self._start)
         if reason := commands.requeue_job(self.number):
-            return replace(ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"])
+            return replace(
+                ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"]
+            )
         self._note(summary_of_attempt(ending, is_preempted=False))
         self._begin(self._start + 1)
         return None
 
     def _see_hosts(self, state: commands.JobState) -> None:
-        """Note the hosts of this start. A job that ends, or has lost a node, does not list all its nodes."""
-        if not self._hosts and len(hosts := commands.hosts_of(state.fields.get("NodeList", ""))) == self._platform.n_nodes:
+        """Note the hosts of this start.
+
+        A job that ends, or has lost a node, does not list all its nodes.
+        """
+        if (
+            not self._hosts
+            and len(hosts := commands.hosts_of(state.fields.get("NodeList", "")))
+            == self._platform.n_nodes
+        ):
             self._hosts = hosts
 
     def _go_on(self, starts: int) -> Ending | None:
-        """Follow the next start, unless this one has ended by a loss that the platform does not allow."""
+        """Follow the next start, unless this one has ended by a loss that the platform does not
+        allow.
+        """
         failures = self._folder.failures(starts)
         if failures > self._folder.failures(self._start):
             if failures > self._platform.max_restarts:
@@ -313,7 +353,10 @@ class BatchRun:
         """
         outcomes, size = dict(self._outcomes), self._platform.world_size
         is_done = [type(each) for each in outcomes.values()] == [Returned] * size
-        if is_done or any(isinstance(each, (Raised, Died)) and not counts_as_echo(each) for each in outcomes.values()):
+        if is_done or any(
+            isinstance(each, (Raised, Died)) and not counts_as_echo(each)
+            for each in outcomes.values()
+        ):
             return outcomes
         if state.name == "NODE_FAIL":
             return self._lost()
@@ -321,7 +364,9 @@ class BatchRun:
         for rank, how in self._deaths().items():
             is_ended = rank in outcomes  # by SIGTERM, which did not come from Slurm
             outcomes[rank] = Died(math.inf, 0, -signal.SIGTERM) if is_ended else _death(how)
-        if state.name == "COMPLETED" and self.has_begun:  # srun does not name tasks that exit with 0
+        if (
+            state.name == "COMPLETED" and self.has_begun
+        ):  # srun does not name tasks that exit with 0
             for rank in range(size):
                 outcomes.setdefault(rank, Died(math.inf, 0, 0))
         if first_failure(outcomes) is None:
@@ -335,7 +380,9 @@ class BatchRun:
         return {node * self._platform.ranks_per_node: died}
 
     def _complete(self, outcomes: dict[int, Outcome]) -> Ending:
-        """Add the tracebacks of ranks to their transcripts, and the last output of those that died to their outcomes."""
+        """Add the tracebacks of ranks to their transcripts, and the last output of those that died
+        to their outcomes.
+        """
         for rank in range(self._platform.world_size):
             outcome = outcomes.setdefault(rank, Ended(time.time()))
             if isinstance(outcome, Raised):
@@ -347,7 +394,9 @@ class BatchRun:
     def _places(self) -> dict[int, str]:
         """Return the node and host of each rank."""
         hosts = self._hosts or ["unknown host"] * self._platform.n_nodes
-        of_ranks = [rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)]
+        of_ranks = [
+            rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)
+        ]
         return {rank: f"node {node}, {hosts[node]}" for rank, node in enumerate(of_ranks)}
 
     def _raise_for(self, state: commands.JobState) -> None:
@@ -355,39 +404,61 @@ class BatchRun:
         name, job = self._job.name, f"Slurm job {self.number}"
         # Slurm forgets an array element that is cancelled before it starts.
         if state.name == "CANCELLED" or (state.name == "FORGOTTEN" and not self.has_begun):
-            msg = f"the launch of {name} was cancelled by another process: {job} was removed from the queue"
+            msg = (
+                f"the launch of {name} was cancelled by another process: {job} was removed from "
+                "the queue"
+            )
             raise LaunchCancelledError(msg)
         if state.name in ("TIMEOUT", "DEADLINE"):
             files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
             stacks = {rank: _text_of(file) for rank, file in enumerate(files)}
             said = "".join(f"\nrank {rank}:\n{text}" for rank, text in stacks.items() if text)
-            msg = f"{name} reached the time limit of {job}, {state.fields['TimeLimit']}{said and '. Stacks:'}{said}"
+            msg = (
+                f"{name} reached the time limit of {job}, "
+                f"{state.fields['TimeLimit']}{said and '. Stacks:'}{said}"
+            )
             raise LaunchTimeoutError(msg.rstrip(), stacks=stacks)
         if state.name == "OUT_OF_MEMORY" and not self._deaths():
-            msg = f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"
+            msg = (
+                f"{name} used more memory than {job} had reserved, {self._platform.ram} GB per node"
+            )
             raise LaunchError(msg)
 
     def _unexplained(self, state: commands.JobState) -> LaunchError:
         """Return the error of a job whose end no outcome explains."""
         if any(isinstance(each, Requeued) for each in self._outcomes.values()):
-            msg = f"Slurm did not requeue job {self.number}: the cluster needs JobRequeue=1, and the job no no-requeue"
+            msg = (
+                f"Slurm did not requeue job {self.number}: the cluster needs JobRequeue=1, and "
+                "the job no no-requeue"
+            )
             return LaunchError(msg)
         msg = (
-            f"Slurm job {self.number}, which ran {self._job.name}, ended as {state.name} ({state.fields.get('Reason')}) "
-            "before its ranks had returned"
+            f"Slurm job {self.number}, which ran {self._job.name}, ended as {state.name} "
+            f"({state.fields.get('Reason')}) before its ranks had returned"
         )
         error = LaunchError(msg)
         said = [_text_of(self._srun_log), *(each.last_words() for each in self._transcripts)]
-        error.add_note("\n".join(["the last output of srun and of the tasks:", *filter(None, said)]))
+        error.add_note(
+            "\n".join(["the last output of srun and of the tasks:", *filter(None, said)])
+        )
         root = self._folder.root
-        error.add_note(f"all nodes must share the file system of {root}. PARAWRAP_LAUNCH_DIR names another folder")
+        error.add_note(
+            f"all nodes must share the file system of {root}. PARAWRAP_LAUNCH_DIR names another "
+            "folder"
+        )
         return error
 
 
 def _death(how: str) -> Died:
-    """Return the death that srun reports as "exited", "Exited with exit code 7", or with the description of a signal."""
+    """Return the death that srun reports as "exited", "Exited with exit code 7", or with the
+    description of a signal.
+    """
     exited = re.match(r"(?i)exited(?: with exit code (\d+))?", how)
-    codes = [-number for number in signal.valid_signals() if how.startswith(signal.strsignal(number) or "?")]
+    codes = [
+        -number
+        for number in signal.valid_signals()
+        if how.startswith(signal.strsignal(number) or "?")
+    ]
     code = int(exited[1] or 0) if exited else next(iter(codes), None)
     return Died(math.inf, 0, code, lost_with="" if code is not None else f"its task: {how}")
 

@@ -30,8 +30,8 @@ class JobState(NamedTuple):
     """The state of a job.
 
     Attributes:
-        name: Slurm's name of the state, such as ``PENDING`` or ``RUNNING``. ``UNKNOWN`` if Slurm does not answer.
-            ``FORGOTTEN`` if Slurm no longer has a record of the job.
+        name: Slurm's name of the state, such as ``PENDING`` or ``RUNNING``. ``UNKNOWN`` if Slurm
+            does not answer. ``FORGOTTEN`` if Slurm no longer has a record of the job.
         starts: The number of times that the job was requeued.
         fields: All that Slurm says of the job, such as ``Reason`` and ``NodeList``.
     """
@@ -49,10 +49,14 @@ class JobState(NamedTuple):
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
     output = _run("scontrol", "--oneliner", "show", "job", job)[1]
-    shown = output[output.find("JobState=") :].partition(" Command=")[0]  # not the name, which may contain anything
+    shown = output[output.find("JobState=") :].partition(" Command=")[
+        0
+    ]  # not the name, which may contain anything
     fields = {name: value for name, value in re.findall(r"(\w+)=(\S*)", shown) if value != "(null)"}
     if "JobState" not in fields:
-        is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
+        is_unknown = (
+            "Invalid job id" in output or f"Job {job} not found" in output
+        )  # the latter for an array element
         return JobState("FORGOTTEN" if is_unknown else "UNKNOWN", 0, {})
     return JobState(fields["JobState"], int(fields.get("Restarts") or 0), fields)
 
@@ -64,7 +68,13 @@ def hosts_of(nodes: str) -> list[str]:
 
 def is_down(host: str) -> bool:
     """True if Slurm reports this node as down."""
-    command = ("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0])
+    command = (
+        "sinfo",
+        "--noheader",
+        "--Format=StateComplete:99",
+        "--nodes",
+        host.partition(".")[0],
+    )
     return "DOWN" in _run(*command)[1].upper()
 
 
@@ -79,7 +89,9 @@ def signal_job(job: str, name: str) -> None:
 
 
 def requeue_job(job: str) -> str | None:
-    """Requeue a job: Slurm ends it and starts it again. Return Slurm's reason if it refuses, otherwise None.
+    """Requeue a job:
+
+    Slurm ends it and starts it again. Return Slurm's reason if it refuses, otherwise None.
 
     `job` may be the SLURM_JOB_ID of this task.
     """
@@ -87,15 +99,24 @@ def requeue_job(job: str) -> str | None:
         # In one element of an array, SLURM_JOB_ID is also the number of the whole array.
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, output = _run("scontrol", "requeue", job)
-    if code in (0, -signal.SIGTERM, -signal.SIGKILL):  # while Slurm ends the job, it may end this command too
+    if code in (
+        0,
+        -signal.SIGTERM,
+        -signal.SIGKILL,
+    ):  # while Slurm ends the job, it may end this command too
         return None
     return output.strip() or f"exit code {code}"
 
 
 def _run(*command: str) -> tuple[int, str]:
-    """Return the exit code and the output of a command. It may fail, for example while the controller restarts."""
+    """Return the exit code and the output of a command.
+
+    It may fail, for example while the controller restarts.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return done.returncode, done.stdout + done.stderr

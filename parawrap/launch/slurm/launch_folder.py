@@ -6,7 +6,8 @@
         call                what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
-        preempted-START     this start was preempted, or its ranks requested the next one: it has not failed
+        preempted-START     this start was preempted, or its ranks requested the next one: it
+                            has not failed
         stacks-RANK         what faulthandler wrote
 
 It is on a file system that the submitting process and all nodes share.
@@ -44,7 +45,8 @@ class Folder:
 
     @classmethod
     def new(cls, name: str, count: int) -> list[Folder]:
-        """Make the folders for the launches of one job array, in PARAWRAP_LAUNCH_DIR or in the home folder.
+        """Make the folders for the launches of one job array, in PARAWRAP_LAUNCH_DIR or in the home
+        folder.
 
         Raises:
             LaunchError: If the folders cannot be made.
@@ -52,12 +54,17 @@ class Folder:
         planned = cls.planned(name)
         try:
             planned.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
+            array = Path(
+                tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root)
+            )  # mode 0700
             folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
             for path in (folders[0].submitit, *(folder.path for folder in folders)):
                 path.mkdir()
         except OSError as error:
-            msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
+            msg = (
+                f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all "
+                "nodes share"
+            )
             raise LaunchError(msg) from error
         return folders
 
@@ -86,14 +93,21 @@ class Folder:
 
     def address(self, start: int) -> StoreAddress | None:
         """Return where the ranks of a start meet. Return None before it is published."""
-        return pickle.loads((self.path / f"address-{start}").read_bytes()) if self.has("address", start) else None
+        return (
+            pickle.loads((self.path / f"address-{start}").read_bytes())
+            if self.has("address", start)
+            else None
+        )
 
     def mark(self, topic: str, start: int) -> None:
         """Note that the ranks of a start have "begun", or that it was "preempted"."""
         (self.path / f"{topic}-{start}").touch()
 
     def has(self, topic: str, start: int) -> bool:
-        """True if a start has this file. Network file systems cache the absence of a single file, but not a listing."""
+        """True if a start has this file.
+
+        Network file systems cache the absence of a single file, but not a listing.
+        """
         return f"{topic}-{start}" in os.listdir(self.path)  # noqa: PTH208 (names only)
 
     def mark_failed(self, start: int) -> None:
@@ -101,5 +115,7 @@ class Folder:
         (self.path / f"preempted-{start}").unlink(missing_ok=True)
 
     def failures(self, start: int) -> int:
-        """Return the number of starts before this one that ended by a failure, such as the loss of a node."""
+        """Return the number of starts before this one that ended by a failure, such as the loss of
+        a node.
+        """
         return sum(not self.has("preempted", each) for each in range(start))

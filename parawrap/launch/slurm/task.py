@@ -1,11 +1,12 @@
 """A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
 
-    main thread ───── set-up, function, outcome ──► a file ──► exit, together with the other ranks
+    main thread ───── set-up, function, outcome ──► a file ──► exit, with the other ranks
     signal threads ── SIGUSR1: stacks. SIGUSR2: save. SIGTERM: ends a wait in C code
     agreement ─────── asks the other ranks for the step to save in
 
-srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that has returned waits for
-the others before it exits: an exit before that is a death, and srun says how.
+srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that
+has returned waits for the others before it exits: an exit before that is a death, and srun says
+how.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Return
 from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested
 from parawrap.processes.process_groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
-from parawrap.processes.rank_process import EndOrdered, finish_function, flush_streams, leave, refuse_breakpoint
+from parawrap.processes.rank_process import (
+    EndOrdered,
+    finish_function,
+    flush_streams,
+    leave,
+    refuse_breakpoint,
+)
 from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Settings
 
@@ -47,17 +54,23 @@ _LOOK_S = 0.05
 _REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
-_LINGER_S = 1.0  # for ranks in a collective to end it before this one, which has returned, breaks its connections
+# for ranks in a collective to end it before this one, which has returned, breaks its connections
+_LINGER_S = 1.0
 _LONG = timedelta(days=365)
 _REQUEUED = "requeued"
 
 
 def run_rank(path: str, plan: bytes) -> NoReturn:
-    """Be this task's rank, and exit. `path` is the launch's folder, and the plan a pickled platform and settings."""
+    """Be this task's rank, and exit.
+
+    `path` is the launch's folder, and the plan a pickled platform and settings.
+    """
     task = _Task(Folder(Path(path)), *pickle.loads(plan))
     code = task.run()
     if code:
-        os._exit(code)  # at once: threads of the function would hold the other ranks in their collective
+        os._exit(
+            code
+        )  # at once: threads of the function would hold the other ranks in their collective
     leave(code)
 
 
@@ -72,11 +85,15 @@ class _Task:
         self._platform = platform
         self._settings = settings
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._place = Place.of(job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start)
+        self._place = Place.of(
+            job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start
+        )
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
         self._kept = contextlib.ExitStack()
-        self._store: dist.Store | None = None  # for messages between the ranks, not for process groups
+        self._store: dist.Store | None = (
+            None  # for messages between the ranks, not for process groups
+        )
         self._is_ending = False
 
     def run(self) -> int:
@@ -88,19 +105,26 @@ class _Task:
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
-            time.sleep(self._platform.grace_s + _ECHO_S)  # an exit now would end the rank with the cause, or hide a death
+            time.sleep(
+                self._platform.grace_s + _ECHO_S
+            )  # an exit now would end the rank with the cause, or hide a death
         return 1
 
     def _call(self) -> Outcome:
         """Set up the rank and run the function."""
         try:
             if self._folder.failures(self._start) > self._platform.max_restarts:
-                msg = f"start {self._start} of this job follows a lost node, and max_restarts does not allow that"
+                msg = (
+                    f"start {self._start} of this job follows a lost node, and max_restarts does "
+                    "not allow that"
+                )
                 raise LaunchError(msg)
             self._settings.apply()
             sys.breakpointhook = refuse_breakpoint
             address = self._meet()
-            agreement = Agreement(lambda: self._messages(address), self._place.global_rank, self._place.world_size)
+            agreement = Agreement(
+                lambda: self._messages(address), self._place.global_rank, self._place.world_size
+            )
             self._take_signals(agreement)
             RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
             if self._place.global_rank == 0:
@@ -128,9 +152,15 @@ class _Task:
         """Return the store of this start, which rank 0 keeps."""
         platform = self._platform
         if self._place.global_rank == 0:
-            host = LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]  # srun runs on this node
+            host = (
+                LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+            )  # srun runs on this node
             address = self._kept.enter_context(
-                open_tcp_store(platform.master_addr or host, platform.master_port, everywhere=platform.n_nodes > 1)
+                open_tcp_store(
+                    platform.master_addr or host,
+                    platform.master_port,
+                    everywhere=platform.n_nodes > 1,
+                )
             )
             self._folder.write_address(self._start, address)
         else:
@@ -151,14 +181,18 @@ class _Task:
 
     def _messages(self, address: StoreAddress) -> dist.Store:
         """Open a connection to the store for messages between the ranks."""
-        return dist.PrefixStore(f"parawrap/{self._start}", replace(address, path=None).open(self._place.world_size))
+        return dist.PrefixStore(
+            f"parawrap/{self._start}", replace(address, path=None).open(self._place.world_size)
+        )
 
-    # -- signals. The process starts with SIGUSR1 and SIGUSR2 blocked, and so do processes that the function starts
+    # -- signals. The process starts with SIGUSR1 and SIGUSR2 blocked, and so do processes that the
+    # function starts
 
     def _take_signals(self, agreement: Agreement) -> None:
         faulthandler.enable()
         stacks = self._kept.enter_context(self._folder.stacks_of(self._place.global_rank).open("a"))
-        # Slurm sends SIGCONT before SIGTERM. With a handler of SIGCONT, Linux might give SIGTERM to another thread.
+        # Slurm sends SIGCONT before SIGTERM. With a handler of SIGCONT, Linux might give SIGTERM to
+        # another thread.
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
@@ -167,20 +201,33 @@ class _Task:
         written.setblocking(False)
         signal.set_wakeup_fd(written.detach())
         os.register_at_fork(after_in_child=_forget_signals)
-        threading.Thread(target=self._await_preemption, args=(agreement,), name="parawrap-preemption", daemon=True).start()
-        threading.Thread(target=self._await_sigterm, args=(numbers,), name="parawrap-sigterm", daemon=True).start()
+        threading.Thread(
+            target=self._await_preemption,
+            args=(agreement,),
+            name="parawrap-preemption",
+            daemon=True,
+        ).start()
+        threading.Thread(
+            target=self._await_sigterm, args=(numbers,), name="parawrap-sigterm", daemon=True
+        ).start()
 
     def _await_preemption(self, agreement: Agreement) -> None:
-        """Request the step to save in at SIGUSR2, and let this thread take SIGUSR1, as no other one does."""
+        """Request the step to save in at SIGUSR2, and let this thread take SIGUSR1, as no other one
+        does.
+        """
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
         while True:
             signal.sigwait((signal.SIGUSR2,))
-            with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
+            with contextlib.suppress(
+                OSError
+            ):  # ranks must be able to save even if the folder is full
                 self._folder.mark("preempted", self._start)
             agreement.request()
 
     def _await_sigterm(self, numbers: socket.socket) -> None:
-        """Break the connections of a main thread that waits for other ranks in C code, so that it gets an error."""
+        """Break the connections of a main thread that waits for other ranks in C code, so that it
+        gets an error.
+        """
         while numbers.recv(1)[0] != signal.SIGTERM:
             pass
         time.sleep(_REACTION_S)
@@ -195,7 +242,9 @@ class _Task:
     # -- the end
 
     def _order(self) -> float:
-        """Return the place of this failure among those of all ranks, without comparing the clocks of machines."""
+        """Return the place of this failure among those of all ranks, without comparing the clocks
+        of machines.
+        """
         if self._store is None:
             return 0.0
         try:
@@ -212,7 +261,10 @@ class _Task:
             part.write_bytes(pickle.dumps(("success", (self._start, outcome))))
 
     def _end_together(self) -> int:
-        """Wait until all ranks have ended, and requeue the job if one of them requests it. Return the exit code."""
+        """Wait until all ranks have ended, and requeue the job if one of them requests it.
+
+        Return the exit code.
+        """
         store = self._store
         assert store is not None
         with contextlib.suppress(dist.DistError):  # rank 0 has left, so all have ended
@@ -232,7 +284,8 @@ class _Task:
         if self._place.global_rank == 0:
             self._folder.mark("preempted", self._start)
             if reason := requeue_job(self._number):
-                sys.__stderr__.write(f"Slurm refused to requeue the job: {reason}\n")  # type: ignore[union-attr]
+                text = f"Slurm refused to requeue the job: {reason}\n"
+                sys.__stderr__.write(text)  # type: ignore[union-attr]
                 return 1
         time.sleep(_REQUEUE_S)
         return 1
