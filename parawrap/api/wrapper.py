@@ -23,7 +23,7 @@ from parawrap.launch import (
     Platform,
     RankResults,
     below_a_rank,
-    cancel_launches,
+    cancel_runs,
     check_function,
     check_signature,
     current_rank,
@@ -31,6 +31,7 @@ from parawrap.launch import (
     launch,
     preview,
     run_inline,
+    running,
 )
 from parawrap.processes.pickling import is_importable
 
@@ -64,7 +65,7 @@ class Launchable(Decorated, Generic[P, R]):
         try:
             return launch(job)
         except BaseException:  # Ctrl-C before the caller has the handle
-            cancel_launches(job)
+            cancel_runs(running(job))
             raise
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:

@@ -1,5 +1,4 @@
-"""Run a function once per rank, in processes on this machine or a cluster, and return every rank's
-result.
+"""Run a function once per rank, on this machine or a cluster, and return every rank's result.
 
 This package starts processes, connects them, and ends them. It does not depend on modules or lanes.
 """
@@ -13,9 +12,10 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch._world import Place
 from parawrap.launch.inline import run_inline
-from parawrap.launch.launch import Launch, cancel_all, cancel_launches
+from parawrap.launch.launch import Launch, cancel_launches
 from parawrap.launch.preview import preview
 from parawrap.launch.ranks import OneRank, Ranks
+from parawrap.launch.run import cancel_runs, report_places, running
 
 __all__ = [
     "DECORATED",
@@ -29,8 +29,8 @@ __all__ = [
     "RankResults",
     "Ranks",
     "below_a_rank",
-    "cancel_all",
     "cancel_launches",
+    "cancel_runs",
     "check_function",
     "check_signature",
     "current_rank",
@@ -41,7 +41,9 @@ __all__ = [
     "preserved_generators",
     "preview",
     "rank_device",
+    "report_places",
     "run_inline",
+    "running",
     "runs_here",
     "seed_all",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parawrap.launch._devices import Device
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.script_globals import PackedCall, SentScript
 
 _SUSPENDS = (
@@ -40,7 +40,7 @@ class Job:
             cores.
     """
 
-    platform: Platform
+    platform: PlatformFields
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Job:
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     @property
-    def sent_platform(self) -> Platform:
+    def sent_platform(self) -> PlatformFields:
         """The platform as ranks see it, without the fields that only the launching process uses."""
         sent = copy.copy(self.platform)
         object.__setattr__(sent, "upon_finish", None)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from parawrap.launch._job import Job
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._world import find_world
 from parawrap.launch.attempts import Attempts
-from parawrap.launch.launch import Launch, start
+from parawrap.launch.launch import Launch
 from parawrap.launch.machines import Machines
 
 
@@ -21,16 +21,16 @@ def launch(job: Job) -> Launch[Any]:
     """
     name = launcher_name(job.platform)
     if name == "env":
-        from parawrap.launch.torchrun import launch_here
+        from parawrap.launch.torchrun import run_here
 
-        return launch_here(job)
+        return Launch(run_here(job))
     if name == "slurm":
-        from parawrap.launch.slurm.batch_run import launch_batch
+        from parawrap.launch.slurm.batch_run import start_batch
 
-        return launch_batch([job])[0]
-    launched: Launch[Any] = Launch(job, Attempts(job, machines_for(job.platform)))
-    start(launched)
-    return launched
+        return Launch(start_batch([job])[0])
+    run = Attempts(job, machines_for(job.platform))
+    run.start()
+    return Launch(run)
 
 
 def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[Any]] | None:
@@ -43,24 +43,22 @@ def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[A
     """
     if launcher_name(jobs[0].platform) != "slurm":
         return None
-    from parawrap.launch.slurm.batch_run import launch_batch
+    from parawrap.launch.slurm.batch_run import start_batch
 
-    return launch_batch(jobs, max_parallel)
+    return [Launch(run) for run in start_batch(jobs, max_parallel)]
 
 
 def runs_here(job: Job) -> bool:
-    """True if the job's ranks run on this machine, or in processes that torchrun, srun, or mpirun
-    started.
-    """
+    """True if no cluster runs the job: its ranks share the cores of this machine."""
     return launcher_name(job.platform) in ("local", "env")
 
 
-def launcher_name(platform: Platform) -> str:
+def launcher_name(platform: PlatformFields) -> str:
     """Return the name of the launcher that a platform selects in this process."""
     return platform.launcher or ("local" if find_world() is None else "env")
 
 
-def machines_for(platform: Platform) -> Machines:
+def machines_for(platform: PlatformFields) -> Machines:
     """Return the machines of a platform.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 
 from parawrap._public import public
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.preemption import Preemption, RequeueRequested
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Rank:
     node: int
     world_size: int
     device: torch.device
-    platform: Platform = field(repr=False)
+    platform: PlatformFields = field(repr=False)
     group: ProcessGroup | None = field(default=None, repr=False)
     restart: int = 0
     preemption: Preemption | None = field(default=None, repr=False, compare=False)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
@@ -77,7 +77,7 @@ def _current_device(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
+def _lone_group(platform: PlatformFields) -> Iterator[dist.ProcessGroup | None]:
     """Create a process group of one rank, unless this process has a group already."""
     if not platform.requires_ipc or dist.is_initialized():
         yield dist.group.WORLD if platform.requires_ipc else None

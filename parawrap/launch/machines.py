@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.fork_server import fork_server
 from parawrap.processes.members import Starter
 from parawrap.processes.process_groups import (
@@ -32,7 +32,7 @@ class Machines:
     `RayMachines` are those of a cluster.
     """
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: PlatformFields) -> None:
         self.platform = platform
 
     @contextlib.contextmanager
@@ -62,7 +62,7 @@ class Machines:
         return Settings.here()
 
 
-def uses_port(platform: Platform) -> bool:
+def uses_port(platform: PlatformFields) -> bool:
     """True if the ranks of this machine meet at a port.
 
     By default they do only if the platform names an address.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,13 +14,12 @@ from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function
 from parawrap.launch._launcher import launcher_name, machines_for
-from parawrap.launch._platform import OPEN_RANKS, Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import below_a_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch.launch import Launch
-from parawrap.launch.ranks_thread import LABEL, RanksCall, RanksThread, end_lost_ranks
+from parawrap.launch.ranks_run import LABEL, RanksCall, RanksRun, end_lost_ranks
 from parawrap.processes.outcomes import values_of
-from parawrap.processes.pool import Call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,24 +74,23 @@ class Ranks:
     3
     """
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: PlatformFields) -> None:
         self.platform = platform
         self._all = range(platform.world_size)
-        self._packing = threading.RLock()
-        self._pid = os.getpid()
-        self._is_closed = False
-        self._thread = thread = RanksThread(platform, machines_for(platform))
-        thread.handle = weakref.ref(self)
-        weakref.finalize(self, thread.cancel)  # does not wait: the collector may run in any thread
+        self._run = run = RanksRun(platform, machines_for(platform))
+        # The run does not refer to this handle, and neither do frames in the traceback of a call:
+        # a handle that the program has dropped ends its ranks
+        weakref.finalize(self, run.lose_handle)
+        run.start()
         try:
-            thread.ready.wait()
+            run.ready.wait()
         except BaseException:  # Ctrl-C
-            thread.cancel()
+            run.cancel()
             raise
-        if thread.error is not None:
-            raise thread.error
-        if thread.last is not None:
-            values_of(LABEL, thread.last, self._all, len(self._all))
+        if isinstance(run.how, BaseException):
+            raise run.how
+        if run.last is not None:
+            values_of(LABEL, run.last, self._all, len(self._all))
 
     # -- calls
 
@@ -113,24 +109,25 @@ class Ranks:
             LaunchError: If the ranks are closed, or wait for each other in a collective that others
                 did not call.
         """
-        return self._call(self._all, function, args, kwargs)
+        run, ranks = self._run, self._all
+        # The traceback of an error has this frame. An interactive interpreter keeps the traceback,
+        # and would keep the ranks alive, with the memory of their devices
+        del self
+        return _call(run, ranks, function, args, kwargs)
 
     def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Call the function once per rank, and return a handle without waiting.
 
-        The call runs after those before it.
-
-        `Launch.cancel` raises KeyboardInterrupt in the function, and keeps the ranks.
-        `Launch.preempt` has no effect.
+        The call runs after those before it. `Launch.cancel` raises KeyboardInterrupt in the
+        function, and keeps the ranks. `Launch.preempt` has no effect.
         """
-        job = self._check(function, args, kwargs)
-        launch: Launch[R] = Launch(replace(job, platform=self.platform), None)
-        with self._packing:
-            launch._run = request = self._pack(job, self._all, detaches=True)
-            request.call.transcripts = dict(enumerate(launch._transcripts))
-            request.upon_end = launch.end
-            self._thread.submit(request)
-        return launch
+        run, ranks = self._run, self._all
+        del self  # as above
+        job = _job_of(run, function, args, kwargs)
+        with run.packing:
+            request = RanksCall(run, job, ranks, has_handle=True)
+            request.start()
+        return Launch(request)
 
     def __getitem__(self, rank: int) -> OneRank:
         """Return one rank. Calling it runs a function on that rank only.
@@ -150,86 +147,11 @@ class Ranks:
     def __iter__(self) -> Iterator[OneRank]:
         return (OneRank(self, rank) for rank in self._all)
 
-    def _call(
-        self, ranks: Sequence[int], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RankResults[Any]:
-        job = self._check(function, args, kwargs)
-        request = None
-        try:
-            with self._packing:
-                request = self._pack(job, ranks)
-                held = self._thread.begin(request)
-            if held is not None:
-                self._thread.drive(request, held)
-            request.wait()
-        except BaseException:  # Ctrl-C, or a call that cannot be sent
-            if request is not None:
-                self._interrupt(request)
-            raise
-        ending = request.result()
-        if ending.has_output:
-            for transcript in self._thread.transcripts:
-                transcript.show_unfinished()
-            self._thread.printer.flush()
-        return RankResults(values_of(job.name, ending, ranks, len(self)))
-
-    def _check(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """Return the job of a call. A function that `wrapper` decorated is unwrapped.
-
-        Raises:
-            TypeError: If the function is not callable, or returns a coroutine or a generator.
-            LaunchError: If the ranks have ended, or this process did not open them.
-        """
-        job = Job(self.platform, function, args, kwargs)
-        if (job_of := DECORATED.get(type(function))) is not None:
-            job = job_of(function, args, kwargs)
-        check_function(job.function)
-        self._check_open(job.name)
-        return job
-
-    def _pack(self, job: Job, ranks: Sequence[int], *, detaches: bool = False) -> RanksCall:
-        """Pickle a call.
-
-        Calls must be submitted in the order of their pickles. `detaches` copies its tensors.
-        """
-        packed = job.pack(self._thread.script)
-        if detaches:
-            packed.block.detach()
-        return RanksCall(
-            self._thread, Call(job.name, ranks, packed, self._thread.surroundings.changes())
-        )
-
-    def _interrupt(self, request: RanksCall) -> None:
-        """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
-        try:
-            self._thread.interrupt(request, cancels=False)
-            request.wait()
-        except BaseException:
-            self._thread.cancel()
-            raise
-
-    def _check_open(self, name: str) -> None:
-        """Raise an error if the ranks have ended, or this process did not open them."""
-        if os.getpid() != self._pid:
-            msg = (
-                f"these ranks belong to process {self._pid}: call {name} there, not in a forked "
-                "child"
-            )
-            raise LaunchError(msg)
-        if self._is_closed:
-            msg = (
-                f"these ranks are closed, and cannot call {name}. Open new ones: "
-                "Platform(...).open()"
-            )
-            raise LaunchError(msg)
-        if self._thread.last is not None or self._thread.ended.is_set():
-            raise self._thread.error_of_end(name)
-
     # -- observation
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of all threads of each rank that runs a call, by global rank."""
-        return self._thread.stacks()
+        return self._run.stacks()
 
     def logs(self, rank: int) -> str:
         """Return all output of a rank so far: standard output and standard error in order of
@@ -241,14 +163,14 @@ class Ranks:
         if not 0 <= rank < len(self):
             msg = f"rank={rank}: there are the ranks 0 to {len(self) - 1}"
             raise IndexError(msg)
-        return self._thread.transcripts[rank].text()
+        return self._run.output.transcripts[rank].text()
 
     @property
     def state(self) -> str:
         """``"idle"``, ``"running"`` during a call, or ``"ended"``."""
-        if self._is_closed or self._thread.last is not None or self._thread.ended.is_set():
+        if self._run.is_closed or self._run.is_over:
             return "ended"
-        return "running" if self._thread.is_busy else "idle"
+        return "running" if self._run.is_busy else "idle"
 
     def __repr__(self) -> str:
         return f"<{len(self)} ranks of {self.platform.device}: {self.state}>"
@@ -258,7 +180,7 @@ class Ranks:
         rows = []
         for rank in self._all:
             device = rank_device(Device(self.platform.device), rank % self.platform.ranks_per_node)
-            state = "ended" if self.state == "ended" else self._thread.state_of(rank)
+            state = "ended" if self.state == "ended" else self._run.state_of(rank)
             rows.append((f"{rank}", str(device), state))
         return Table(
             repr(self)[1:-1], ("rank", "device", "state"), rows, texts=("device", "state")
@@ -274,15 +196,15 @@ class Ranks:
         Ranks that do not end within ``grace_s`` are killed. The platform's ``upon_finish`` is
         called if all ranks ended on their own.
         """
-        if os.getpid() != self._pid:
+        run = self._run
+        if run.is_in_forked_child:
             return
-        self._is_closed = True
+        run.close()
         try:
-            self._thread.close()
-            self._thread.ended.wait()
+            run.wait()
         except BaseException:  # Ctrl-C
-            self._thread.cancel()
-            self._thread.ended.wait()
+            run.cancel()
+            run.wait()
             raise
 
     def __enter__(self) -> Self:
@@ -295,7 +217,7 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and not issubclass(kind, Exception):  # Ctrl-C
-            self._thread.cancel()
+            self._run.cancel()
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -322,14 +244,79 @@ class OneRank:
 
         Raises as a call of all ranks does.
         """
-        value: R = self._ranks._call((self._rank,), function, args, kwargs)[0]
+        run, ranks = self._ranks._run, (self._rank,)
+        del self  # as in `Ranks.__call__`
+        value: R = _call(run, ranks, function, args, kwargs)[0]
         return value
 
     def __repr__(self) -> str:
         return f"<rank {self._rank} of {self._ranks!r}>"
 
 
-def open_ranks(platform: Platform) -> Ranks:
+# -- a call. These functions get no handle: see `Ranks.__call__`
+
+
+def _call(
+    run: RanksRun,
+    ranks: Sequence[int],
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> RankResults[Any]:
+    """Call a function on some of the ranks, wait, and return their values."""
+    job = _job_of(run, function, args, kwargs)
+    request: RanksCall | None = None
+    try:
+        with run.packing:
+            request = RanksCall(run, job, ranks)
+            held = run.begin(request)
+        if held is not None:
+            run.drive(request, held)
+        request.wait_for_end()
+    except BaseException:  # Ctrl-C, or a call that cannot be sent
+        if request is not None:
+            _interrupt(run, request)
+        raise
+    ending = request.ending()
+    if ending.has_output:
+        _show_output(run)
+    return RankResults(values_of(job.name, ending, ranks, len(run.output.transcripts)))
+
+
+def _job_of(run: RanksRun, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+    """Return the job of a call. A function that `wrapper` decorated is unwrapped.
+
+    Raises:
+        TypeError: If the function is not callable, or returns a coroutine or a generator.
+        LaunchError: If the ranks have ended, or this process did not open them.
+    """
+    job = Job(run.job.platform, function, args, kwargs)
+    if (job_of := DECORATED.get(type(function))) is not None:
+        job = replace(job_of(function, args, kwargs), platform=run.job.platform)
+    check_function(job.function)
+    run.check_open(job.name)
+    return job
+
+
+def _interrupt(run: RanksRun, request: RanksCall) -> None:
+    """Interrupt a call, and wait for its end. A further Ctrl-C ends the ranks."""
+    try:
+        run.interrupt(request, cancels=False)
+        request.wait_for_end()
+    except BaseException:
+        run.cancel()
+        raise
+
+
+def _show_output(run: RanksRun) -> None:
+    """Show what the ranks have written, also lines without an end, before the call returns."""
+    for transcript in run.output.transcripts:
+        transcript.show_unfinished()
+    if run.output.printer is not None:
+        run.output.printer.flush()
+
+
+def open_ranks(platform: PlatformFields) -> Ranks:
     """Start the ranks of a platform, and return once they can be called."""
     if inside_a_rank() or below_a_rank():
         msg = (
@@ -360,6 +347,3 @@ def open_ranks(platform: Platform) -> Ranks:
         raise PlatformError(msg)
     end_lost_ranks()
     return Ranks(platform)
-
-
-OPEN_RANKS.append(open_ranks)

@@ -18,7 +18,7 @@ from parawrap.backends import neuron_is_device
 from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, core_of, make_current, rank_device, visible
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
 from parawrap.launch._seeds import seed
 from parawrap.launch._world import Place
@@ -48,7 +48,7 @@ class RankSetUp:
         beside: The number of launches that share the cores of the rank's machine.
     """
 
-    platform: Platform
+    platform: PlatformFields
     place: Place
     store: StoreAddress | None
     beside: int = 1
@@ -115,7 +115,7 @@ class RankSetUp:
         return variables
 
 
-def groups_of(platform: Platform, *, is_on_one_machine: bool) -> Groups:
+def groups_of(platform: PlatformFields, *, is_on_one_machine: bool) -> Groups:
     """Return the process groups that a platform describes."""
     timeout = (
         None if platform.ipc_timeout_min is None else timedelta(minutes=platform.ipc_timeout_min)
@@ -125,7 +125,7 @@ def groups_of(platform: Platform, *, is_on_one_machine: bool) -> Groups:
     )
 
 
-def set_up(place: Place, platform: Platform, preemption: Preemption | None = None) -> Rank:
+def set_up(place: Place, platform: PlatformFields, preemption: Preemption | None = None) -> Rank:
     """Set the device and the seeds of this process, and return its rank, without process groups.
 
     Raises:
@@ -146,7 +146,7 @@ def set_up(place: Place, platform: Platform, preemption: Preemption | None = Non
     return Rank(*numbers, device, platform, restart=place.restart, preemption=preemption)
 
 
-def share_cores(platform: Platform, ranks: int) -> None:
+def share_cores(platform: PlatformFields, ranks: int) -> None:
     """Give this rank its share of the cores, unless the user set one.
 
     OMP_NUM_THREADS holds for libraries loaded later.

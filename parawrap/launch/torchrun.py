@@ -37,7 +37,7 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
 from parawrap.launch.agreement import Agreement
-from parawrap.launch.launch import Launch
+from parawrap.launch.run import FinishedRun
 from parawrap.launch.set_up import groups_of, set_up
 from parawrap.processes.outcomes import error_of, is_echo, outcome_of
 from parawrap.processes.pickling import pack, unpack
@@ -52,7 +52,7 @@ _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "co
 _log = logging.getLogger("parawrap.launch")
 
 
-def launch_here(job: Job) -> Launch[Any]:
+def run_here(job: Job) -> FinishedRun:
     """Call the function as this process's rank. A request to restart calls it again."""
     world = require_world()
     fitted = fit_job(job, world)
@@ -63,9 +63,7 @@ def launch_here(job: Job) -> Launch[Any]:
             world = replace(world, restart=world.restart + 1)
     if isinstance(outcome, RankResults) and world.global_rank == 0:
         fitted.finish()
-    launch: Launch[Any] = Launch(fitted, None)
-    launch.end(outcome)
-    return launch
+    return FinishedRun(fitted, outcome)
 
 
 def require_world() -> World:

@@ -60,6 +60,7 @@ _LINGER_S = (
     1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
 )
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
+_PLACES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
 _LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
 _MOST_COPIED = 256 << 20  # bytes of one call in the slabs of all ranks; beyond, they share a file
@@ -160,6 +161,8 @@ class Pool:
         self._unanswered: set[int] = set()  # ranks that have not reported their steps
         self._stacks: dict[int, str] = {}  # of the ranks that ran a call at the last request
         self._has_stacks = threading.Event()
+        self._unplaced: set[int] = set()  # ranks that have not answered where they are
+        self._has_places = threading.Event()
         self.idle_deaths: dict[int, Outcome] = {}
         self.preempted = False
         self.owned: Callable[[list[Any], list[Any]], None] = lambda *_: None
@@ -189,6 +192,19 @@ class Pool:
         self.events.post(self._ask_for_stacks)
         self._has_stacks.wait(_STACKS_S)
         return dict(self._stacks)
+
+    def places(self) -> dict[int, str]:
+        """Return the line of user code that each rank executes that runs a call.
+
+        A rank that does not answer at once is named by its last known place, if there is one.
+        """
+        self._has_places.clear()
+        self.events.post(self._ask_for_places)
+        self._has_places.wait(_PLACES_S)
+        return {
+            member.rank: "an unknown place" if member.looked is None else member.looked.place
+            for member in self._running()
+        }
 
     # -- the owner
 
@@ -513,6 +529,15 @@ class Pool:
         if not self._stacks:
             self._has_stacks.set()
 
+    def _ask_for_places(self) -> None:
+        """Ask each rank that runs a call where it is."""
+        running = self._running()
+        self._unplaced = {member.rank for member in running}
+        for member in running:
+            self._ask(member, "look")
+        if not running:
+            self._has_places.set()
+
     def _look(self) -> None:
         """Act on the last looks at ranks, and look again."""
         call, now = self._call, time.monotonic()
@@ -592,6 +617,9 @@ class Pool:
             self._settle(member, Ended(time.time()))
         elif word == "look":
             member.looked, member.looked_at = body, time.monotonic()
+            self._unplaced.discard(member.rank)
+            if not self._unplaced:
+                self._has_places.set()
         elif word == "stacks":
             self._stacks[member.rank] = body
             if _NO_ANSWER not in self._stacks.values():

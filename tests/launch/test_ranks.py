@@ -20,8 +20,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from parawrap import LaunchCancelledError, LaunchError, PlatformError, current_rank, wrapper
-from tests.helpers.processes import assert_gone, ranks, run_script
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    PlatformError,
+    UnsendableError,
+    current_rank,
+    wrapper,
+)
+from tests.helpers.processes import assert_gone, is_gone, ranks, run_script
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -334,7 +341,7 @@ LEFT_OPEN = """
 import importlib, os
 from parawrap import Platform
 
-launch = importlib.import_module("parawrap.launch.launch")
+launch = importlib.import_module("parawrap.launch.run")
 stop_server = launch.stop_server
 launch.stop_server = lambda: (print(ranks.state), stop_server())
 ranks = Platform(device="cpu", n_cpus=2, ipc_groups=None).open()
@@ -347,41 +354,47 @@ def test_a_script_leaves_ranks_open(tmp_path):
     assert run_script(tmp_path, LEFT_OPEN) == "ended\n"
 
 
-def ended(opened):
-    """Wait for the end of ranks whose handle is lost; the argument is a weak reference."""
-    return eventually(lambda: opened() is None or opened().state == "ended", "the end of lost ranks")
+CELLS = {
+    "all": "opened(lambda: 1 / 0)",
+    "one": "opened[0](lambda: 1 / 0)",
+    "unsendable": "opened(print, threading.Lock())",
+    "reduced": "opened(print, Unsendable())",
+    "submitted": "opened.submit(print, threading.Lock())",
+}
 
 
-def test_a_handle_in_a_traceback_is_lost():
-    """An interactive interpreter keeps the last error. A handle that the program also refers to stays open."""
+class Unsendable:
+    """Raises an error in user code, whose frame leads to the callers of that code."""
 
-    def fail(keeps):
-        opened = ranks(1).open()
-        keeps.append(weakref.ref(opened) if len(keeps) else opened)
-        opened(lambda: 1 / 0)
-
-    kept, lost, errors = [], [None], []
-    for keeps in kept, lost:
-        with pytest.raises(ZeroDivisionError) as caught:
-            fail(keeps)
-        errors.append(caught)  # its traceback has the frame of `fail`
-    ended(lost[1])
-    assert kept[0](my_rank) == (0,)
-    kept[0].close()
+    def __reduce__(self):
+        raise ZeroDivisionError
 
 
-def test_a_displayed_handle_is_lost():
-    """A notebook keeps displayed values. A handle that only they keep ends when others are opened."""
-    namespace = {"opened": ranks(1).open()}
-    namespace["Out"] = {1: namespace["opened"]}
-    namespace["_1"] = namespace["opened"]
-    namespace["_2"] = namespace["opened"].submit(my_rank)
-    first = weakref.ref(namespace["opened"])
+@pytest.mark.parametrize("line", CELLS.values(), ids=CELLS)
+def test_a_cell_that_runs_again_after_an_error(line):
+    """An interactive interpreter keeps the last traceback, and not the ranks of the cell."""
+    namespace = {**globals(), "pids": []}
+    cell = f"opened = ranks(1).open()\npids.append(opened(os.getpid)[0])\n{line}"
+    errors = []
+    for _ in range(2):
+        with pytest.raises((ZeroDivisionError, UnsendableError)) as caught:
+            exec(cell, namespace)
+        errors.append(caught.value)
+    first, second = namespace["pids"]
+    eventually(lambda: is_gone(first), "the end of the first ranks")
+    assert not is_gone(second)
+    namespace.pop("opened").close()
+
+
+def test_a_lost_handle_ends_its_ranks():
+    """Ranks are opened once those of lost handles have ended: they hold the memory of devices."""
+    opened = ranks(1).open()
+    (pid,) = opened(os.getpid)
+    handle = weakref.ref(opened)
+    del opened
+    assert handle() is None
     with ranks(1).open():
-        assert first().state == "idle"  # the notebook's variable
-        namespace["opened"] = None
-        with ranks(1).open():
-            ended(first)
+        assert is_gone(pid)
 
 
 @pytest.mark.parametrize(

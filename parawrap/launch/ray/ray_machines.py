@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.ray._node_actor import CONNECTIONS
 from parawrap.launch.ray.reservation import Reservation
@@ -47,7 +47,7 @@ class RayMachines(Machines):
             idle.
     """
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: PlatformFields) -> None:
         super().__init__(platform)
         self.reservation = Reservation(platform)
 
@@ -137,7 +137,7 @@ class _Starter:
     Implements `Starter` of the pool.
     """
 
-    def __init__(self, ray: Any, platform: Platform, nodes: list[_Node], host: str) -> None:
+    def __init__(self, ray: Any, platform: PlatformFields, nodes: list[_Node], host: str) -> None:
         self._ray = ray
         self._per_node = platform.ranks_per_node
         self._nodes = nodes

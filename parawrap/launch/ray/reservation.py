@@ -12,7 +12,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.ray import _node_actor
 
 _LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
@@ -73,7 +73,7 @@ class Reservation:
             idle.
     """
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self, platform: PlatformFields) -> None:
         self.ray = _join_cluster()
         self._platform = platform
         self._bundle: dict[str, float] = {

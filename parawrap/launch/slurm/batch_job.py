@@ -18,7 +18,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.launch.slurm.task import run_rank
 
@@ -52,7 +52,7 @@ PYTHON = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_BLOCKING_PYTHON)
 _changing = threading.Lock()  # of the environment
 
 
-def job_script(platform: Platform) -> str:
+def job_script(platform: PlatformFields) -> str:
     """Return the batch script that `submit` would submit. Requires submitit, but not Slurm."""
     _import_submitit()
     from submitit.slurm.slurm import _make_sbatch_string
@@ -63,7 +63,10 @@ def job_script(platform: Platform) -> str:
 
 
 def submit(
-    platform: Platform, folders: Sequence[Folder], plan: bytes, max_parallel: int | None = None
+    platform: PlatformFields,
+    folders: Sequence[Folder],
+    plan: bytes,
+    max_parallel: int | None = None,
 ) -> list[str]:
     """Submit one job per folder; several jobs form a job array. Return the job numbers.
 
@@ -145,7 +148,7 @@ def _import_submitit() -> Any:
     return submitit
 
 
-def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
+def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
     """Return the job's resources under submitit's names.
 
     ``slurm_additional_parameters`` overrides the others.

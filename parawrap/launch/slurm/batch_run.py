@@ -28,7 +28,7 @@ from typing import Any
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
 from parawrap.launch.attempts import may_restart, summary_of_attempt
-from parawrap.launch.launch import Launch, start
+from parawrap.launch.run import Run, RunOutput
 from parawrap.launch.slurm import commands
 from parawrap.launch.slurm.batch_job import submit
 from parawrap.launch.slurm.launch_folder import Folder
@@ -43,7 +43,6 @@ from parawrap.processes.outcomes import (
     counts_as_echo,
     first_failure,
 )
-from parawrap.processes.output import Transcript
 from parawrap.processes.settings import Settings
 
 _LOOK_S = 0.3  # pause between two reads of the folder, on a file system that many nodes share
@@ -64,7 +63,7 @@ _log = logging.getLogger("parawrap.launch")
 _followed: set[BatchRun] = set()
 
 
-def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
+def start_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[BatchRun]:
     """Submit calls as one batch job: several calls are a job array. Return one launch per call.
 
     Args:
@@ -83,9 +82,6 @@ def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[L
     folders = Folder.new(platform.name, len(jobs))
     try:
         runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
-        launches: list[Launch[Any]] = [
-            Launch(job, run) for job, run in zip(jobs, runs, strict=True)
-        ]
         plan = pickle.dumps((jobs[0].sent_platform, replace(Settings.here(), environ=None)))
         numbers = submit(platform, folders, plan, max_parallel)
     except BaseException:
@@ -93,35 +89,33 @@ def launch_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[L
             folder.remove()
         raise
     try:
-        for launch, run, number in zip(launches, runs, numbers, strict=True):
+        for run, number in zip(runs, numbers, strict=True):
             run.number = number
-            start(launch)
+            run.start()
     except BaseException:
         commands.cancel_job(numbers[0].partition("_")[0])
         raise
-    return launches
+    return runs
 
 
-class BatchRun:
-    """The ranks of one launch in a batch job. Implements `Run`.
+class BatchRun(Run):
+    """The ranks of one launch in a batch job.
 
     Args:
         job: The launch.
         folder: Its folder, which is removed at its end.
 
     Attributes:
-        number: The number of the submitted job, set before `supervise`.
-        has_begun: True if the ranks of this start have met.
+        number: The number of the submitted job, set before the start of the run.
     """
 
     def __init__(self, job: Job, folder: Folder) -> None:
-        self._job = job
+        super().__init__(job, RunOutput.of(job.platform, job.name, job.number))
         self._platform = job.platform
         self._folder = folder
         self._is_cancelled = False
         self._history: list[str] = []
         self.number = ""
-        self.has_begun = False
         folder.call.write_bytes(job.pack().block.to_bytes())
 
     # -- any thread
@@ -140,7 +134,7 @@ class BatchRun:
         return "running"
 
     def stacks(self) -> dict[int, str]:
-        if not self.has_begun:
+        if not self._has_begun:
             return {}
         files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
         before = sizes = [len(_read(file)) for file in files]
@@ -155,11 +149,11 @@ class BatchRun:
 
     # -- the thread of the launch
 
-    def supervise(self, transcripts: Sequence[Transcript]) -> Ending:
+    def _supervise(self) -> Ending:
         import submitit.core.utils
 
         ranks = range(self._platform.world_size)
-        self._transcripts = transcripts
+        self._transcripts = self.output.transcripts
         self._files = [
             submitit.core.utils.JobPaths(self._folder.submitit, self.number, rank) for rank in ranks
         ]
@@ -180,7 +174,7 @@ class BatchRun:
         self._srun_begun = len(_read(self._srun_log))  # a later start appends
         self._outcomes: dict[int, Outcome] = {}
         self._hosts: list[str] = []  # of all nodes, in order; empty until Slurm has listed all
-        self.has_begun = False
+        self._has_begun = False
         self._began_at = math.inf  # when the ranks met
         self._ended_at = math.inf  # when the first sign of the end was seen
 
@@ -190,8 +184,8 @@ class BatchRun:
         while True:
             self._take_output()
             self._take_outcomes()
-            if not self.has_begun and self._folder.has("begun", self._start):
-                self.has_begun = True
+            if not self._has_begun and self._folder.has("begun", self._start):
+                self._has_begun = True
                 self._began_at = time.monotonic()
                 polled_at = -math.inf  # to know the nodes
             if self._ended_at == math.inf and self._has_ended():
@@ -332,7 +326,7 @@ class BatchRun:
 
     def _note(self, summary: str) -> None:
         self._history.append(f"attempt {self._start} {summary}")
-        _log.warning("%s: %s; its ranks start again", self._job.name, self._history[-1])
+        _log.warning("%s: %s; its ranks start again", self.job.name, self._history[-1])
 
     def _end_job(self) -> None:
         """End the job if it has not ended, and take its last output."""
@@ -365,7 +359,7 @@ class BatchRun:
             is_ended = rank in outcomes  # by SIGTERM, which did not come from Slurm
             outcomes[rank] = Died(math.inf, 0, -signal.SIGTERM) if is_ended else _death(how)
         if (
-            state.name == "COMPLETED" and self.has_begun
+            state.name == "COMPLETED" and self._has_begun
         ):  # srun does not name tasks that exit with 0
             for rank in range(size):
                 outcomes.setdefault(rank, Died(math.inf, 0, 0))
@@ -401,9 +395,9 @@ class BatchRun:
 
     def _raise_for(self, state: commands.JobState) -> None:
         """Raise the error of a final state that explains the end of the ranks."""
-        name, job = self._job.name, f"Slurm job {self.number}"
+        name, job = self.job.name, f"Slurm job {self.number}"
         # Slurm forgets an array element that is cancelled before it starts.
-        if state.name == "CANCELLED" or (state.name == "FORGOTTEN" and not self.has_begun):
+        if state.name == "CANCELLED" or (state.name == "FORGOTTEN" and not self._has_begun):
             msg = (
                 f"the launch of {name} was cancelled by another process: {job} was removed from "
                 "the queue"
@@ -433,7 +427,7 @@ class BatchRun:
             )
             return LaunchError(msg)
         msg = (
-            f"Slurm job {self.number}, which ran {self._job.name}, ended as {state.name} "
+            f"Slurm job {self.number}, which ran {self.job.name}, ended as {state.name} "
             f"({state.fields.get('Reason')}) before its ranks had returned"
         )
         error = LaunchError(msg)

@@ -29,7 +29,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._world import Place
 from parawrap.launch.agreement import Agreement
 from parawrap.launch.set_up import RankSetUp
@@ -77,7 +77,7 @@ def run_rank(path: str, plan: bytes) -> NoReturn:
 class _Task:
     """The rank of this task, in its main thread. It exists until the process exits."""
 
-    def __init__(self, folder: Folder, platform: Platform, settings: Settings) -> None:
+    def __init__(self, folder: Folder, platform: PlatformFields, settings: Settings) -> None:
         import submitit  # the submitting process may lack it
 
         job = submitit.JobEnvironment()

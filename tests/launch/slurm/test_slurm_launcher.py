@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
-from parawrap.launch import Job
-from parawrap.launch.slurm.batch_run import launch_batch
+from parawrap.launch import Job, Launch
+from parawrap.launch.slurm.batch_run import start_batch
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, results_of, wait_for_reports
@@ -155,7 +155,8 @@ def submit(function, *args, **fields):
 
 def submit_array(arguments, max_parallel=None, **fields):
     platform = Platform(device="slurm", verbose=False, ipc_groups=None, **fields)
-    return launch_batch([Job(platform, wait_or_requeue, (each,)) for each in arguments], max_parallel)
+    jobs = [Job(platform, wait_or_requeue, (each,)) for each in arguments]
+    return [Launch(run) for run in start_batch(jobs, max_parallel)]
 
 
 class Started:

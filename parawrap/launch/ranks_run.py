@@ -1,144 +1,133 @@
-"""The thread that owns the pool of ranks that stay, and the calls on their way to it.
+"""The run of ranks that stay, and the calls on their way to them and back.
 
 ::
 
     Ranks ── begin, drive ──► Pool ──► ranks     the caller reads the answers itself
       │                        ▲
-      └── submit ──► queue ──► RanksThread       the thread does, for calls that wait their turn
+      └── submit ──► queue ──► RanksRun          its thread does, for calls that wait their turn
 
-A call belongs to its caller from `begin` to the end of `drive`, and to the thread otherwise. The
-thread resolves the future of every call on every way out. It refers to no handle, so that ranks
-whose handle is lost end.
+A call belongs to its caller from `begin` to the end of `drive`, and to the run otherwise. The run
+ends every call on every way out. It refers to no handle, so that ranks whose handle is lost end.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
-from weakref import ref
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch._job import Job
-from parawrap.launch._platform import Platform
-from parawrap.launch.attempts import PoolOwner
-from parawrap.launch.launch import make_transcripts, new_log_folder
-from parawrap.launch.lost_handles import is_lost
+from parawrap.launch._platform_fields import PlatformFields
+from parawrap.launch.attempts import PoolRun
 from parawrap.launch.machines import Machines
-from parawrap.processes.events import NEVER
+from parawrap.launch.run import How, Run, RunOutput, running
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
-from parawrap.processes.output import Printer
 from parawrap.processes.pool import Call, Pool
 from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import Surroundings
 
 LABEL = "ranks that stay"
 _LOOK_S = 1.0  # between two looks whether the ranks have ended without a word on a call
-_HANDLED_S = 1.0  # for a program to handle an error, which keeps the handle in its traceback
-_running: set[RanksThread] = set()
+_NO_OUTPUT = RunOutput()  # of calls without a handle: the run of the ranks has it
 
 
-class RanksCall:
-    """A call on its way to the ranks and back. Implements `Run` for the handle of a submitted call.
+class RanksCall(Run):
+    """A call on its way to ranks that stay and back.
 
     Attributes:
         packed: The call as it is sent.
-        upon_end: Called with how it has ended.
     """
 
-    def __init__(self, thread: RanksThread, call: Call) -> None:
-        assert call.packed is not None
-        self._thread = thread
-        self.call = call
-        self.packed = call.packed
-        self.upon_end: Callable[[Ending | BaseException], object] | None = None
-        self._how: Ending | BaseException | None = None
-        self._ended = Latch()
+    def __init__(
+        self, ranks_run: RanksRun, job: Job, ranks: Sequence[int], *, has_handle: bool = False
+    ) -> None:
+        """Pickle a call. Calls must be submitted in the order of their pickles.
 
-    @property
-    def is_done(self) -> bool:
-        """True once it has ended."""
-        return self._how is not None
-
-    def end(self, how: Ending | BaseException) -> None:
-        """Note how it has ended. The first note holds."""
-        if self._how is None:
-            self._how = how
-            self._ended.set()
-            if self.upon_end is not None:
-                self.upon_end(how)
-
-    def wait(self) -> None:
-        """Wait for the end."""
-        while not self._ended.wait(_LOOK_S):
-            self._thread.end_if_over(self)
-
-    def result(self) -> Ending:
-        """Return how it has ended, or raise the error of ranks that had ended before."""
-        assert self._how is not None
-        if isinstance(self._how, BaseException):
-            raise self._how
-        return self._how
+        Args:
+            ranks_run: The run of the ranks.
+            job: The call.
+            ranks: The ranks that make it.
+            has_handle: True if a `Launch` shows it, and the caller may change its tensors.
+        """
+        output = RunOutput.of(job.platform, job.name, is_kept=True) if has_handle else _NO_OUTPUT
+        super().__init__(job, output)
+        self._ranks_run = ranks_run
+        self.packed = job.pack(ranks_run.script)
+        if has_handle:
+            self.packed.block.detach()
+        changes = ranks_run.surroundings.changes()
+        self.call = Call(job.name, ranks, self.packed, changes)
+        self.call.transcripts = dict(enumerate(output.transcripts))
 
     @property
     def has_begun(self) -> bool:
         return self.call.has_begun
 
-    def supervise(self, transcripts: Sequence[Any]) -> NoReturn:
-        raise AssertionError  # the thread of the ranks makes the call
+    def start(self) -> None:
+        self._ranks_run.submit(self)
 
     def cancel(self) -> None:
-        self._thread.interrupt(self, cancels=True)
-
-    def preempt(self) -> None:
-        """Do nothing: ranks that stay cannot restart."""
+        self._ranks_run.interrupt(self, cancels=True)
 
     def stacks(self) -> dict[int, str]:
-        return self._thread.stacks() if self.has_begun else {}
+        return self._ranks_run.stacks() if self.has_begun else {}
+
+    def places(self) -> dict[int, str]:
+        return self._ranks_run.places() if self.has_begun else {}
 
     def state_of(self, rank: int) -> str:
-        return self._thread.state_of(rank) if self.has_begun else "idle"
+        return self._ranks_run.state_of(rank) if self.has_begun else "idle"
+
+    def _on_success(self) -> None:
+        """Do nothing: ``upon_finish`` belongs to the run of the ranks."""
+
+    def wait_for_end(self) -> None:
+        """Wait for the end, also if nothing is left that could report it."""
+        while not self._ended.wait(_LOOK_S):
+            self._ranks_run.end_if_over(self)
+
+    def ending(self) -> Ending:
+        """Return how it has ended, or raise the error of ranks that had ended before."""
+        if isinstance(self.how, BaseException):
+            raise self.how
+        assert isinstance(self.how, Ending)
+        return self.how
 
 
-class RanksThread(PoolOwner):
-    """Starts the ranks in a thread, supervises them, and makes the calls that wait for their turn.
+class RanksRun(PoolRun):
+    """Starts the ranks, supervises them, and makes the calls that wait for their turn.
 
     The pool's lock guards `_current`, `_driven`, and `last`.
 
     Attributes:
         ready: Set once the ranks can be called, or could not be started.
-        ended: Set once no rank is alive.
-        error: The error of the start.
-        last: The ending of the ranks.
-        handle: The handle of the ranks.
+        last: The ending of the call or the idle time in which the ranks have ended.
+        has_lost_handle: True once nothing refers to the handle any more.
     """
 
-    def __init__(self, platform: Platform, machines: Machines) -> None:
-        super().__init__(Job(platform, _stay), machines)
-        self.printer = Printer()
-        self.transcripts = make_transcripts(platform, self.printer, new_log_folder(platform, LABEL))
+    def __init__(self, platform: PlatformFields, machines: Machines) -> None:
+        super().__init__(Job(platform, _stay), machines, RunOutput.of(platform, LABEL))
         self.script = SentScript(imports=True)
         self.surroundings = Surroundings()
+        # From the pickle of a call to its place in the queue: the calls must keep that order. Code
+        # that pickling runs may call the ranks
+        self.packing = threading.RLock()
         self.ready = Latch()
-        self.ended = Latch()
-        self.error: BaseException | None = None
         self.last: Ending | None = None
-        self.handle: ref[Any] | None = None
+        self.has_lost_handle = False
         self._last_name = LABEL
         self._current: RanksCall | None = None  # that the ranks run
         self._driven: RanksCall | None = None  # the same, while its caller reads the answers
         self._queue: deque[RanksCall] = deque()
-        self._is_closing = False
-        self._look_at = NEVER  # whether an error is all that keeps the handle
-        threading.Thread(target=self._run, name="parawrap-ranks", daemon=True).start()
+        self.is_closed = False  # by the handle: calls in the queue are still made
+
+    # -- any thread
 
     def submit(self, request: RanksCall) -> None:
         """Make a call after those before it."""
@@ -147,52 +136,73 @@ class RanksThread(PoolOwner):
         self._note_sent(request)
         held.end()
         self._wake()
-        if self.ended.is_set():  # the thread may have missed it
+        if self.is_done():  # the thread may have missed it
             self._fail_queue()
 
     def end_if_over(self, request: RanksCall) -> None:
-        """End a call that nothing else ends: it was on its way when the thread ended."""
-        if self.ended.is_set() and not request.is_done:
+        """End a call that nothing else ends: it was on its way when the run ended."""
+        if self.is_done():
             request.end(self.error_of_end(request.call.name))
 
     def interrupt(self, request: RanksCall, *, cancels: bool) -> None:
-        """Raise KeyboardInterrupt in the function of each rank that runs it, or drop a call that
-        has not begun.
-        """
+        """Raise KeyboardInterrupt in each rank that runs a call, or drop one that has not begun."""
         if (pool := self._pool) is not None:
             pool.post(partial(self._interrupt, pool, request, cancels=cancels))
 
     def close(self) -> None:
         """End the ranks once they have answered the calls that were submitted."""
-        self._is_closing = True
+        self.is_closed = True
         self._wake()
+
+    def lose_handle(self) -> None:
+        """End the ranks, without waiting: the collector calls this in any thread."""
+        self.has_lost_handle = True
+        self.cancel()
+
+    def check_open(self, name: str) -> None:
+        """Raise LaunchError if the ranks have ended, or this process did not open them."""
+        if self.is_in_forked_child:
+            msg = (
+                f"these ranks belong to process {self._pid}: call {name} there, not in a forked "
+                "child"
+            )
+            raise LaunchError(msg)
+        if self.is_closed:
+            msg = (
+                f"these ranks are closed, and cannot call {name}. Open new ones: "
+                "Platform(...).open()"
+            )
+            raise LaunchError(msg)
+        if self.is_over:
+            raise self.error_of_end(name)
 
     @property
     def is_busy(self) -> bool:
         """True while a call runs or waits for its turn."""
         return self._current is not None or bool(self._queue)
 
-    def error_of_end(self, name: str) -> LaunchError:
-        """Return the error of a call that comes after the end of the ranks.
+    @property
+    def is_over(self) -> bool:
+        """True if the ranks have ended, or are about to: they take no call."""
+        return self.last is not None or self.is_done()
 
-        It says how they have ended.
-        """
-        died, how = None, "they were closed" if self.last is None else "they were cancelled"
+    def error_of_end(self, name: str) -> LaunchError:
+        """Return the error of a call after the end of the ranks. It says how they have ended."""
+        died, text = None, "they were closed" if self.last is None else "they were cancelled"
         try:
-            if self.error is not None:
-                raise self.error
+            if isinstance(self.how, BaseException):
+                raise self.how
             if self.last is not None and self.last.lost:
                 raise LaunchError(self.last.lost)
             if self.last is not None and not self.last.cancelled:
-                values_of(self._last_name, self.last, (), len(self.transcripts))
+                values_of(self._last_name, self.last, (), len(self.output.transcripts))
         except BaseException as error:  # noqa: BLE001 (described)
-            how = str(getattr(error, "message", f"{type(error).__name__}: {error}")).partition(
-                "\n"
-            )[0]
+            message = getattr(error, "message", f"{type(error).__name__}: {error}")
+            text = str(message).partition("\n")[0]
             died = error if isinstance(error, RankDiedError) else None
         msg = (
             f"these ranks have ended, and cannot call {name}. Open new ones: "
-            f"Platform(...).open(). How they ended: {how}"
+            f"Platform(...).open(). How they ended: {text}"
         )
         if died is not None:
             return RankDiedError(msg, rank=died.rank, signal=died.signal, exit_code=died.exit_code)
@@ -201,9 +211,10 @@ class RanksThread(PoolOwner):
     # -- a caller
 
     def begin(self, request: RanksCall) -> HeldSignals | None:
-        """Send a call from this thread if the ranks are idle:
+        """Send a call from this thread if the ranks are idle, and submit it otherwise.
 
-        `drive` must follow. Otherwise submit it.
+        Return the signals that are held back until the end of `drive`, which must follow; None if
+        the call was submitted.
         """
         pool = self._pool
         if pool is None or not self._is_idle:
@@ -213,6 +224,7 @@ class RanksThread(PoolOwner):
         has_begun = False
         try:
             with pool.events.lock:
+                # Asked again under the lock: another thread may have begun a call since
                 if self._is_idle and not pool.is_ending:
                     pool.begin(request.call)
                     self._current = self._driven = request
@@ -224,15 +236,14 @@ class RanksThread(PoolOwner):
         if has_begun:
             return held
         held.end()
-        if not request.is_done:
+        if not request.is_done():
             self.submit(request)
         return None
 
     def drive(self, request: RanksCall, held: HeldSignals) -> None:
-        """Read the answers to a call that this thread has begun, until it has ended, or a signal
-        arrives.
+        """Read the answers to a call that this thread has begun, until its end or a signal.
 
-        After a signal, the thread of the ranks goes on with the call.
+        After a signal, the thread of the run goes on with the call.
         """
         pool = self._pool
         error: BaseException | None = None
@@ -248,10 +259,10 @@ class RanksThread(PoolOwner):
         held.end()
 
     def _give_back(self, pool: Pool, request: RanksCall, error: BaseException | None) -> None:
-        """Finish a call that has ended, or hand it to the thread of the ranks."""
+        """Finish a call that has ended, or hand it to the thread of the run."""
         ending: Ending | None = None
         with pool.events.lock:
-            if self._driven is not request:  # the thread of the ranks has ended, and ends the call
+            if self._driven is not request:  # the run has ended, and ends the call
                 return
             self._driven = None
             if error is None and pool.has_ended(request.call):
@@ -262,9 +273,8 @@ class RanksThread(PoolOwner):
             pool.post(partial(_raise, error))
         elif ending is not None:
             request.end(ending)
-            if not (
-                self._queue or self._is_closing or self.last is not None or not ending.is_success
-            ):
+            is_last = self.is_closed or self.last is not None
+            if not (self._queue or is_last or not ending.is_success):
                 return  # the thread has nothing to do
         self._wake()
 
@@ -275,48 +285,36 @@ class RanksThread(PoolOwner):
 
     @property
     def _is_idle(self) -> bool:
-        return (
-            self._current is None and not self._queue and not self._is_closing and self.last is None
-        )
+        return not (self._current is not None or self._queue or self.is_closed or self.last)
 
     def _wake(self) -> None:
         if (pool := self._pool) is not None:
-            pool.post(lambda: None)
+            pool.post(_do_nothing)
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _supervise(self) -> Ending:
         try:
-            _running.add(self)
-            with self._open_pool(self.transcripts, stays=True) as pool:
-                self.last = Ending({}, cancelled=True) if pool is None else self._run_ranks(pool)
-            if self.last is None:
-                self._job.finish()
-        except BaseException as error:  # noqa: BLE001 (raised by the handle)
-            self.error = error
+            with self._open_pool(stays=True) as pool:
+                if pool is None:
+                    self.last = Ending({}, cancelled=True)
+                else:
+                    self._has_begun = True
+                    self.last = self._run_ranks(pool)
         finally:
-            try:
-                self._machines.close()
-                for transcript in self.transcripts:
-                    transcript.finish()
-                self.printer.finish()
-            except BaseException as error:  # noqa: BLE001
-                self.error = self.error or error
-            finally:
-                self._resolve_all()
+            self._machines.close()
+        return self.last or Ending({})
 
-    def _resolve_all(self) -> None:
-        """Report the end of the ranks to all who wait.
-
-        No caller waits for ever, whatever ended this thread.
-        """
-        _running.discard(self)
-        self.ended.set()
-        self.ready.set()
-        current, self._current = self._current, None
-        if current is not None:
-            current.end(self.error_of_end(current.call.name))
-        self._fail_queue()
+    def end(self, how: How) -> None:
+        """Report the end of the ranks to all that wait, whatever has ended the thread."""
+        try:
+            super().end(how)
+        finally:
+            self.ready.set()
+            current, self._current = self._current, None
+            if current is not None:
+                current.end(self.error_of_end(current.call.name))
+            self._fail_queue()
 
     def _run_ranks(self, pool: Pool) -> Ending | None:
         """Supervise the ranks. Return how they ended; None if they were closed."""
@@ -327,13 +325,13 @@ class RanksThread(PoolOwner):
         self.ready.set()
         try:
             while not self._has_ended(pool):
-                pool.events.turn(self._look_at)
+                pool.events.turn()
         finally:
             with pool.events.lock:  # a caller that reads leaves then
                 self._driven = None
                 pool.events.wake_caller()
                 pool.events.take_back()
-        if self._is_closing and self.last is None and not pool.is_ending:
+        if self.is_closed and self.last is None and not pool.is_ending:
             return None
         return self.last or Ending({}, cancelled=True)  # cancelled while no call ran
 
@@ -341,24 +339,17 @@ class RanksThread(PoolOwner):
         """Do what is due between two turns. Return True if the ranks have nothing more to do."""
         while self._advance(pool):
             pass
-        if time.monotonic() >= self._look_at:
-            self._look_at = NEVER
-            self._is_closing = self._is_closing or (
-                self.handle is not None and is_lost(self.handle)
-            )
         with pool.events.lock:  # a caller may begin a call until then
             if self._current is not None:
                 return False
             if self.last is None and pool.idle_deaths:
                 self.last = pool.end_of_idle_ranks()
                 pool.end()
-            return self.last is not None or pool.is_ending or (self._is_closing and not self._queue)
+            is_closed = self.is_closed and not self._queue
+            return self.last is not None or pool.is_ending or is_closed
 
     def _advance(self, pool: Pool) -> bool:
-        """End the call that has ended, or begin the next.
-
-        Return False if there is nothing to do now.
-        """
+        """End the call that has ended, or begin the next. Return False if nothing is due."""
         ending: Ending | None = None
         error: Exception | None = None
         with pool.events.lock:
@@ -372,24 +363,20 @@ class RanksThread(PoolOwner):
                     return False
                 request = self._current = self._queue.popleft()
                 pool.events.take_back()
-                if request.is_done:  # cancelled before its turn: the ranks get its globals
+                if request.is_done():  # cancelled before its turn: the ranks get its globals
                     request.call.ranks = ()
                 try:
                     pool.begin(request.call)
                 except Exception as reason:  # noqa: BLE001 (nothing was sent)
                     self._forget(request)
-                    self._current, error = (
-                        None,
-                        reason.with_traceback(None),
-                    )  # its frames hold the arguments
+                    self._current = None
+                    error = reason.with_traceback(None)  # its frames hold the arguments
         if (how := ending or error) is not None:
             request.end(how)
         return True
 
     def _forget(self, request: RanksCall) -> None:
-        """Forget what a call should have brought to all ranks, and refuse the calls that rely on
-        it.
-        """
+        """Forget what a call should have brought to all ranks. Refuse the calls that rely on it."""
         self.script.forget(request.packed)
         if not request.packed.is_news:
             return
@@ -411,51 +398,28 @@ class RanksThread(PoolOwner):
             self.last, self._last_name = ending, request.call.name
             pool.cancel()
         self._current = None
-        self._look_at = NEVER if ending.is_success else time.monotonic() + _HANDLED_S
         return ending
 
     def _interrupt(self, pool: Pool, request: RanksCall, *, cancels: bool) -> None:
         if request is self._current:
             pool.interrupt(request.call, cancels=cancels)
-        # also before it was submitted; in the queue it stays, because later calls rely on its
-        # globals
         else:
+            # Also before it was submitted. It stays in the queue: later calls rely on its globals
             request.end(Ending({}, cancelled=True))
 
     def _fail_queue(self) -> None:
-        with contextlib.suppress(
-            IndexError
-        ):  # it is empty, maybe because another thread was faster
+        # It may be empty, because another thread was faster
+        with contextlib.suppress(IndexError):
             while True:
                 request = self._queue.popleft()
                 request.end(self.error_of_end(request.call.name))
 
 
 def end_lost_ranks() -> None:
-    """End the ranks whose handles are lost, and wait for it."""
-    lost = [
-        thread for thread in list(_running) if thread.handle is not None and is_lost(thread.handle)
-    ]
-    for thread in lost:
-        thread.close()
-    for thread in lost:
-        thread.ended.wait()
-
-
-def _end_with_interpreter() -> None:
-    """End ranks that the script has left open.
-
-    It runs before the server ends, which waits for its ranks.
-    """
-    threads = list(_running)
-    for thread in threads:
-        thread.cancel()
-    for thread in threads:
-        thread.ended.wait()
-
-
-atexit.register(_end_with_interpreter)
-os.register_at_fork(after_in_child=_running.clear)
+    """Wait for the end of ranks whose handles are lost: they hold the memory of devices."""
+    for run in running():
+        if isinstance(run, RanksRun) and run.has_lost_handle:
+            run.wait()
 
 
 def _raise(error: BaseException) -> NoReturn:

@@ -1,0 +1,309 @@
+"""The fields of a platform: where and how a launch runs.
+
+This file validates the values. The launchers decide how to start processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch.distributed as dist
+
+from parawrap.backends import neuron_is_device
+from parawrap.errors import PlatformError
+from parawrap.launch._devices import Device, visible
+from parawrap.launch._world import find_world
+
+_DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
+_ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
+
+
+@dataclass(frozen=True)
+class PlatformFields:
+    """The values of a `Platform`: all that the code below `Platform.open` reads of it."""
+
+    name: str = "parawrap"
+    device: Device | _DeviceName = Device.AUTO
+    launcher: str | None = None
+    partition: str | None = None
+    n_nodes: int = 1
+    n_gpus: int | None = None
+    n_cpus: int = 1
+    ram: float | None = None
+    ipc_protocol: Literal["tcp", "file"] | None = None
+    master_addr: str | None = None
+    master_port: int = 0
+    ipc_groups: Sequence[Sequence[int]] | None = field(default_factory=tuple)
+    backend: str | None = None
+    seed: int | Literal["script"] | None = "script"
+    timeout_min: float | None = None
+    slurm_additional_parameters: Mapping[str, Any] | None = None
+    console_logs: str | Path | None = None
+    verbose: bool = True
+    print_ranks: Sequence[int] | None = None
+    upon_finish: Callable[[], object] | None = None
+    max_restarts: int = 0
+    grace_s: float = 5.0
+    hang_timeout_s: float | None = None
+    ipc_timeout_min: float | None = None
+
+    def __post_init__(self) -> None:
+        given = str(self.device)
+        _set_device(self)
+        for name, (accepts, allowed) in _RULES.items():
+            if not accepts(getattr(self, name)):
+                _refuse(name, getattr(self, name), allowed)
+        _check_launcher(self)
+        _check_visible(self, given)
+        _set_ranks(self)
+
+    def __repr__(self) -> str:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        ordinary = {
+            each.name: () if each.name == "ipc_groups" else each.default for each in fields(self)
+        }
+        shown = {name: value for name, value in given.items() if value != ordinary[name]} | {
+            "device": str(self.device)
+        }
+        return f"Platform({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each node."""
+        if self.device == Device.CPU:
+            return self.n_cpus
+        return visible(Device(self.device)) if self.n_gpus is None else self.n_gpus
+
+    @property
+    def cpus_per_node(self) -> int:
+        """The number of CPU cores to reserve per node, for launchers that reserve cores."""
+        return self.ranks_per_node * (1 if self.device == Device.CPU else self.n_cpus)
+
+    @property
+    def world_size(self) -> int:
+        """The total number of ranks."""
+        return self.n_nodes * self.ranks_per_node
+
+    @property
+    def leaves_counts_open(self) -> bool:
+        """True if the platform adopts the rank count of the world that this process runs in."""
+        return self.n_nodes == 1 and (
+            self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None
+        )
+
+    @property
+    def requires_ipc(self) -> bool:
+        """True if ranks form process groups."""
+        return self.ipc_groups is not None
+
+    def shows(self, rank: int) -> bool:
+        """True if the output of this rank is printed."""
+        return self.verbose and (self.print_ranks is None or rank in self.print_ranks)
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend to pass to ``torch.distributed.init_process_group``."""
+        if self.backend is not None:
+            return self.backend
+        if self.device == Device.GPU:
+            return "cpu:gloo,cuda:nccl"
+        offers_neuron = (
+            self.device == Device.NEURON
+            and neuron_is_device()
+            and dist.is_backend_available("neuron")
+        )
+        return "cpu:gloo,neuron:neuron" if offers_neuron else "gloo"
+
+
+def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
+    msg = f"{field_name}={value!r}: {allowed}"
+    raise PlatformError(msg)
+
+
+def _set(platform: PlatformFields, name: str, value: object) -> None:
+    object.__setattr__(platform, name, value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and 0 < value < math.inf)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n_nodes": (_is_count, "give a number of machines, at least 1"),
+    "n_cpus": (_is_count, "give a number of ranks or threads, at least 1"),
+    "n_gpus": (
+        lambda value: value is None or _is_count(value),
+        "give a number of accelerators per node, at least 1, or None for all visible ones",
+    ),
+    "master_port": (
+        lambda value: isinstance(value, int) and 0 <= value < 1 << 16,
+        "give a port number below 65536, or 0 for any free one",
+    ),
+    "seed": (
+        lambda value: (
+            value in (None, "script") or (type(value) is int and -(1 << 63) <= value < 1 << 64)
+        ),
+        "give a whole number of 64 bits, 'script', or None",
+    ),
+    "max_restarts": (
+        lambda value: isinstance(value, int) and value >= 0,
+        "give a number of restarts, at least 0",
+    ),
+    "launcher": (
+        lambda value: value in (None, "env", "local", "ray", "slurm"),
+        "give env, local, ray or slurm, or None",
+    ),
+    "ipc_protocol": (lambda value: value in (None, "tcp", "file"), "give tcp or file, or None"),
+    "timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
+    "hang_timeout_s": (_is_limit, "give a number of seconds above 0, or None"),
+    "ipc_timeout_min": (_is_limit, "give a number of minutes above 0, or None"),
+    "ram": (_is_limit, "give a number of GB above 0, or None"),
+    "grace_s": (
+        lambda value: isinstance(value, (int, float)) and 0 <= value < math.inf,
+        "give a number of seconds, at least 0",
+    ),
+}
+"""The values that a field accepts, as a function and in words.
+
+Other fields are checked where they are used.
+"""
+
+
+def _set_device(platform: PlatformFields) -> None:
+    """Set device and launcher. ``device`` may also name a launcher."""
+    try:
+        kind = Device.from_str(str(platform.device))
+    except ValueError:
+        *kinds, last = Device
+        _refuse("device", platform.device, f"give {', '.join(kinds)} or {last}")
+    is_cluster = kind in (Device.SLURM, Device.RAY)
+    if is_cluster:
+        if platform.launcher not in (None, kind.value, "local"):
+            _refuse(
+                "launcher",
+                platform.launcher,
+                f"device={str(platform.device)!r} names the launcher already: leave one of them "
+                "out, or give 'local' to start the ranks on this machine",
+            )
+        _set(platform, "launcher", platform.launcher or kind.value)
+    if is_cluster or (kind is Device.AUTO and platform.launcher in _ELSEWHERE):
+        kind = Device.CPU if platform.n_gpus is None else Device.GPU
+    elif kind is Device.AUTO:
+        kind = next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
+    _set(platform, "device", kind)
+
+
+def _check_launcher(platform: PlatformFields) -> None:
+    if platform.launcher == "local":  # the ranks of all nodes are ranks of this machine
+        if platform.device == Device.CPU:
+            _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
+        elif platform.n_gpus is not None:
+            _set(platform, "n_gpus", platform.n_nodes * platform.n_gpus)
+        _set(platform, "n_nodes", 1)
+    if _starts_here(platform) and platform.n_nodes != 1:
+        _refuse(
+            "n_nodes",
+            platform.n_nodes,
+            "ranks start on this machine: give 1, or launcher='local' to start those of all "
+            "nodes here, or the launcher 'slurm' or 'ray'",
+        )
+    if platform.ipc_protocol == "file" and platform.launcher == "ray":
+        _refuse(
+            "ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'"
+        )
+
+
+def _starts_here(platform: PlatformFields) -> bool:
+    """True if this process starts the ranks on this machine."""
+    return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
+
+
+def _set_ranks(platform: PlatformFields) -> None:
+    """Check the ranks of `ipc_groups` and `print_ranks`, and keep them as tuples."""
+    groups, shown, size, world = (
+        platform.ipc_groups,
+        platform.print_ranks,
+        platform.world_size,
+        find_world(),
+    )
+    if world is not None and platform.launcher in (None, "env") and platform.leaves_counts_open:
+        size = world.world_size
+    if groups is not None:
+        if isinstance(groups, str) or not all(
+            isinstance(group, Sequence) and group and all(isinstance(rank, int) for rank in group)
+            for group in groups
+        ):
+            _refuse(
+                "ipc_groups",
+                groups,
+                "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]",
+            )
+        ranks = list(chain.from_iterable(groups))
+        if twice := [rank for rank in ranks if ranks.count(rank) > 1]:
+            _refuse(
+                "ipc_groups",
+                groups,
+                f"rank {min(twice)} appears twice: put each rank into one group at most",
+            )
+        if missing := [rank for rank in ranks if not 0 <= rank < size]:
+            _refuse(
+                "ipc_groups",
+                groups,
+                f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}",
+            )
+        _set(platform, "ipc_groups", tuple(map(tuple, groups)))
+    if shown is not None:
+        if isinstance(shown, (str, int)) or not set(shown) <= set(range(size)):
+            _refuse(
+                "print_ranks",
+                shown,
+                f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
+            )
+        _set(platform, "print_ranks", tuple(shown))
+
+
+def _check_visible(platform: PlatformFields, given: str) -> None:
+    """Check the counts against this machine's devices.
+
+    `given` is the device as the user named it.
+    """
+    kind, n_gpus = Device(platform.device), platform.n_gpus
+    if kind is Device.CPU and n_gpus is not None:
+        _refuse(
+            "n_gpus",
+            n_gpus,
+            f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count",
+        )
+    if kind is Device.CPU:
+        return
+    there = visible(kind)
+    if not _starts_here(platform):
+        if platform.launcher in _ELSEWHERE and n_gpus is None:
+            _refuse(
+                "n_gpus",
+                None,
+                (
+                    "this machine cannot count the accelerators of a cluster node: give a number "
+                    "per node"
+                ),
+            )
+    elif there == 0:
+        cure = "" if n_gpus is None else ", with n_cpus as the number of ranks instead of n_gpus"
+        cure = f"give device='cpu'{cure} (parawrap run: --device cpu --n 2)"
+        _refuse("device", given, f"this machine has no visible {kind.value}: {cure}")
+    elif (n_gpus or 0) > there:
+        more = " on all nodes together" if platform.launcher == "local" else ""
+        _refuse(
+            "n_gpus",
+            n_gpus,
+            f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}{more}",
+        )

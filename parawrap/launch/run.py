@@ -1,0 +1,317 @@
+"""`Run`: the ranks of one launch, from their start to their end.
+
+::
+
+    Launch ── results, logs, html ──► Run ◄── Attempts     on a pool: this machine, Ray
+    Ranks  ── calls ────────────────►     ◄── BatchRun     a Slurm job
+                                          ◄── FinishedRun  the function ran in this process
+                                          ◄── RanksRun     ranks that stay, and RanksCall, a call
+
+A run has one owner, its thread: it acquires and releases all that the run needs, so Ctrl-C in the
+main thread never leaves anything half done. All runs of this process are in one registry until
+they have ended, and end with the interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from parawrap.errors import LaunchError
+from parawrap.launch._job import Job
+from parawrap.launch._platform_fields import PlatformFields
+from parawrap.launch._rank_results import RankResults
+from parawrap.processes.fork_server import stop_server
+from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.latch import Latch
+from parawrap.processes.outcomes import Ending
+from parawrap.processes.output import Printer, Transcript
+
+How = Ending | RankResults[Any] | BaseException
+"""How a run has ended: the outcomes of its ranks, what they returned, or an error of the run."""
+
+_log = logging.getLogger("parawrap.launch")
+
+# Adding and removing an item are atomic, with and without the interpreter lock. Who iterates takes
+# a copy first: `list` of a set is atomic too
+_running: set[Run] = set()
+_is_exiting = False  # set once, by the exit hook
+
+
+class RunOutput:
+    """The output of the ranks of one run: kept, written to files, and printed.
+
+    Attributes:
+        transcripts: One per rank.
+        printer: Prints what is shown.
+        folder: The folder of the files under ``console_logs``; None without files.
+    """
+
+    def __init__(
+        self,
+        transcripts: Sequence[Transcript] = (),
+        printer: Printer | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.transcripts = transcripts
+        self.printer = printer
+        self.folder = folder
+
+    @classmethod
+    def of(
+        cls,
+        platform: PlatformFields,
+        name: str,
+        number: int | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> RunOutput:
+        """Return the output of the ranks of a platform.
+
+        Args:
+            platform: The platform.
+            name: The name of the function.
+            number: The number of the launch among those of `map`. It stands in front of the output.
+            is_kept: True to keep the output only: another run shows it, and writes it to files.
+
+        Raises:
+            LaunchError: If the folder of the files cannot be made.
+        """
+        folder = None if is_kept else _new_log_folder(platform, name)
+        printer = None if is_kept else Printer()
+        has_prefix = platform.world_size > 1 or number is not None
+        launch = "" if number is None else f"{number}/"
+        transcripts = [
+            Transcript(
+                printer if platform.shows(rank) else None,
+                f"[{launch}rank {rank}] " if has_prefix else "",
+                None if folder is None else folder / f"rank-{rank}.log",
+            )
+            for rank in range(platform.world_size)
+        ]
+        return cls(transcripts, printer, folder)
+
+    def finish(self) -> None:
+        """Take no more output, and print the rest."""
+        for transcript in self.transcripts:
+            transcript.finish()
+        if self.printer is not None:
+            self.printer.finish()
+
+
+class Run:
+    """The ranks of one launch. Any thread may call the public methods.
+
+    A subclass says how its ranks run, in `_supervise`, and what can be asked of them meanwhile.
+
+    Attributes:
+        job: The call that the ranks make.
+        output: What they write.
+        how: How the run has ended. None before.
+        is_of_this_process: True if the function ran in this process: an error has its traceback.
+    """
+
+    is_of_this_process = False
+
+    def __init__(self, job: Job, output: RunOutput) -> None:
+        self.job = job
+        self.output = output
+        self.how: How | None = None
+        self._has_begun = False
+        self._pid = os.getpid()
+        self._ended = Latch()
+        self._thread: threading.Thread | None = None
+
+    # -- what subclasses give
+
+    def _supervise(self) -> How:
+        """Start the ranks, supervise them, and return how they ended. Runs in the run's thread.
+
+        Raises:
+            LaunchError: If the ranks cannot be started.
+        """
+        raise NotImplementedError
+
+    @property
+    def has_begun(self) -> bool:
+        """True once the ranks have their machines."""
+        return self._has_begun
+
+    def cancel(self) -> None:
+        """Order the end of the ranks, without waiting for it. May be called again."""
+
+    def preempt(self) -> None:
+        """Preempt the ranks, without waiting for it."""
+
+    def stacks(self) -> dict[int, str]:
+        """Return the stacks of every rank that runs a call."""
+        return {}
+
+    def places(self) -> dict[int, str]:
+        """Return the line of user code that each rank executes, if it can be known in time."""
+        return {}
+
+    def state_of(self, rank: int) -> str:
+        """Describe the state of a rank."""
+        outcomes = self.how.outcomes if isinstance(self.how, Ending) else {}
+        return outcomes[rank].summary if rank in outcomes else "ended"
+
+    # -- start and end
+
+    def start(self) -> None:
+        """Start the thread of the run.
+
+        Raises:
+            LaunchError: If the system does not allow another thread.
+        """
+        self._thread = threading.Thread(target=self._run, name="parawrap-launch", daemon=True)
+        # Ctrl-C waits until the thread runs. So a run is either in the registry with its thread,
+        # or it does not exist, and nobody has to decide which of two threads ends it
+        held = HeldSignals(_do_nothing)
+        try:
+            if _is_exiting:
+                msg = f"{self.job.name} was launched while the interpreter exits, which ends ranks"
+                raise LaunchError(msg)
+            _running.add(self)
+            self._thread.start()
+        except RuntimeError as error:  # "can't start new thread"
+            _running.discard(self)
+            if isinstance(error, LaunchError):
+                raise
+            msg = f"the thread that runs {self.job.name} cannot be started: {error}"
+            raise LaunchError(msg) from error
+        finally:
+            held.end()
+
+    def _run(self) -> None:
+        try:
+            how = self._supervise()
+        except BaseException as error:  # noqa: BLE001 (raised by the handle)
+            how = error
+        self.end(how)
+
+    def end(self, how: How) -> None:
+        """Note how the run has ended, and let all threads go on that wait. The first note holds."""
+        if self.how is not None:
+            return
+        self.how = how
+        try:
+            self.output.finish()
+            if isinstance(how, Ending) and how.is_success:
+                self._on_success()
+        except BaseException as error:  # noqa: BLE001 (the rest of the output cannot be printed)
+            self.how = error
+        finally:
+            _running.discard(self)
+            self._ended.set()
+
+    def _on_success(self) -> None:
+        self.job.finish()
+
+    def is_done(self) -> bool:
+        """True if the run has ended, including ``upon_finish``."""
+        return self._ended.is_set()
+
+    @property
+    def is_in_forked_child(self) -> bool:
+        """True in a process that the user's code has forked: the ranks belong to its parent."""
+        return os.getpid() != self._pid
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end. Return False if it has not come in that time.
+
+        In ``upon_finish``, which the thread of the run calls, the run counts as ended.
+
+        Raises:
+            LaunchError: If this process is a forked child of the one that made the run.
+        """
+        if self.is_in_forked_child:
+            msg = (
+                f"this launch of {self.job.name} belongs to process {self._pid}: use it there, not "
+                "in a forked child"
+            )
+            raise LaunchError(msg)
+        return threading.current_thread() is self._thread or self._ended.wait(timeout)
+
+
+class FinishedRun(Run):
+    """A function that has run in this process, as one of the ranks of another launcher."""
+
+    is_of_this_process = True
+
+    def __init__(self, job: Job, how: RankResults[Any] | BaseException) -> None:
+        super().__init__(job, RunOutput.of(job.platform, job.name, is_kept=True))
+        self.end(how)
+
+
+def _new_log_folder(platform: PlatformFields, name: str) -> Path | None:
+    """Make the folder of one run under ``console_logs``, named after its function and the time.
+
+    Return None if ``console_logs`` is not set.
+
+    Raises:
+        LaunchError: If the folder cannot be made.
+    """
+    if platform.console_logs is None:
+        return None
+    readable = "".join(each if each.isalnum() else "-" for each in name).strip("-")
+    folder = Path(platform.console_logs).expanduser().absolute()
+    prefix = f"{readable}-{datetime.now():%Y%m%d-%H%M%S-%f}-"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
+    except OSError as error:
+        msg = (
+            f"console_logs={str(platform.console_logs)!r} cannot be written to: {error}; give "
+            "another folder, or None"
+        )
+        raise LaunchError(msg) from error
+
+
+# -- all runs of this process
+
+
+def running(job: Job | None = None) -> list[Run]:
+    """Return the runs that have not ended: those of a job, or all."""
+    return [run for run in list(_running) if job is None or run.job is job]
+
+
+def cancel_runs(runs: Iterable[Run]) -> None:
+    """Cancel several runs at the same time, and wait until all have ended."""
+    left = [run for run in runs if not run.is_done()]
+    for run in left:
+        run.cancel()
+    for run in left:
+        run.wait()
+
+
+def report_places(runs: Iterable[Run]) -> None:
+    """Log the line of user code that each rank executes: after Ctrl-C, where did it hang?"""
+    for run in runs:
+        places = run.places()
+        if places:
+            told = "; ".join(f"rank {rank} at {place}" for rank, place in sorted(places.items()))
+            _log.warning("%s was interrupted: %s", run.job.name, told)
+
+
+def _end_with_interpreter() -> None:
+    """End all runs, and then the server, which would wait for its ranks."""
+    global _is_exiting
+    _is_exiting = True  # a thread of `map` starts no other
+    cancel_runs(running())
+    stop_server()
+
+
+def _do_nothing() -> None:
+    """Stand for the wake-up of a thread that does not wait."""
+
+
+atexit.register(_end_with_interpreter)
+os.register_at_fork(after_in_child=_running.clear)
