@@ -154,6 +154,10 @@ class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
 # Flags and warning filters of this interpreter
 interpreter_options = private_name("subprocess._args_from_interpreter_flags")
 raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
+# The settings that children of multiprocessing get, such as their authkey, with what has been added
+_process: Any = private_name("multiprocessing.process")
+# The process that removes shared memory and semaphores that nothing has unlinked
+_tracker: Any = private_name("multiprocessing.resource_tracker._resource_tracker")
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 
 
@@ -161,6 +165,36 @@ def keep_finalizers_from_exits() -> None:
     """Do not run the finalizers that exist now at the exit of this process and of its forks."""
     for finalizer in list(_finalizers):
         finalizer.atexit = False
+
+
+def set_in_python(name: str, value: str) -> None:
+    """Set a variable in `os.environ`, and not in the environment that other programs get."""
+    if raw_environ is os.environ:
+        os.environ[name] = value
+    else:
+        raw_environ[os.fsencode(name)] = os.fsencode(value)
+
+
+def process_configuration() -> dict[str, Any]:
+    """Return the settings that children of multiprocessing get as a copy."""
+    configuration: dict[str, Any] = _process.current_process()._config
+    return configuration
+
+
+def imports_main() -> bool:
+    """True while a child of multiprocessing runs the main script again, to find definitions."""
+    return bool(getattr(_process.current_process(), "_inheriting", False))
+
+
+def tracker_connection() -> int | None:
+    """Return the descriptor of the connection to the resource tracker; None if none runs."""
+    connection: int | None = _tracker._fd
+    return connection
+
+
+def use_tracker(connection: int) -> None:
+    """Use the resource tracker of another process, as children of multiprocessing do."""
+    _tracker._fd = connection
 
 
 def sequence_number_of(group: Any) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from parawrap._private_names import goes_by_name
+from parawrap._private_names import goes_by_name, imports_main
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
 from parawrap.api._launch_map import launch_each, run
@@ -22,7 +22,6 @@ from parawrap.launch import (
     Launch,
     Platform,
     RankResults,
-    below_a_rank,
     cancel_runs,
     check_function,
     check_signature,
@@ -282,10 +281,11 @@ def _check(job: Job) -> None:
 
 def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
     """Raise if a rank launches a job. `plain_call` is the code that runs its function in the rank."""
-    if below_a_rank() and not inside_a_rank():
+    if imports_main():
         msg = (
-            f"{job.name} was launched in a process that a rank started: a rank cannot launch ranks. If that process ran "
-            f"the main script again, as spawned workers do, put the script's code under if __name__ == '__main__':"
+            f"{job.name} was launched while a process of multiprocessing, such as a spawned loader "
+            "worker, ran the main script again. Put the script's code under "
+            "if __name__ == '__main__':"
         )
         raise LaunchError(msg)
     if inside_a_rank():

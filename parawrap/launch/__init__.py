@@ -7,7 +7,7 @@ from parawrap.launch._devices import Device, make_current, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function, check_signature
 from parawrap.launch._launcher import launch, launch_array, runs_here
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
+from parawrap.launch._rank import Rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
 from parawrap.launch._world import Place
@@ -28,7 +28,6 @@ __all__ = [
     "Rank",
     "RankResults",
     "Ranks",
-    "below_a_rank",
     "cancel_launches",
     "cancel_runs",
     "check_function",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.script_globals import PackedCall, SentScript
 
@@ -53,19 +51,6 @@ class Job:
     def name(self) -> str:
         """The function's name, for messages."""
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
-
-    @property
-    def sent_platform(self) -> PlatformFields:
-        """The platform as ranks see it, without the fields that only the launching process uses."""
-        sent = copy.copy(self.platform)
-        object.__setattr__(sent, "upon_finish", None)
-        object.__setattr__(sent, "slurm_additional_parameters", None)
-        if sent.device in (
-            Device.GPU,
-            Device.NEURON,
-        ):  # fixed here: a rank may see only its own device
-            object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
-        return sent
 
     def call(self) -> Any:
         """Call the function in this process."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from parawrap.launch._job import Job
-from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._world import find_world
+from parawrap.launch._platform_fields import PlatformFields, world_of
 from parawrap.launch.attempts import Attempts
 from parawrap.launch.launch import Launch
 from parawrap.launch.machines import Machines
@@ -55,7 +54,7 @@ def runs_here(job: Job) -> bool:
 
 def launcher_name(platform: PlatformFields) -> str:
     """Return the name of the launcher that a platform selects in this process."""
-    return platform.launcher or ("local" if find_world() is None else "env")
+    return platform.launcher or ("local" if world_of(platform) is None else "env")
 
 
 def machines_for(platform: PlatformFields) -> Machines:

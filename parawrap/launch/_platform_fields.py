@@ -5,19 +5,20 @@ This file validates the values. The launchers decide how to start processes.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
 from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
-from parawrap.launch._world import find_world
+from parawrap.launch._world import World, find_world
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
@@ -100,6 +101,15 @@ class PlatformFields:
     def requires_ipc(self) -> bool:
         """True if ranks form process groups."""
         return self.ipc_groups is not None
+
+    def as_sent(self) -> Self:
+        """Return the platform as ranks see it, without what only the launching process uses."""
+        sent = copy.copy(self)
+        _set(sent, "upon_finish", None)
+        _set(sent, "slurm_additional_parameters", None)
+        if sent.device in (Device.GPU, Device.NEURON):
+            _set(sent, "n_gpus", self.ranks_per_node)  # a rank may see only its own device
+        return sent
 
     def shows(self, rank: int) -> bool:
         """True if the output of this rank is printed."""
@@ -222,20 +232,32 @@ def _check_launcher(platform: PlatformFields) -> None:
         )
 
 
+def world_of(platform: PlatformFields) -> World | None:
+    """Return the world of this process if its processes are to be the ranks of the platform.
+
+    RANK=0 and WORLD_SIZE=1 alone are no torchrun: pods and notebooks have such variables. If the
+    platform wants more ranks than this process, they start here.
+    """
+    if platform.launcher not in (None, "env") or (world := find_world()) is None:
+        return None
+    if platform.launcher is None and world.world_size == 1 < platform.world_size:
+        is_adopted = platform.leaves_counts_open and world.has_launcher
+        return world if is_adopted else None
+    return world
+
+
 def _starts_here(platform: PlatformFields) -> bool:
     """True if this process starts the ranks on this machine."""
-    return platform.launcher == "local" or (platform.launcher is None and find_world() is None)
+    return platform.launcher == "local" or (
+        platform.launcher is None and world_of(platform) is None
+    )
 
 
 def _set_ranks(platform: PlatformFields) -> None:
     """Check the ranks of `ipc_groups` and `print_ranks`, and keep them as tuples."""
-    groups, shown, size, world = (
-        platform.ipc_groups,
-        platform.print_ranks,
-        platform.world_size,
-        find_world(),
-    )
-    if world is not None and platform.launcher in (None, "env") and platform.leaves_counts_open:
+    groups, shown, size = platform.ipc_groups, platform.print_ranks, platform.world_size
+    world = world_of(platform)
+    if world is not None and platform.leaves_counts_open:
         size = world.world_size
     if groups is not None:
         if isinstance(groups, str) or not all(

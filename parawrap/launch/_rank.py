@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ import torch
 from parawrap._public import public
 from parawrap.errors import LaunchError
 from parawrap.launch._platform_fields import PlatformFields
+from parawrap.launch.inheritance import pass_on_rank, rank_of_parent
 from parawrap.processes.preemption import Preemption, RequeueRequested
 
 if TYPE_CHECKING:
@@ -96,15 +97,14 @@ class Rank:
         raise RequeueRequested
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the process group and the preemption state: they belong to this process."""
-        return {**vars(self), "group": None, "preemption": None}
+        """Leave out what belongs to this process: the process group, and the preemption state."""
+        return {
+            **vars(self),
+            "group": None,
+            "preemption": None,
+            "platform": self.platform.as_sent(),
+        }
 
-
-IN_RANK = "PARAWRAP_IN_RANK"
-"""The environment variable with a rank's process id.
-
-A child of a rank inherits it, but has a different process id.
-"""
 
 _current: Rank | None = None
 
@@ -123,38 +123,48 @@ def current_rank() -> Rank:
     >>> double()
     RankResults(0, 2)
     """
-    if _current is None:
+    rank = find_rank()
+    if rank is None:
         msg = (
             "current_rank() was called in a process that is not a rank: call it in a function "
             "decorated with @wrapper(Platform(...)), or call that function with .inline(...) to "
             "run it here as rank 0 of 1"
         )
         raise LaunchError(msg)
+    return rank
+
+
+def find_rank() -> Rank | None:
+    """Return the rank of this process; None if it is no rank.
+
+    A child of multiprocessing, such as a loader worker, has the rank of its parent, without the
+    process group.
+    """
+    if _current is None and (pickled := rank_of_parent()) is not None:
+        become(pickle.loads(pickled))
     return _current
 
 
-def below_a_rank() -> bool:
-    """True if this process is a descendant of a rank."""
-    return os.environ.get(IN_RANK, str(os.getpid())) != str(os.getpid())
-
-
 def inside_a_rank() -> bool:
-    """True if this process is a rank."""
-    return _current is not None
+    """True if this process is a rank, or its child of multiprocessing."""
+    return find_rank() is not None
 
 
 def become(rank: Rank) -> None:
     """Make `rank` the current rank."""
     global _current
     _current = rank
+    pass_on_rank(pickle.dumps(rank))
 
 
 @contextmanager
 def acting_as(rank: Rank) -> Iterator[None]:
     """Make `rank` the current rank inside the block."""
     global _current
-    before, _current = _current, rank
+    before, passed_on = _current, rank_of_parent()
+    become(rank)
     try:
         yield
     finally:
         _current = before
+        pass_on_rank(passed_on)

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parawrap.launch.inheritance import is_inherited
+
 _PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
 
@@ -44,17 +46,22 @@ class World(Place):
 
     Attributes:
         name: The name of that launcher, for messages.
+        variable: The variable that has the number of ranks, for messages.
         master_addr: The host of the store. None if it is unknown, and the ranks may run on several
             machines.
         master_port: The port of the store. None if the ranks may run on several machines, and could
             not agree on one.
         hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
+        has_launcher: False if nothing but RANK and WORLD_SIZE says that there is a launcher. Pods
+            and notebooks have these variables too.
     """
 
     name: str
+    variable: str
     master_addr: str | None
     master_port: int | None
     hosts_store: bool
+    has_launcher: bool
 
 
 class _Table(NamedTuple):
@@ -89,15 +96,17 @@ _TABLES = (
 def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     """Return this process's place in its world. Return None if no launcher started it.
 
+    A program that a rank of parawrap has started is in no world.
+
     >>> environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     >>> find_world(environ).global_rank
     1
     """
+    if is_inherited(environ):
+        return None
     for table in _TABLES:
-        if not (
-            environ.get(table.global_rank, "").isdecimal()
-            and environ.get(table.world_size, "").isdecimal()
-        ):
+        numbers = environ.get(table.global_rank, ""), environ.get(table.world_size, "")
+        if not all(each.isdecimal() for each in numbers):
             continue
         if table.name == "torchrun" or int(environ[table.world_size]) > 1:
             return _world(table, environ)
@@ -111,6 +120,7 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
     one_machine = per_node == world_size
     return World(
         name=table.name,
+        variable=f"{table.world_size}={world_size}",
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
         node=rank // (per_node or world_size) if node is None else node,
@@ -124,6 +134,7 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
         or ("127.0.0.1" if one_machine else None),
         master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        has_launcher=world_size > 1 or "TORCHELASTIC_RUN_ID" in environ,
     )
 
 

@@ -93,7 +93,7 @@ class PoolRun(Run):
 
     def _assignments(self, hosts: Hosts, restart: int, *, stays: bool) -> list[Assignment]:
         """Return the first message of each rank."""
-        platform, sent = self.job.platform, self.job.sent_platform
+        platform, sent = self.job.platform, self.job.platform.as_sent()
         assignments = []
         for rank in range(platform.world_size):
             place = Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart)

@@ -15,7 +15,7 @@ from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function
 from parawrap.launch._launcher import launcher_name, machines_for
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._rank import below_a_rank, inside_a_rank
+from parawrap.launch._rank import inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch.launch import Launch
 from parawrap.launch.ranks_run import LABEL, RanksCall, RanksRun, end_lost_ranks
@@ -318,7 +318,7 @@ def _show_output(run: RanksRun) -> None:
 
 def open_ranks(platform: PlatformFields) -> Ranks:
     """Start the ranks of a platform, and return once they can be called."""
-    if inside_a_rank() or below_a_rank():
+    if inside_a_rank():
         msg = (
             "Platform.open was called within a rank: a rank cannot launch ranks. Open them in "
             "the launching process"

@@ -19,11 +19,14 @@ from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, core_of, make_current, rank_device, visible
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._rank import IN_RANK, Rank, become, current_rank
+from parawrap.launch._rank import Rank, become, current_rank
 from parawrap.launch._seeds import seed
 from parawrap.launch._world import Place
+from parawrap.launch.inheritance import show_variables
 from parawrap.processes.preemption import Preemption
 from parawrap.processes.process_groups import (
+    INTERFACE_VARIABLES,
+    LOOPBACK_INTERFACES,
     LOOPBACK,
     Groups,
     StoreAddress,
@@ -57,19 +60,15 @@ class RankSetUp:
         """Make this process the rank."""
         place, platform = self.place, self.platform
         logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
-        if (
-            platform.device == Device.NEURON and not neuron_is_device()
-        ):  # a torch device is chosen by its index
+        # A torch device is chosen by its index
+        if platform.device == Device.NEURON and not neuron_is_device():
             os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
         share_cores(platform, place.ranks_per_node * self.beside)
-        os.environ |= self._variables()
+        show_variables(self._variables())
         if place.is_on_one_machine:
             stay_on_loopback()
-        elif (
-            self.store is not None
-            and (interface := _interface_to(str(self.store.host))) is not None
-        ):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        elif self.store is not None:
+            _leave_loopback(str(self.store.host))
         become(set_up(place, platform, preemption))
         if self.store is not None and platform.requires_ipc:
             try:
@@ -104,7 +103,6 @@ class RankSetUp:
             "WORLD_SIZE": str(place.world_size),
             "LOCAL_WORLD_SIZE": str(place.ranks_per_node),
             "GROUP_RANK": str(place.node),
-            IN_RANK: str(os.getpid()),
         }
         if store is not None:
             variables |= {
@@ -158,6 +156,19 @@ def share_cores(platform: PlatformFields, ranks: int) -> None:
         threads = int(os.environ["OMP_NUM_THREADS"])
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def _leave_loopback(host: str) -> None:
+    """Have gloo use the interface that leads to a host, unless the user has set another one.
+
+    Variables that name the loopback interface come from a rank of one machine that has started this
+    launch, for example by `sbatch`. They could not work here.
+    """
+    for name in INTERFACE_VARIABLES:
+        if os.environ.get(name) in LOOPBACK_INTERFACES:
+            del os.environ[name]
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_to(host)) is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _interface_to(host: str) -> str | None:

@@ -32,17 +32,23 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
-from parawrap.launch._rank import IN_RANK, Rank, acting_as
+from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, find_world
 from parawrap.launch.agreement import Agreement
+from parawrap.launch.inheritance import restored_variables
 from parawrap.launch.run import FinishedRun
 from parawrap.launch.set_up import groups_of, set_up
 from parawrap.processes.outcomes import error_of, is_echo, outcome_of
 from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
-from parawrap.processes.process_groups import break_links, leave_groups, stay_on_loopback
+from parawrap.processes.process_groups import (
+    INTERFACE_VARIABLES,
+    break_links,
+    leave_groups,
+    stay_on_loopback,
+)
 
 # for ranks in a collective of the function to end it before this one, which has returned, leaves it
 _LINGER_S = 1.0
@@ -56,9 +62,9 @@ def run_here(job: Job) -> FinishedRun:
     """Call the function as this process's rank. A request to restart calls it again."""
     world = require_world()
     fitted = fit_job(job, world)
-    with at_signal(
-        lambda: None
-    ):  # ignore a signal that arrives between two calls, or after the last one
+    # Ignore a signal that arrives between two calls, or after the last one. Variables that gloo
+    # reads are set for the calls only
+    with restored_variables(*INTERFACE_VARIABLES), at_signal(lambda: None):
         while (outcome := _run(fitted, world)) is None:
             world = replace(world, restart=world.restart + 1)
     if isinstance(outcome, RankResults) and world.global_rank == 0:
@@ -99,8 +105,9 @@ def fit_job(job: Job, world: World) -> Job:
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
             f"the platform specifies {platform.world_size} ranks, but {world.name} started "
-            f"{world.world_size}: start {platform.world_size}, or leave n_nodes, n_cpus, and "
-            "n_gpus out of the platform"
+            f"{world.world_size}, as {world.variable} in the environment says: start "
+            f"{platform.world_size}, leave n_nodes, n_cpus, and n_gpus out of the platform, or set "
+            "launcher='local' to start the ranks on this machine"
         )
         raise PlatformError(msg)
     for name, nothing in _NOT_OURS.items():
@@ -179,12 +186,8 @@ def _call(
     Raises:
         BaseException: The exception of the function, with a note on this rank.
     """
-    os.environ[IN_RANK] = str(os.getpid())
-    rank, size, where = (
-        world.global_rank,
-        world.world_size,
-        f"node {world.node}, {os.uname().nodename}",
-    )
+    rank, size = world.global_rank, world.world_size
+    where = f"node {world.node}, {os.uname().nodename}"
     agreement = Agreement(meeting.connect, rank, size)
     device = rank_device(Device(job.platform.device), world.local_rank)
     try:

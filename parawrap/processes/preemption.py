@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class RequeueRequested(BaseException):
@@ -59,13 +60,22 @@ class Preemption:
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
     """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator.
 
-    Has no effect outside the main thread.
+    A handler of the script's is called too. Has no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGUSR2, lambda *_: act())
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        act()
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGUSR2, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+        # A handler that the function has set is the user's, and stays
+        if signal.getsignal(signal.SIGUSR2) is handle:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)

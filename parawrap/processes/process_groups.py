@@ -19,6 +19,8 @@ from parawrap._private_names import sequence_number_of
 from parawrap.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux and of macOS
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _EVERYWHERE = "0.0.0.0"
 _BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _OPEN_FILES = Path("/dev/fd")
@@ -192,9 +194,10 @@ def _number_groups_again() -> None:
 
 def stay_on_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user set their variables."""
-    (loopback,) = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1] or ["lo"]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    found = [name for _, name in socket.if_nameindex() if name in LOOPBACK_INTERFACES]
+    loopback = found[0] if found else LOOPBACK_INTERFACES[0]
+    for name in INTERFACE_VARIABLES:
+        os.environ.setdefault(name, loopback)
 
 
 def count_operations() -> int | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import time
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec
 from typing import NamedTuple
 
 import torch
@@ -20,11 +22,15 @@ class Settings:
     """The settings of a process that a function may rely on."""
 
     environ: dict[str, str] | None  # None: ranks on other machines keep their own
+    # of multiprocessing, so that queues and other proxies of the script's managers work in ranks.
+    # It is a secret of this machine: None for others
+    authkey: bytes | None = field(repr=False)
     cwd: str
     path: list[str]  # for imports
     argv: list[str]
     # of the script: multiprocessing makes its classes available in what it spawns
     main_file: str | None
+    main_name: str | None  # of a module that runs with ``python -m``; it has relative imports
     seed: int  # of torch's default generator
     dtype: torch.dtype
     # True for deterministic algorithms, and True if they only warn
@@ -35,13 +41,16 @@ class Settings:
     @classmethod
     def here(cls) -> Settings:
         """Return the settings of this process."""
-        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        main = sys.modules.get("__main__")
+        file = getattr(main, "__file__", None)
         return cls(
             environ=dict(os.environ),
+            authkey=bytes(multiprocessing.current_process().authkey),
             cwd=os.getcwd(),  # noqa: PTH109 (a text)
             path=list(sys.path),
             argv=list(getattr(sys, "argv", [""])),
             main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
+            main_name=getattr(getattr(main, "__spec__", None), "name", None),
             seed=torch.initial_seed(),
             dtype=torch.get_default_dtype(),
             deterministic=(
@@ -52,8 +61,15 @@ class Settings:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
         )
 
+    @classmethod
+    def for_other_machines(cls) -> Settings:
+        """Return the settings of this process that hold on any machine."""
+        return replace(cls.here(), environ=None, authkey=None)
+
     def apply(self) -> None:
         """Apply the settings to this process, with an empty ``__main__``."""
+        if self.authkey is not None:
+            multiprocessing.current_process().authkey = self.authkey
         if self.environ is None:
             with contextlib.suppress(OSError):  # not on this machine
                 os.chdir(self.cwd)
@@ -68,6 +84,9 @@ class Settings:
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
             main.__file__ = self.main_file
+        if self.main_name is not None:  # spawned loader workers import this module by its name
+            main.__spec__ = ModuleSpec(self.main_name, None, origin=self.main_file)
+            main.__package__ = main.__spec__.parent
         torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
         if self.deterministic != (False, False):  # the first call takes a second

@@ -17,7 +17,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Self
 
 from parawrap.errors import LaunchError
@@ -89,7 +88,7 @@ class RayMachines(Machines):
         self.reservation.end()
 
     def settings(self) -> Settings:
-        return replace(Settings.here(), environ=None)
+        return Settings.for_other_machines()
 
 
 class _Node:

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._job import Job
@@ -82,7 +81,7 @@ def start_batch(jobs: Sequence[Job], max_parallel: int | None = None) -> list[Ba
     folders = Folder.new(platform.name, len(jobs))
     try:
         runs = [BatchRun(job, folder) for job, folder in zip(jobs, folders, strict=True)]
-        plan = pickle.dumps((jobs[0].sent_platform, replace(Settings.here(), environ=None)))
+        plan = pickle.dumps((platform.as_sent(), Settings.for_other_machines()))
         numbers = submit(platform, folders, plan, max_parallel)
     except BaseException:
         for folder in folders:

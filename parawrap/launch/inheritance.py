@@ -1,0 +1,118 @@
+"""What the children of a rank find, and what they do not.
+
+| child of a rank | finds the rank, and its variables |
+|---|---|
+| by fork | yes: it has the memory of the rank |
+| by multiprocessing (fork, forkserver, spawn), as the workers of a DataLoader | yes |
+| another program: subprocess, sbatch, tmux | no: it may launch ranks of its own |
+| another program that gets a copy of ``os.environ`` | `is_inherited` is true for the variables |
+
+torchrun sets variables such as RANK for libraries, and so does a rank. But programs that it starts
+must not take them for their own: a launch in such a program would wait for ranks that never come.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import Any
+
+from parawrap._private_names import process_configuration, set_in_python
+
+_MARK = "PARAWRAP_RANK"
+_OF_A_PLACE = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+)
+"""Variables of a rank. A launcher that a program of a rank starts sets some of them anew."""
+
+_OF_A_TASK = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Variables by which programs find that they are a task of srun or mpirun."""
+
+_RANK, _VARIABLES = "parawrap_rank", "parawrap_variables"  # keys of the configuration
+
+
+class _ByName:
+    """A callable that another process finds by its name, without importing parawrap and torch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any) -> Any:
+        return resolve_name(self._name)(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return resolve_name, (self._name,)
+
+
+class _Variables:
+    """Variables that a child of multiprocessing sets while it unpickles its configuration."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = dict(variables)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ByName("os:environ.update"), (self._variables,)
+
+
+def show_variables(variables: Mapping[str, str]) -> None:
+    """Set variables for code of this process, and for its children of multiprocessing.
+
+    ``os.environ`` is a dict and the environment of the C library, which `subprocess` hands to other
+    programs. Only the dict is written here.
+    """
+    shown = dict(variables)
+    for name, value in shown.items():
+        set_in_python(name, value)
+    shown[_MARK] = _place_in(os.environ)
+    set_in_python(_MARK, shown[_MARK])
+    for name in _OF_A_TASK:
+        os.unsetenv(name)  # in the C library only
+    process_configuration()[_VARIABLES] = _Variables(shown)
+
+
+def is_inherited(environ: Mapping[str, str]) -> bool:
+    """True if the variables of a world are those of a rank that parawrap has started.
+
+    In a program that a rank starts, they are copies. A launcher in between has set others.
+    """
+    return environ.get(_MARK) == _place_in(environ)
+
+
+def _place_in(environ: Mapping[str, str]) -> str:
+    return "/".join(environ.get(name, "") for name in _OF_A_PLACE)
+
+
+def pass_on_rank(pickled: bytes | None) -> bytes | None:
+    """Hand the pickled rank of this process to its children of multiprocessing; None for no rank.
+
+    Return what they got before. Each new process gets a copy of the configuration of its parent.
+    """
+    configuration = process_configuration()
+    before: bytes | None = configuration.get(_RANK)
+    if pickled is None:
+        configuration.pop(_RANK, None)
+    else:
+        configuration[_RANK] = pickled
+    return before
+
+
+def rank_of_parent() -> bytes | None:
+    """Return the pickled rank whose child of multiprocessing this process is."""
+    return process_configuration().get(_RANK)
+
+
+@contextmanager
+def restored_variables(*names: str) -> Iterator[None]:
+    """Give variables the values that they had before the block."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
