@@ -145,10 +145,11 @@ BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm")
 run_exit_handlers = private_name("atexit._run_exitfuncs")
 # Waits for non-daemon threads, and ends idle workers of thread pools
 join_threads = private_name("threading._shutdown")
-# Of cloudpickle: the globals of a code object; what goes by name; the class in the reduction of one that goes by value
+# Of cloudpickle: the globals of a code object; what goes by name; the makers in the reductions of classes that go by value
 names_in_code = private_name("cloudpickle.cloudpickle._extract_code_globals")
 goes_by_name = private_name("cloudpickle.cloudpickle._should_pickle_by_reference")
 make_class = private_name("cloudpickle.cloudpickle._make_skeleton_class")
+make_enum = private_name("cloudpickle.cloudpickle._make_skeleton_enum")
 id_of_class = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS")
 class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 # Flags and warning filters of this interpreter

@@ -20,14 +20,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import torch
 
-from parawrap._private_names import class_of_id, id_of_class, make_class, names_in_code
+from parawrap._private_names import class_of_id, id_of_class, names_in_code
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
+from parawrap.processes.definitions import adapt_class
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 
@@ -160,9 +161,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and "__slots__" in vars(obj):
-            _keep_slots(obj, reduced)
-        return reduced
+        return adapt_class(obj, reduced) if isinstance(obj, type) else reduced
 
     def _reduce_tensor(
         self, tensor: torch.Tensor
@@ -216,17 +215,6 @@ def _class_sent_before(identifier: str, name: str) -> type:
         msg = f"the class {name} of this object no longer exists here: it was defined again"
         raise UnsendableError(msg)
     return cls
-
-
-def _keep_slots(cls: type, reduced: Any) -> None:
-    """Have a class that goes by value made with its slots.
-
-    cloudpickle sets ``__slots__`` when it is too late.
-    """
-    # which has none
-    if isinstance(reduced, tuple) and reduced[0] is make_class and NamedTuple not in reduced[1][2]:
-        namespace = reduced[1][3]
-        namespace["__slots__"] = cls.__dict__["__slots__"]
 
 
 _checked: set[str] = set()  # names of modules

@@ -274,6 +274,32 @@ class Cached:
 with platform.open() as ranks:
     same(ranks(lambda pair: (pair, Pair(2), Cached().value), Pair(1))[0], (Pair(1), Pair(2), 3))
 """,
+    # A class does not run ``__init_subclass__`` again: not in the ranks, and not here if it comes from a rank.
+    "registered classes": """
+class Base:
+    known = {}
+
+    def __init_subclass__(cls, *, name, **others):
+        super().__init_subclass__(**others)
+        assert name not in Base.known
+        Base.known[name] = cls.title = name
+
+class Part(Base, name="part"):
+    pass
+
+def use(part):
+    class Inner(Part, name="inner"):
+        pass
+    return list(Base.known), part.title, type(part) is Part, Inner()
+
+with platform.open() as ranks:
+    *found, inner = ranks(use, Part())[0]
+    same(found, [["part", "inner"], "part", True])
+    same((inner.title, isinstance(inner, Part), list(Base.known)), ("inner", True, ["part"]))
+    class Later(Base, name="later"):
+        pass
+    same(list(Base.known), ["part", "later"])
+""",
     # A global that one call sends to one rank arrives in the others with their calls, as it was when the call was made.
     "order": """
 VALUE = 3

@@ -1,0 +1,110 @@
+"""Copies of classes that cloudpickle makes wrongly, or not at all.
+
+A class that travels by value keeps its slots, and does not run `__init_subclass__` again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from parawrap._private_names import make_class, make_enum
+
+_HOOK = "__init_subclass__"
+
+
+def adapt_class(cls: type, reduced: Any) -> Any:
+    """Return cloudpickle's reduction of a class with what it lacks."""
+    if not isinstance(reduced, tuple) or reduced[0] not in (make_class, make_enum):
+        return reduced
+    make, args, *rest = reduced
+    # NamedTuple has no slots. cloudpickle sets those of others when it is too late.
+    if make is make_class and "__slots__" in vars(cls) and NamedTuple not in args[2]:
+        args[3]["__slots__"] = vars(cls)["__slots__"]
+    if next(_owners_of_hooks(cls.__bases__), None) is not None:
+        return _make_without_hooks, (make, *args), *rest
+    return reduced
+
+
+def _owners_of_hooks(bases: Iterable[Any]) -> Iterator[type]:
+    """Yield the classes whose `__init_subclass__` may run for a new class with these bases.
+
+    A class may come twice.
+
+    The hooks of the standard library, such as Generic's, need no arguments and register nothing.
+    """
+    for base in bases:
+        # an original base may be an alias such as Generic[T]
+        for owner in getattr(getattr(base, "__origin__", base), "__mro__", ()):
+            module = str(owner.__module__).partition(".")[0]
+            if _HOOK in vars(owner) and module not in sys.stdlib_module_names:
+                yield owner
+
+
+# Two threads that borrow the hook of one base would each give back what the other has set. A fork
+# takes the lock too, so that no child keeps a borrowed hook. It is reentrant, because a metaclass
+# may unpickle another class.
+_borrows_hooks = threading.RLock()
+
+
+def _make_without_hooks(make: Callable[..., type], *args: Any) -> type:
+    """Make a class without running `__init_subclass__`.
+
+    The class has run it where it was defined, and what the hook has set in the class follows. The
+    arguments of the class statement, which a hook may require, are not known any more.
+
+    Type creation always calls the hook of the next class, so the bases lend theirs for that time.
+    """
+    name, bases = (args[1], args[2]) if make is make_class else (args[1], args[0])
+    borrowed: list[tuple[type, Any]] = []
+    with _borrows_hooks:
+        try:
+            for owner in _owners_of_hooks(bases):
+                hook = vars(owner)[_HOOK]
+                try:
+                    # past the metaclass, which may refuse to set attributes
+                    type.__setattr__(owner, _HOOK, hook)
+                except TypeError:
+                    continue  # a class in C
+                borrowed.append((owner, hook))
+                type.__setattr__(owner, _HOOK, _stand_in_for(hook, name))
+            return make(*args)
+        finally:
+            _give_back(borrowed)
+
+
+def _stand_in_for(hook: Any, name: str) -> Any:
+    """Return a hook that skips the class that this thread makes, and runs for all others."""
+    maker = threading.get_ident()
+
+    def __init_subclass__(cls: type, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if threading.get_ident() != maker or cls.__name__ != name:
+            bound = hook.__get__(None, cls) if hasattr(hook, "__get__") else hook
+            bound(*args, **kwargs)
+
+    return classmethod(__init_subclass__)
+
+
+def _give_back(borrowed: list[tuple[type, Any]]) -> None:
+    """Restore all hooks, also if Ctrl-C raises between two of them."""
+    error: BaseException | None = None
+    while borrowed:
+        try:
+            owner, hook = borrowed[-1]
+            type.__setattr__(owner, _HOOK, hook)
+            borrowed.pop()
+        except BaseException as reason:  # noqa: BLE001 (raised once all are restored)
+            error = error or reason
+    if error is not None:
+        raise error
+
+
+os.register_at_fork(
+    before=_borrows_hooks.acquire,
+    after_in_parent=_borrows_hooks.release,
+    # by the thread that forked, which has acquired it
+    after_in_child=_borrows_hooks.release,
+)
