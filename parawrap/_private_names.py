@@ -140,6 +140,17 @@ register_pytree_node: Any = private_name("torch.utils._pytree.register_pytree_no
 # The base class of all batch norms, also of a user's own
 BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm")
 
+# Tensors whose copies mean nothing in another process
+FAKE_TENSOR = "torch._subclasses.fake_tensor.FakeTensor"
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.ShardedTensor"
+
+
+def loaded_class(path: str) -> Any:
+    """Return a class if its module is loaded; else an empty tuple, of which nothing is an instance."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, ())
+
+
 # Processes
 
 run_exit_handlers = private_name("atexit._run_exitfuncs")

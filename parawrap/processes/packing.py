@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from parawrap.processes.pickling import Packed, PickleStream, pack, unpack
+from parawrap.processes.refusals import reason_of_mode
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 from parawrap.tree import flatten, unflatten
 
@@ -229,6 +230,8 @@ def _trim_tensors(value: Any) -> Any:
 
     Tensors that share memory share it in the result too.
     """
+    if reason_of_mode() is not None:
+        return value  # the pickler refuses its tensors
     leaves, spec = flatten(value)
     groups: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:

@@ -30,13 +30,13 @@ from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
 from parawrap.processes.definitions import adapt_class
 from parawrap.processes.held_signals import HeldSignals
+from parawrap.processes.refusals import reason_of_mode, reason_to_refuse
 from parawrap.processes.shared_memory import ALIGNMENT, Block
 
 _LENGTH = struct.Struct("<Q")
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ATOMS = (*_PLAIN, complex)
-_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CACHED: Any = type(functools.cache(len))
 # also of higher order
@@ -147,15 +147,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             _goes_by_value(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
         if isinstance(obj, type) and obj in received_classes:
             return _class_sent_before, (id_of_class[obj], obj.__qualname__)
-        if type(obj) in _FILES and obj is not sys.stdout and obj is not sys.stderr:
-            msg = "an open file belongs to its process: send the path, and open the file there"
-            raise pickle.PicklingError(msg)
-        if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            msg = (
-                "DistributedDataParallel belongs to the process group of its rank: send "
-                "functional.unwrap(model) instead"
-            )
-            raise pickle.PicklingError(msg)
+        if (reason := reason_to_refuse(obj)) is not None:
+            raise pickle.PicklingError(reason)
         if isinstance(obj, BaseException):
             return _reduce_exception(obj, replaces=self.replaces)
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
@@ -170,6 +163,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
         Each storage is pickled once, so tensors still share memory.
         """
+        if (reason := reason_of_mode()) is not None:
+            raise pickle.PicklingError(reason)
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
@@ -302,6 +297,8 @@ def _tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
+    if (reason := reason_of_mode()) is not None:
+        raise pickle.UnpicklingError(reason)
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
     return (
         torch.nn.Parameter(tensor, requires_grad)
@@ -427,8 +424,8 @@ def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, 
 
 def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
     """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
-    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-        return  # refused as a whole
+    if reason_to_refuse(value) is not None:
+        return  # as a whole
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
             yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
