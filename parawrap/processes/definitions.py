@@ -1,14 +1,17 @@
-"""Copies of classes that cloudpickle makes wrongly, or not at all.
+"""Copies of definitions that cloudpickle makes wrongly, or not at all.
 
-A class that travels by value keeps its slots, and does not run `__init_subclass__` again.
+A class that travels by value keeps its slots, and does not run `__init_subclass__` again. A generic
+function of functools.singledispatch takes its implementations along.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from parawrap._private_names import make_class, make_enum
@@ -108,3 +111,46 @@ os.register_at_fork(
     # by the thread that forked, which has acquired it
     after_in_child=_borrows_hooks.release,
 )
+
+
+# -- generic functions
+
+_GENERIC: Any = functools.singledispatch(len)
+_NAMES = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
+
+
+def is_generic(value: Any) -> bool:
+    """True for a function that functools.singledispatch returned."""
+    # each is made from the same code
+    return type(value) is types.FunctionType and value.__code__ is _GENERIC.__code__
+
+
+def reduce_generic(function: Any) -> tuple[Any, ...]:
+    """Reduce a generic function to its implementations and attributes.
+
+    Its cache has weak references, which cannot be pickled. The implementations may use the function
+    itself, so they are state, which is pickled afterwards.
+    """
+    own = {name: value for name, value in vars(function).items() if name not in vars(_GENERIC)}
+    own["__wrapped__"] = function.__wrapped__
+    names = {name: getattr(function, name) for name in _NAMES}
+    state = dict(function.registry), names | own
+    return _new_generic, (function.__name__,), state, None, None, _set_generic_state
+
+
+def _new_generic(name: str) -> Any:
+    def fallback(*args: Any) -> Any:
+        raise NotImplementedError  # replaced before the first call
+
+    fallback.__name__ = name  # which singledispatch keeps for its errors
+    return functools.singledispatch(fallback)
+
+
+def _set_generic_state(
+    function: Any, state: tuple[Mapping[type, Callable[..., Any]], Mapping[str, Any]]
+) -> None:
+    implementations, attributes = state
+    for cls, implementation in implementations.items():
+        function.register(cls, implementation)
+    for name, value in attributes.items():
+        setattr(function, name, value)

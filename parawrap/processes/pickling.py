@@ -25,10 +25,10 @@ from typing import Any
 import cloudpickle
 import torch
 
-from parawrap._private_names import class_of_id, id_of_class, names_in_code
+from parawrap._private_names import class_of_id, goes_by_name, id_of_class, names_in_code
 from parawrap.displays import safe_repr
 from parawrap.errors import UnsendableError
-from parawrap.processes.definitions import adapt_class
+from parawrap.processes.definitions import adapt_class, is_generic, reduce_generic
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.refusals import reason_of_mode, reason_to_refuse
 from parawrap.processes.shared_memory import ALIGNMENT, Block
@@ -38,6 +38,8 @@ _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ATOMS = (*_PLAIN, complex)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_DESCRIPTORS_IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _CACHED: Any = type(functools.cache(len))
 # also of higher order
 _OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])
@@ -153,6 +155,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_exception(obj, replaces=self.replaces)
         if type(obj) is functools.cached_property:  # before Python 3.12 it has a lock
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+        if is_generic(obj) and not goes_by_name(obj):
+            return reduce_generic(obj)
         reduced = super().reducer_override(obj)
         return adapt_class(obj, reduced) if isinstance(obj, type) else reduced
 
@@ -426,6 +430,11 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
     """Yield the parts that pickling this value would pickle, as far as they are easy to find."""
     if reason_to_refuse(value) is not None:
         return  # as a whole
+    if isinstance(value, type):
+        yield from _parts_of_class(value, address)
+        return
+    if not goes_by_name(type(value)):
+        yield type(value), f"{address}'s class {type(value).__qualname__}"
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
             yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
@@ -440,6 +449,13 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
             ("func", "args", "keywords") if isinstance(value, functools.partial) else ("__self__",)
         ):
             yield getattr(value, name), f"{address}.{name}"
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__, address
+        return
+    elif isinstance(value, property):
+        for accessor in (value.fget, value.fset, value.fdel):
+            yield accessor, address
+        return
     elif isinstance(value, torch.nn.Module):
         for name, part in (*value.named_children(), *value.named_parameters(recurse=False)):
             yield part, f"{address}[{name}]" if name.isdecimal() else f"{address}.{name}"
@@ -450,10 +466,30 @@ def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
             yield part, f"{address}.{name}"
 
 
+def _parts_of_class(cls: type, address: str) -> Iterator[tuple[Any, str]]:
+    if goes_by_name(cls):
+        return
+    for base in cls.__bases__:
+        yield base, f"{address}'s base {base.__qualname__}"
+    parts = [
+        (part, f"{address}.{name}")
+        for name, part in vars(cls).items()
+        if name != "_abc_impl" and not isinstance(part, _DESCRIPTORS_IN_C)
+    ]
+    # Methods that use the class itself are refused for the same reason
+    yield from sorted(parts, key=lambda each: isinstance(each[0], _METHODS))
+
+
 def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[tuple[Any, str]]:
+    if is_generic(function):
+        for cls, implementation in function.registry.items():  # type: ignore[attr-defined]
+            yield implementation, f"{address}'s implementation for {cls.__qualname__}"
+        return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an unassigned variable
             yield cell.cell_contents, f"{address}'s variable {name!r}"
     for name in names_in_code(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name], f"{address}'s global {name!r}"
+    for name, part in vars(function).items():
+        yield part, f"{address}.{name}"

@@ -32,6 +32,7 @@ import torch
 
 from parawrap._private_names import goes_by_name, id_of_class, names_in_code
 from parawrap.errors import LaunchError
+from parawrap.processes.definitions import is_generic
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import (
     IdentityPickler,
@@ -52,12 +53,14 @@ _CONTAINERS = (list, dict, set)
 _WRAPPERS = (
     functools.partial,
     functools.cached_property,
+    functools.singledispatchmethod,
     types.MethodType,
     staticmethod,
     classmethod,
     property,
 )
-_WRAPPED = ("func", "args", "keywords", "__func__", "__self__", "fget", "fset")  # their attributes
+# their attributes
+_WRAPPED = ("func", "dispatcher", "args", "keywords", "__func__", "__self__", "fget", "fset")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _MISSING = object()
 _LARGEST_KEPT = 4096  # bytes of a text in a closure of a function that is kept
@@ -278,6 +281,10 @@ class SentScript:
             if isinstance(value, types.FunctionType):
                 if goes_by_name(value):
                     continue
+                if is_generic(value):  # its own globals are those of functools
+                    generic: Any = value
+                    todo += [*generic.registry, *generic.registry.values(), generic.__wrapped__]
+                    continue
                 todo += [
                     cell.cell_contents for cell in value.__closure__ or () if cell != _UNASSIGNED
                 ]
@@ -371,7 +378,7 @@ class _CallPickler(ValuePickler):
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)) and reduced is not NotImplemented:
             self._note(obj)
-            if isinstance(obj, types.FunctionType):
+            if isinstance(obj, types.FunctionType) and not is_generic(obj):
                 self._leave_out_known_globals(obj, reduced)
         return reduced
 

@@ -55,6 +55,29 @@ def test_innermost_part_is_named(value, place):
     assert address_of(value) == place
 
 
+def class_with(**attributes):
+    def copied(self):
+        return row()
+
+    row = type("Row", (), {"__module__": __name__, "copied": copied, **attributes})
+    return row
+
+
+def test_attributes_of_classes_are_named():
+    """Of classes that travel by value, also of their bases."""
+    row = class_with(size=1, lock=LOCK)
+    assert address_of(row) == "value.lock"
+    assert address_of([row()]) == "value[0]'s class Row.lock"
+    assert address_of(type("Child", (row,), {"__module__": __name__})) == "value's base Row.lock"
+    for method in staticmethod(lambda: LOCK), property(lambda self: LOCK):
+        assert address_of(class_with(copied=method)) == "value.copied's global 'LOCK'"
+    generic = functools.singledispatch(capturing(0))
+    generic.register(int)(capturing(LOCK))
+    assert address_of(class_with(read=functools.singledispatchmethod(generic))()).endswith(
+        "Row.read.dispatcher's implementation for int's variable 'part'"
+    )
+
+
 def test_open_files_are_refused(tmp_path):
     with (tmp_path / "data.txt").open("w") as file:
         assert address_of({"files": [file]}) == "value['files'][0]"
