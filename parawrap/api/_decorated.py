@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from parawrap.processes.pickling import is_among
+
 _Reduction = tuple[Any, ...]
 
 
@@ -19,7 +21,7 @@ class Decorated:
     """A decorated function or bound method. Attributes that its class lacks are those of the function.
 
     It is pickled by name if its name leads to it, as after ``@decorator`` in a module, and by value otherwise. cloudpickle
-    also sends by value what ``__main__`` defines.
+    also sends by value what ``__main__`` and registered modules define.
     """
 
     if TYPE_CHECKING:
@@ -62,8 +64,9 @@ def _reduce_by_value(decorated: Decorated) -> _Reduction:
 
 
 def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
-    is_of_main = decorated.__module__ == "__main__" and decorated._defined is None
-    return _reduce_by_value(decorated) if is_of_main else decorated.__reduce_ex__(4)
+    module, registered = decorated.__module__, cloudpickle.list_registry_pickle_by_value()
+    goes_by_value = decorated._defined is None and (module == "__main__" or is_among(module, registered))
+    return _reduce_by_value(decorated) if goes_by_value else decorated.__reduce_ex__(4)
 
 
 def is_global(decorated: Any) -> bool:

@@ -217,20 +217,40 @@ def _class_sent_before(identifier: str, name: str) -> type:
 
 
 _checked: set[str] = set()  # names of modules
+_unimportable: set[str] = set()  # those that parawrap has registered to go by value
 
 
 def _goes_by_value(name: str) -> bool:
-    """True if a module's definitions are pickled by value: other processes cannot import it."""
+    """True if a module's definitions are pickled by value.
+
+    Other processes cannot import it, or the user has registered it or a package that has it.
+    """
     if name in sys.modules and name not in _checked:
         # A signal handler that raises in a finder would look as if the module could not be found
         held = HeldSignals(lambda: None)
         try:
             if name != "__main__" and not is_importable(name):
                 cloudpickle.register_pickle_by_value(sys.modules[name])
+                _unimportable.add(name)
             _checked.add(name)
         finally:
             held.end()
-    return name == "__main__" or name in cloudpickle.list_registry_pickle_by_value()
+    return name == "__main__" or is_among(name, cloudpickle.list_registry_pickle_by_value())
+
+
+def modules_of_user() -> set[str]:
+    """Return the names of the modules that the user has registered to go by value."""
+    registered: set[str] = cloudpickle.list_registry_pickle_by_value()
+    return registered - _unimportable
+
+
+def is_among(name: str | None, modules: set[str]) -> bool:
+    """True if a module, or a package that has it, is among these."""
+    while name:
+        if name in modules:
+            return True
+        name = name.rpartition(".")[0]
+    return False
 
 
 def is_importable(name: str) -> bool:

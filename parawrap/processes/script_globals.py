@@ -10,7 +10,8 @@ A function keeps its globals in the rank, whatever module it is in. They follow 
 3. Other objects that changed in place are not sent again.
 
 In ranks that stay, functions of a module that ranks can import use that module there, and nothing
-is sent for them.
+is sent for them. If the user registers the module with cloudpickle to go by value, they are sent as
+they are here, with their globals.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import (
     IdentityPickler,
     ValuePickler,
+    is_among,
     is_importable,
+    modules_of_user,
     pack,
     received_classes,
 )
@@ -142,6 +145,11 @@ class _KeptFunctions:
         if (before := self._kept.pop(id(function), None)) is not None:
             self._gone.append(before[0])
 
+    def drop_all(self) -> None:
+        """Forget all functions: the ranks may have them otherwise than they would be sent now."""
+        self._gone += [key for key, *_ in self._kept.values()]
+        self._kept.clear()
+
 
 class SentScript:
     """The globals that the ranks of one launch have, as the launching process knows them.
@@ -156,9 +164,10 @@ class SentScript:
         # by id; the dicts stay, so that ids are not reused
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}
         # the object, and the contents of a container
-        self._sent: dict[Name, tuple[Any, _Contents | None]] = {}
+        self._sent: dict[Name, tuple[Any, _Contents | _ModuleContents | None]] = {}
         self._owned: set[Name] = set()
         self._kept = _KeptFunctions()
+        self._by_value = modules_of_user()
 
     def pack_call(
         self,
@@ -174,6 +183,7 @@ class SentScript:
         Raises:
             UnsendableError: If the function, an argument, or a global cannot be pickled.
         """
+        self._follow_registrations()
         used = list(self._globals_used_by(function))
         deleted = [
             name
@@ -247,16 +257,35 @@ class SentScript:
         """Return the key of a function's globals."""
         found = self._spaces.get(id(globals_))
         if found is None:
-            name = str(globals_.get("__name__"))
-            module = sys.modules.get(name)
-            key = f"{name} {id(globals_)}"
-            if module is not None and vars(module) is globals_:
-                if name == _MAIN:
-                    key = _MAIN
-                elif self._imports and is_importable(name):
-                    key = _IMPORTED + name
-            found = self._spaces[id(globals_)] = (key, globals_)
+            found = self._spaces[id(globals_)] = (self._make_key(globals_), globals_)
         return found[0]
+
+    def _make_key(self, globals_: dict[str, Any]) -> str:
+        name = str(globals_.get("__name__"))
+        module = sys.modules.get(name)
+        if module is not None and vars(module) is globals_:
+            if name == _MAIN:
+                return _MAIN
+            if self._imports and is_importable(name) and not is_among(name, self._by_value):
+                return _IMPORTED + name
+        return f"{name} {id(globals_)}"
+
+    def _follow_registrations(self) -> None:
+        """Forget what was sent of modules that the user has registered or unregistered since.
+
+        The ranks have imported it and would get it by value now, or the other way round.
+        """
+        before, now = self._by_value, modules_of_user()
+        if before == now:
+            return
+        self._by_value = now
+        for identity, (_, globals_) in list(self._spaces.items()):
+            self._spaces[identity] = (self._make_key(globals_), globals_)
+        for name, (value, _) in list(self._sent.items()):
+            modules = [_module_of(each) for each in _definitions_in(value)]
+            if any(is_among(each, before) != is_among(each, now) for each in modules):
+                del self._sent[name]
+        self._kept.drop_all()
 
     def must_send(self, name: Name, value: Any) -> bool:
         """True for a global that the ranks lack."""
@@ -338,8 +367,51 @@ class _Contents:
         return stream.getvalue() if stream.tell() <= _LARGEST_COMPARED else None
 
 
-def _contents_of(value: Any) -> _Contents | None:
+class _ModuleContents:
+    """The attributes of a module that goes by value, such as one that is reloaded."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._attributes = dict(vars(module))
+
+    def differ_from(self, module: types.ModuleType) -> bool:
+        """True if an attribute is another object now."""
+        before, now = self._attributes, vars(module)
+        return before.keys() != now.keys() or not all(
+            map(is_, before.values(), map(now.get, before))
+        )
+
+
+def _contents_of(value: Any) -> _Contents | _ModuleContents | None:
+    if isinstance(value, types.ModuleType):
+        return None if goes_by_name(value) else _ModuleContents(value)
     return _Contents(value) if isinstance(value, _CONTAINERS) else None
+
+
+def _definitions_in(value: Any) -> Iterator[Any]:
+    """Yield the functions, classes, and modules that a global is, wraps, or contains."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (types.FunctionType, type, types.ModuleType)):
+            yield part
+        elif isinstance(part, _WRAPPERS):
+            todo += [getattr(part, name, None) for name in _WRAPPED]
+        elif isinstance(part, (dict, list, tuple, set)):
+            if len(part) <= _MOST_SEARCHED:
+                todo += part.values() if isinstance(part, dict) else part
+        else:
+            # that of a decorated function
+            todo.append(getattr(part, "__dict__", {}).get("__wrapped__"))
+
+
+def _module_of(definition: Any) -> str | None:
+    if isinstance(definition, types.ModuleType):
+        return definition.__name__
+    return getattr(definition, "__module__", None)
 
 
 class _Notes:
