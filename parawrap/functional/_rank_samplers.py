@@ -58,6 +58,9 @@ class RankSampler(DistributedSampler[Any]):
     ones come first.
 
     With `counts_epochs`, each iteration increments `epoch`, which is that of the next one.
+
+    Attributes:
+        draws: The number of iterations so far.
     """
 
     def __init__(
@@ -73,12 +76,14 @@ class RankSampler(DistributedSampler[Any]):
         counts_epochs: bool = False,
     ) -> None:
         super().__init__(dataset, world_size, rank, shuffle, seed, drop_last)
+        self.draws = 0
         self._counts_epochs = counts_epochs
         self._is_padded = pad
         self._rows: Sequence[int] | None = None  # of the last iteration
 
     def __iter__(self) -> Iterator[int]:
         self._rows = self._draw()
+        self.draws += 1
         self.epoch += int(self._counts_epochs)
         return iter(self._rows)
 

@@ -17,6 +17,7 @@ from parawrap.launch import preserved_generators
 
 L = TypeVar("L", bound="DataLoader[Any]")
 
+_END = object()
 _SEEDS = 2**62  # such a seed plus an epoch, or the number of a worker, is a seed of torch
 
 
@@ -35,6 +36,9 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     The dataset and ``collate_fn`` draw this rank's own random numbers from Python, numpy, and torch on the CPU, in this
     process and in each worker. They follow from the seed of torch, the rank, and the epoch (with ``persistent_workers``,
     the first epoch), so that random crops differ between ranks and are reproducible. The training loop keeps its numbers.
+
+    A subclass of DataLoader may yield batches that it has made before, or those of an iterator that it has made before.
+    These are not sharded, so the first one raises TypeError.
 
     Args:
         loader: A loader over a dataset with a length, with ``shuffle`` True or False, or a batch sampler of torch over
@@ -124,11 +128,13 @@ def _agree_on_seed(sampler: Any, world_size: int) -> int:
     return gather_objects(seed)[0]
 
 
-# --- random numbers ---
+# --- iteration ---
 
 
 class _OwnNumbers:
     """A base class of sharded loaders, in front of DataLoader or a subclass of it, whose batches have their own numbers."""
+
+    _has_drawn = False  # True once an epoch has drawn from the sampler
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self
@@ -138,8 +144,33 @@ class _OwnNumbers:
         if loader.generator.device != (device := torch.get_default_device()):  # torch draws the seed of workers there
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
+        draws = share.draws
         batches = super().__iter__()  # type: ignore[misc]  # pyright: ignore  # of DataLoader
-        return batches if loader.num_workers else _Batches(batches, seed)
+        if not loader.num_workers:
+            batches = _Batches(batches, seed)
+        # DataLoader itself keeps no batches
+        plain = type(loader).__bases__[1]
+        return batches if self._has_drawn or plain is DataLoader else self._check_first(batches, draws, plain.__name__)
+
+    def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
+        """Yield batches. The sampler is drawn from at the latest for the first one, in this process.
+
+        Later epochs are not checked: such a loader may keep what it has drawn, or draw ahead.
+
+        Raises:
+            TypeError: At the first batch, if nothing has drawn from the sampler since it had been drawn `draws` times.
+        """
+        loader: Any = self
+        # A loop would call __iter__ again, which begins the next epoch of a loader that is its own iterator
+        while (batch := next(batches, _END)) is not _END:
+            if not self._has_drawn and loader.sampler.draws == draws:
+                msg = (
+                    f"{name} yields batches that it keeps, or those of an iterator that it keeps, so shard_loader cannot "
+                    "shard them. Make them in __iter__, by super().__iter__(), or give shard_loader a plain DataLoader"
+                )
+                raise TypeError(msg)
+            vars(self)["_has_drawn"] = True
+            yield batch
 
 
 @functools.cache

@@ -179,6 +179,87 @@ def test_other_loaders_are_refused(name):
         functional.shard_loader(loader, pad=False)
 
 
+class Keeping(DataLoader):
+    """A subclass that keeps an iterator, as endless loaders do."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = super().__iter__()
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.kept)
+
+
+class KeepingBatches(Keeping):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.kept = iter(list(self.kept))
+
+
+class Inner(DataLoader):
+    """A subclass that reads another loader."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.inner = DataLoader(*args, **options)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Caching(DataLoader):
+    """A subclass that keeps the batches of its first epoch."""
+
+    cached = None
+
+    def __iter__(self):
+        if self.cached is None:
+            self.cached = list(super().__iter__())
+        return iter(self.cached)
+
+
+class DrawingAhead(DataLoader):
+    """A subclass that begins the next epoch at the end of each one, and its own iterator."""
+
+    ahead = None
+
+    def __iter__(self):
+        self.ahead = self.ahead or super().__iter__()
+        self.first = next(self.ahead, None)
+        return self
+
+    def __next__(self):
+        if (batch := self.first) is None:
+            self.ahead = super().__iter__()
+            raise StopIteration
+        self.first = next(self.ahead, None)
+        return batch
+
+
+WORKERS = [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=["main process", "worker", "persistent worker"])
+@pytest.mark.parametrize("kind", [Keeping, KeepingBatches, Inner])
+def test_kept_batches_are_refused(kind, options):
+    """They would be those of all ranks. Each epoch is refused, also if the program has read the sampler itself."""
+    loader = functional.shard_loader(kind(range(6), batch_size=2, **options))
+    list(loader.sampler)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{kind.__name__} yields batches that it keeps.*Make them in __iter__"):
+            list(loader)
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=["main process", "worker", "persistent worker"])
+def test_own_batches_may_be_kept(options):
+    """A subclass may keep, or draw early, what its sampler gives."""
+    for kind in Caching, DrawingAhead, Halved:
+        sharded = functional.shard_loader(kind(range(6), **{} if kind is Halved else options))
+        assert len(rows_of(sharded, epochs=2)[1]) == 6
+    assert list(functional.shard_loader(Caching([], **options))) == []
+
+
 # -- random numbers
 
 
