@@ -153,7 +153,7 @@ class _OwnNumbers:
         return batches if self._has_drawn or plain is DataLoader else self._check_first(batches, draws, plain.__name__)
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
-        """Yield batches. The sampler is drawn from at the latest for the first one, in this process.
+        """Yield batches. This process draws from the sampler before it has the first one.
 
         Later epochs are not checked: such a loader may keep what it has drawn, or draw ahead.
 

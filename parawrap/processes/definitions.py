@@ -33,7 +33,7 @@ def adapt_class(cls: type, reduced: Any) -> Any:
 
 
 def _owners_of_hooks(bases: Iterable[Any]) -> Iterator[type]:
-    """Yield the classes whose `__init_subclass__` may run for a new class with these bases.
+    """Yield the classes with an `__init_subclass__` that may run for a new class of these bases.
 
     A class may come twice.
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -35,6 +35,7 @@ from parawrap.processes.shared_memory import ALIGNMENT, Block
 
 _LENGTH = struct.Struct("<Q")
 _MOST_STEPS = 5  # levels of nesting; deeper paths are useless in a message
+_MOST_REFUSED = 64  # parts that are searched for an address; a guess: it takes 0.1 s then
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _ATOMS = (*_PLAIN, complex)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -413,6 +414,12 @@ def _set_exception_state(
 # -- the part of a value that cannot be pickled
 
 
+class _Unpicklable(NamedTuple):
+    address: str
+    value: Any
+    error: Exception
+
+
 def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
     if type(value) in _PLAIN:
@@ -428,22 +435,40 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
-def _find_unpicklable(value: Any, address: str, error: Exception) -> tuple[str, Any, Exception]:
-    """Return the address of the innermost unpicklable part, the part, and its exception."""
-    seen = {id(value)}
-    for _ in range(_MOST_STEPS + (not address)):
-        for part, place in _parts(value, address):
-            if (
-                id(part) not in seen
-                and not isinstance(part, _ATOMS)
-                and (found := _refusal(part)) is not None
-            ):
-                value, address, error = part, place, found
-                seen.add(id(part))
-                break
-        else:
-            break
-    return address, value, error
+def _find_unpicklable(value: Any, address: str, error: Exception) -> _Unpicklable:
+    """Return the innermost unpicklable part."""
+    whole = _Unpicklable(address, value, error)
+    dead_ends: list[_Unpicklable] = []
+    found = _descend(whole, _MOST_STEPS + (not address), {id(value): value}, dead_ends)
+    return found or dead_ends[0]
+
+
+def _descend(
+    whole: _Unpicklable, steps: int, refused: dict[int, Any], dead_ends: list[_Unpicklable]
+) -> _Unpicklable | None:
+    """Return the innermost unpicklable part of a value.
+
+    None if its parts are unpicklable only because they lead back to a value in `refused`, such as
+    a method that uses its class.
+    """
+    if steps == 0:
+        return whole
+    is_cause = True
+    for part, place in _parts(whole.value, whole.address):
+        if isinstance(part, _ATOMS):
+            continue
+        if id(part) in refused or len(refused) == _MOST_REFUSED:
+            is_cause = False
+        elif (error := _refusal(part)) is not None:
+            is_cause = False
+            refused[id(part)] = part
+            inner = _descend(_Unpicklable(place, part, error), steps - 1, refused, dead_ends)
+            if inner is not None:
+                return inner
+    if is_cause:
+        return whole
+    dead_ends.append(whole)
+    return None
 
 
 def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
@@ -496,7 +521,7 @@ def _parts_of_class(cls: type, address: str) -> Iterator[tuple[Any, str]]:
         for name, part in vars(cls).items()
         if name != "_abc_impl" and not isinstance(part, _DESCRIPTORS_IN_C)
     ]
-    # Methods that use the class itself are refused for the same reason
+    # An attribute is the likelier cause: methods often use the class, and are refused with it
     yield from sorted(parts, key=lambda each: isinstance(each[0], _METHODS))
 
 

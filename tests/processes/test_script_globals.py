@@ -337,8 +337,8 @@ pathlib.Path("edited/__init__.py").touch()
 
 def write(number):
     pathlib.Path("edited/steps.py").write_text(
-        "import functools\\n"
-        "from parawrap import Platform, wrapper\\n"
+        "import functools\\n" * number  # a file of another size: ranks write bytecode within the same second
+        + "from parawrap import Platform, wrapper\\n"
         "def doubling(f): return functools.wraps(f)(lambda: 2 * f())\\n"
         f"def helper(): return {number}\\n"
         "def plain(): return helper()\\n"

@@ -70,7 +70,7 @@ def test_attributes_of_classes_are_named():
     assert address_of([row()]) == "value[0]'s class Row.lock"
     assert address_of(type("Child", (row,), {"__module__": __name__})) == "value's base Row.lock"
     for method in staticmethod(lambda: LOCK), property(lambda self: LOCK):
-        assert address_of(class_with(copied=method)) == "value.copied's global 'LOCK'"
+        assert address_of(class_with(read=method)) == "value.read's global 'LOCK'"
     generic = functools.singledispatch(capturing(0))
     generic.register(int)(capturing(LOCK))
     assert address_of(class_with(read=functools.singledispatchmethod(generic))()).endswith(
