@@ -136,6 +136,9 @@ class _OwnNumbers:
 
     _has_drawn = False  # True once an epoch has drawn from the sampler
 
+    def __init_subclass__(cls) -> None:
+        """Do not run the hook of the user's class, which is next: the sharded class is not one of the user's."""
+
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self
         share = loader.sampler

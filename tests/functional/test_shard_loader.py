@@ -120,7 +120,14 @@ def test_every_option_is_kept():
         assert getattr(sharded, name) is getattr(loader, name), name
 
 
-class Halved(DataLoader):
+class Registered(DataLoader):
+    """A class whose subclasses need an argument."""
+
+    def __init_subclass__(cls, *, name):
+        cls.name = name
+
+
+class Halved(Registered, name="halved"):
     """A subclass that changes an argument and the batches, and does not accept a sampler."""
 
     def __init__(self, dataset):
@@ -140,7 +147,7 @@ def test_subclass_is_kept():
     for each in (loader, copy.copy(loader)):
         assert [batch.tolist() for batch in each] == [[0.0, 0.5], [1.0, 1.5]]
         assert isinstance(each, Halved)
-        assert (each.batch_size, len(each)) == (2, 2)
+        assert (each.batch_size, len(each), each.name) == (2, 2, "halved")
 
 
 class Stream(IterableDataset):
