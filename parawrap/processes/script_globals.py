@@ -368,17 +368,32 @@ class _Contents:
 
 
 class _ModuleContents:
-    """The attributes of a module that goes by value, such as one that is reloaded."""
+    """The attributes of a module that goes by value, and of such modules among them.
+
+    `importlib.reload` gives a module other attributes, and keeps the module.
+    """
 
     def __init__(self, module: types.ModuleType) -> None:
-        self._attributes = dict(vars(module))
+        self._read = self._read_attributes(module)
 
     def differ_from(self, module: types.ModuleType) -> bool:
         """True if an attribute is another object now."""
-        before, now = self._attributes, vars(module)
-        return before.keys() != now.keys() or not all(
-            map(is_, before.values(), map(now.get, before))
-        )
+        now = self._read_attributes(module)
+        return len(now) != len(self._read) or not all(map(is_, now, self._read))
+
+    def _read_attributes(self, module: types.ModuleType) -> list[Any]:
+        found: list[Any] = []
+        modules = {id(module): module}
+        todo = [module]
+        while todo:
+            attributes = dict(vars(todo.pop()))  # other threads may change it
+            found += [*attributes, *attributes.values()]
+            for value in attributes.values():
+                is_module = isinstance(value, types.ModuleType) and id(value) not in modules
+                if is_module and not goes_by_name(value):
+                    modules[id(value)] = value
+                    todo.append(value)
+        return found
 
 
 def _contents_of(value: Any) -> _Contents | _ModuleContents | None:

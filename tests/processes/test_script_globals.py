@@ -357,6 +357,9 @@ from edited.steps import helper
 def by_module():
     return steps.plain()
 
+def by_package():
+    return edited.steps.plain()
+
 def by_name():
     return helper()
 
@@ -386,8 +389,11 @@ with platform.open() as ranks:
         edit(2)
         cloudpickle.register_pickle_by_value(registered)
         same([numbers(), numbers()], [expected(2)] * 2)
+        by_package_too = registered is edited
+        same(ranks(by_package)[0], 2 if by_package_too else 1)
         edit(3)
         same([numbers(), numbers()], [expected(3)] * 2)
+        same(ranks(by_package)[0], 3 if by_package_too else 1)
         cloudpickle.unregister_pickle_by_value(registered)
         same(numbers(), expected(1))
     # the same objects, which only travel in another way
