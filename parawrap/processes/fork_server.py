@@ -5,6 +5,12 @@ Its guarantees:
 - The status pipe of a request reports the rank's process id and exit code. It is closed once the
   rank and all processes that it started have ended.
 - If the launching process dies, the ranks end, and then this process.
+
+::
+
+    launching process ── request ──► server ── fork ──► keeper ── fork ──► rank
+            ▲                                             │
+            └────────────── started, exited ──────────────┘
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import fcntl
 import gc
 import glob
 import importlib
+import multiprocessing.spawn
 import os
 import select
 import shutil
@@ -32,7 +39,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from parawrap._private_names import interpreter_options, keep_finalizers_from_exits
+from parawrap._private_names import (
+    interpreter_options,
+    keep_finalizers_from_exits,
+    tracker_connection,
+    use_tracker,
+)
 from parawrap.errors import LaunchError
 from parawrap.processes.forks import close_in_forked_children, handover
 from parawrap.processes.outcomes import exit_text
@@ -43,6 +55,7 @@ STATUS = struct.Struct("<ci")
 STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 EXITED = b"e"  # with the exit code, or the negative signal number
+WITH_TRACKER = b"t"  # a request that also brings the connection to the script's resource tracker
 
 _PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
 """Modules that many ranks import, at about a second each. The server imports them once a rank has.
@@ -61,9 +74,11 @@ _LAST_S = 30.0  # for ranks to notice the end of the launching process, and to c
 _LOOK_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
+_MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
 _TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+NEVER = float("inf")
 
 
 # -- in the server
@@ -95,18 +110,21 @@ def serve(modules: Sequence[str], folders: str = "") -> NoReturn:
 
 
 class _Server:
+    """Hands each request to a keeper, which forks the rank and outlives it. Has a single thread.
+
+    A keeper whose rank has ended waits for the next request: a launch that follows another one
+    waits for one fork, not for two.
+    """
+
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        self._ranks: dict[int, int] = {}  # process id: status pipe
-        self._ended: dict[
-            int, tuple[int, float]
-        ] = {}  # status pipe, and when the processes left by the rank are killed
+        self._keepers: dict[int, socket.socket] = {}  # by process id, with the connection to it
+        self._idle: list[int] = []  # process ids of keepers that wait for a request
+        self._stale: set[int] = set()  # keepers that lack modules which were imported since
         self._wanted: set[int] = set()  # numbers of modules that ranks have imported
-        self._pid = os.getpid()
-        self._libc = ctypes.CDLL(None)
-        self._adopt_orphans()
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
+        # A handler of Python, so that the number of the signal is written to the pipe
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         if "numpy" in sys.modules:  # torch imports numpy; each rank seeds this module
@@ -115,29 +133,31 @@ class _Server:
         gc.enable()
 
     def run(self) -> None:
-        is_open, kill_at = True, 0.0
-        while is_open or self._ranks or self._ended:
-            if not is_open and time.monotonic() >= kill_at:
-                for pid in self._ranks:
-                    send_signal(os.kill, pid, signal.SIGKILL)
+        kill_at = NEVER
+        is_open = True
+        while is_open or self._keepers:
             poll = select.poll()  # select() is limited to descriptors below 1024
             poll.register(self._woken, select.POLLIN)
+            for connection in self._keepers.values():
+                poll.register(connection, select.POLLIN)
             if is_open:
                 poll.register(self._requests, select.POLLIN)
-            patience_s = _LOOK_S if self._ended or not is_open else None
-            ready = {
-                number for number, _ in poll.poll(None if patience_s is None else 1000 * patience_s)
-            }
+            ready = {number for number, _ in poll.poll(None if is_open else 1000 * _LOOK_S)}
             if self._woken in ready:
                 self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
-            if self._ended:
-                self._end_leftovers()
-            if self._wanted and not self._ended:  # no launch waits for an end
+            # Before a request: a keeper says that it is idle before the end of its rank is known
+            if self._note_idle() and self._wanted:
                 self._load()
-            if self._requests.fileno() in ready:
+            if is_open and self._requests.fileno() in ready:
                 is_open = self._take_request()
                 kill_at = time.monotonic() + _LAST_S
+            if not is_open:
+                self._dismiss(self._idle)
+                if time.monotonic() >= kill_at:
+                    for pid in self._keepers:  # which kill their ranks
+                        send_signal(os.kill, pid, signal.SIGTERM)
+                    kill_at = NEVER
 
     def _take_request(self) -> bool:
         """Serve one request.
@@ -145,79 +165,92 @@ class _Server:
         Return False if the launching process closed the connection, or died.
         """
         try:
-            request, files, _, _ = socket.recv_fds(self._requests, 1, _FILES)
+            request, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
         except OSError:
             return False
         if not request:
             return False
-        if len(files) == _FILES:
-            self._fork(files)
-        else:  # the kernel dropped descriptors: this process has reached its limit on open files
-            for file in files:
-                os.close(file)
+        if len(files) == _FILES + (request == WITH_TRACKER):
+            self._hand_over(files)
+        # else the kernel dropped descriptors: this process has reached its limit on open files
+        for file in files:
+            os.close(file)
         return True
 
-    def _fork(self, files: list[int]) -> None:
-        status = files[0]
+    def _hand_over(self, files: list[int]) -> None:
+        """Give the descriptors of a request to a keeper. They belong to it and to its rank."""
+        while True:
+            try:
+                pid = self._idle.pop() if self._idle else self._fork_keeper(files)
+            except OSError as error:
+                _report(files[0], FAILED, error.errno or errno.EAGAIN)
+                return
+            with contextlib.suppress(OSError):  # something has killed it: take another one
+                socket.send_fds(self._keepers[pid], [b"k"], files)
+                return
+
+    def _fork_keeper(self, files: list[int]) -> int:
+        """Fork a keeper. `files` are those of a request, which it gets like any other, and later."""
+        ours, its = socket.socketpair()
         try:
             pid = os.fork()
-        except OSError as error:
-            _report(status, FAILED, error.errno or errno.EAGAIN)
-            os.close(status)
-        else:
-            if pid == 0:
-                self._become_rank(files)
-            self._ranks[pid] = status
-            _report(status, STARTED, pid)
-        for file in files[1:]:
-            os.close(file)
-
-    def _become_rank(self, files: list[int]) -> NoReturn:
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if sys.platform == "linux":  # on macOS, the rank ends when its connection closes
-                self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != self._pid:
+        except OSError:
+            ours.close()
+            its.close()
+            raise
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                for each in (self._requests, ours, *self._keepers.values()):
+                    each.close()
+                for file in (self._woken, *files):
+                    os.close(file)
+                _Keeper(its, self._waker).run()
+            finally:  # this process must not go on as a second server
+                traceback.print_exc()
                 os._exit(1)
-            self._adopt_orphans()  # when this rank ends, its orphans become children of the server
-            self._requests.close()
-            status, data, control, *streams = files
-            kept = (*self._ranks.values(), *(status for status, _ in self._ended.values()))
-            for file in (self._woken, status, *kept):
-                os.close(file)
-            connections = (
-                socket.socket(fileno=data),
-                socket.socket(fileno=control),
-            )  # open until this process exits
-            code = run_rank(*connections, streams)
-            with contextlib.suppress(OSError):  # the server has ended
-                os.write(
-                    self._waker,
-                    bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules),
-                )
-            leave(code)
-        finally:  # this process must not go on as a second server
-            traceback.print_exc()
-            os._exit(1)
+        its.close()
+        self._keepers[pid] = ours
+        return pid
 
-    def _adopt_orphans(self) -> None:
-        """Become the parent of orphaned descendants.
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                self._keepers.pop(pid).close()
+                self._stale.discard(pid)
+                if pid in self._idle:
+                    self._idle.remove(pid)
 
-        Otherwise they become children of init and survive the launch.
-        """
-        if sys.platform == "linux":
-            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    def _note_idle(self) -> bool:
+        """Note the keepers whose ranks have ended. Return True if there are some."""
+        ended = []
+        for pid, connection in self._keepers.items():
+            with contextlib.suppress(OSError):  # nothing to read, or it has exited
+                if connection.recv(1, socket.MSG_DONTWAIT):
+                    ended.append(pid)
+        for pid in ended:
+            if pid in self._stale or len(self._idle) >= _MOST_IDLE:
+                self._dismiss([pid])
+            else:
+                self._idle.append(pid)
+        return bool(ended)
+
+    def _dismiss(self, pids: list[int]) -> None:
+        """Let idle keepers exit: the end of their connection."""
+        for pid in pids:
+            self._keepers[pid].shutdown(socket.SHUT_RDWR)
+        pids.clear()
 
     def _load(self) -> None:
         """Import the modules that ranks have imported, so that later ranks start with them."""
         for number, name in enumerate(_PRELOADABLE):  # the numbers of signals are higher
             if number in self._wanted and name not in sys.modules:
-                with contextlib.suppress(
-                    Exception
-                ):  # a rank that needs the module reports the error itself
+                # A rank that needs the module reports the error itself
+                with contextlib.suppress(Exception):
                     importlib.import_module(name)
                 self._freeze()
+                self._dismiss(self._idle)
+                self._stale.update(self._keepers)
         self._wanted.clear()
 
     def _freeze(self) -> None:
@@ -229,40 +262,130 @@ class _Server:
         gc.freeze()
         keep_finalizers_from_exits()
 
-    # -- the end of ranks
 
-    def _reap(self) -> None:
+class _Keeper:
+    """The process between the server and one rank: it reports the rank's end, and ends leftovers.
+
+    It adopts what the rank leaves: its descendants whose parents have exited. So each process has
+    one rank that it belongs to, and the rank never has to wait for processes that it did not start.
+    """
+
+    def __init__(self, requests: socket.socket, waker: int) -> None:
+        self._requests = requests
+        self._waker = waker  # the rank writes there which modules it has imported
+        self._pid = os.getpid()
+        self._rank = 0  # the process id, while it runs
+        self._is_ordered = False  # to end the rank
+        self._libc = ctypes.CDLL(None)
+
+    def run(self) -> NoReturn:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._kill_rank)
+        server = os.getppid()
+        if sys.platform == "linux":  # on macOS, the rank ends when its connection closes
+            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != server:  # it has ended before the call
+                os._exit(1)
+        while not self._is_ordered:
+            _, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
+            if not files:
+                break
+            self._keep(files)
+        os._exit(0)
+
+    def _keep(self, files: list[int]) -> None:
+        """Start a rank, and return once nothing of it is left."""
+        status = files[0]
+        try:
+            group = self._rank = os.fork()
+        except OSError as error:
+            _report(status, FAILED, error.errno or errno.EAGAIN)
+        else:
+            if group == 0:
+                self._become_rank(files)
+            _report(status, STARTED, group)
+            for file in files[1:]:
+                os.close(file)
+            code = self._wait_for_rank()
+            if not self._is_ordered:  # else it was lost with the server, which says how it ended
+                _report(status, EXITED, code)
+            self._end_leftovers(group)
+        # In this order: the launching process may send a request once the pipe is closed, and the
+        # server finds this keeper idle then
+        with contextlib.suppress(OSError):  # the server has ended
+            self._requests.send(b"i")
+        os.close(status)
+
+    def _become_rank(self, files: list[int]) -> NoReturn:
+        try:
+            self._be_rank(files)
+        finally:  # this process must not go on as a second keeper
+            traceback.print_exc()
+            os._exit(1)
+
+    def _be_rank(self, files: list[int]) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._requests.close()
+        if sys.platform == "linux":
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:
+            os._exit(1)
+        status, data, control, stdout, stderr, *tracker = files
+        os.close(status)
+        if tracker:
+            use_tracker(tracker[0])
+        # Open until this process exits
+        connections = socket.socket(fileno=data), socket.socket(fileno=control)
+        code = run_rank(*connections, (stdout, stderr))
+        imported = bytes(i for i, name in enumerate(_PRELOADABLE) if name in sys.modules)
+        with contextlib.suppress(OSError):  # the server has ended
+            os.write(self._waker, imported)
+        leave(code)
+
+    def _kill_rank(self, *_: object) -> None:
+        """End the rank at the order, or the death, of the server. What it leaves ends after it."""
+        self._is_ordered = True
+        if self._rank:
+            send_signal(os.kill, self._rank, signal.SIGKILL)
+
+    def _wait_for_rank(self) -> int:
+        """Wait for the exit of the rank, and return its code. Reap its orphans meanwhile."""
         while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if (pipe := self._ranks.pop(pid, None)) is not None:  # else an orphan
-                _report(pipe, EXITED, os.waitstatus_to_exitcode(status))
-                send_signal(os.killpg, pid, signal.SIGTERM)
-                self._ended[pid] = pipe, time.monotonic() + _PATIENCE_S
+            pid, status = os.waitpid(-1, 0)
+            if pid == self._rank:
+                self._rank = 0  # the number may belong to another process soon
+                return os.waitstatus_to_exitcode(status)
 
-    def _end_leftovers(self) -> None:
-        """End what ended ranks left running. Close the status pipe of each rank that left nothing.
+    def _end_leftovers(self, group: int) -> None:
+        """End what the rank has left running.
 
-        There are two kinds: members of the rank's process group, and orphans that had left the
-        group. A running rank adopts its own orphans. So an orphan that is a child of this process
-        belongs to an ended rank.
+        There are two kinds: members of its process group, and orphans that had left the group,
+        which are children of this process.
         """
-        orphans: set[int] = set()
+        send_signal(os.killpg, group, signal.SIGTERM)
+        kill_at = time.monotonic() + _PATIENCE_S
+        while self._has_children() or send_signal(os.killpg, group, 0):
+            if time.monotonic() >= kill_at:
+                send_signal(os.killpg, group, signal.SIGKILL)
+                for pid in self._orphans():
+                    send_signal(os.kill, pid, signal.SIGKILL)
+            time.sleep(_LOOK_S)
+
+    def _has_children(self) -> bool:
+        """Reap the children that have exited. Return True if there are others."""
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        except ChildProcessError:
+            return False
+        return True
+
+    def _orphans(self) -> list[int]:
         with contextlib.suppress(OSError):  # macOS offers no way to find them
             children = Path(f"/proc/self/task/{self._pid}/children").read_text()
-            orphans = {int(pid) for pid in children.split()} - self._ranks.keys()
-        for pid, (status, kill_at) in list(self._ended.items()):
-            if time.monotonic() >= kill_at:
-                send_signal(os.killpg, pid, signal.SIGKILL)
-                for each in orphans:
-                    send_signal(os.kill, each, signal.SIGKILL)
-            if not (orphans or send_signal(os.killpg, pid, 0)):
-                os.close(status)
-                del self._ended[pid]
+            return [int(pid) for pid in children.split()]
+        return []
 
 
 def _report(status: int, word: bytes, number: int) -> None:
@@ -320,6 +443,13 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
+        if getattr(sys, "frozen", False):
+            # Such an executable is the application itself, which would start again and again
+            msg = (
+                f"ranks need a Python interpreter to start, and {sys.executable} is a frozen "
+                "application (PyInstaller, cx_Freeze). Run the script with Python"
+            )
+            raise LaunchError(msg)
         path = [str(Path(each).absolute()) for each in sys.path if isinstance(each, str)]
         modules = [
             name for name in list(sys.modules) if name.partition(".")[0] == "parawrap"
@@ -330,7 +460,9 @@ class ForkServer:
             f"from parawrap.processes.fork_server import serve; serve({modules!r}, "
             f"{store_folders(os.getpid())!r})"
         )
-        command = [sys.executable, *interpreter_options(), "-P", "-c", script]
+        # An embedding program sets this executable, as for multiprocessing
+        executable = os.fsdecode(multiprocessing.spawn.get_executable())
+        command = [executable, *interpreter_options(), "-P", "-c", script]
         # Most ranks have one thread. To lower the number after a fork would start the threads
         # first; ranks can raise it.
         environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
@@ -368,7 +500,14 @@ class ForkServer:
                     *(end for _, end in outputs),
                 )
                 in_transit.extend(files)
-                socket.send_fds(self._socket, [b"f"], files)
+                # Shared memory that the script has made stays until the script removes it: ranks
+                # report to its resource tracker, as children of multiprocessing do. One of their
+                # own would remove what they have only used
+                tracker = tracker_connection()
+                if tracker is None:
+                    socket.send_fds(self._socket, [b"f"], files)
+                else:
+                    socket.send_fds(self._socket, [WITH_TRACKER], (*files, tracker))
             except OSError as error:
                 raise LaunchError(self._refusal(rank, error)) from error
             connections = Connections(
@@ -395,12 +534,15 @@ class ForkServer:
             send_signal(os.kill, pid, signal.SIGKILL)
 
     def describe(self, _rank: int) -> str:
-        """Describe the server and how it ended."""
+        """Describe the process with which a rank was lost: the server, or the rank's keeper."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         code = self._process.poll()
-        name = f"the process that forks ranks (process {self._process.pid})"
-        return name if code is None else f"{name}, which {exit_text(code)}"
+        if code is None:
+            return "its parent process, which was killed"
+        return (
+            f"the process that forks ranks (process {self._process.pid}), which {exit_text(code)}"
+        )
 
     def stop(self) -> None:
         """Close the connection, and wait until the server has ended."""

@@ -6,9 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 
-from parawrap import LaunchCancelledError, RankDiedError, current_rank, wrapper
+import psutil
+import pytest
+
+from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
 from parawrap.processes import fork_server
 from tests.helpers.processes import (
     assert_gone,
@@ -27,7 +31,7 @@ def test_killed_process_is_named():
 
     def kills():
         if current_rank().global_rank == 0:
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL)
         time.sleep(600)
 
     error = failure_of(kills)
@@ -78,7 +82,55 @@ def test_killed_script_leaves_no_folder(tmp_path, monkeypatch):
     eventually(lambda: not [*folder.glob("parawrap-store-*")], "the end of the folder")
 
 
+def test_a_killed_parent_ends_its_rank():
+    """The parent of a rank ends what the rank leaves. Without it, the rank ends, and is reported."""
+
+    def kills():
+        if current_rank().global_rank == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    error = failure_of(kills)
+    assert type(error) is RankDiedError
+    assert "its parent process, which was killed" in str(error)
+    assert wrapper(ranks())(lambda: 1)() == (1, 1)
+
+
+def test_a_frozen_application_is_refused(monkeypatch):
+    """Its executable is the application itself, which would start again without an end."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(LaunchError, match="frozen application"):
+        fork_server.ForkServer()
+
+
 # -- what ranks leave behind
+
+
+def test_no_zombies_of_background_commands():
+    """A rank can wait for all of its children, and only for these."""
+
+    def children():
+        os.system("true & sleep 0.1 &")  # orphans of a shell that exits
+        own = subprocess.Popen(["true"])
+        time.sleep(0.5)
+        states = [each.status() for each in psutil.Process().children()]
+        return len(states), own.wait()
+
+    assert wrapper(ranks(1))(children)() == ((1, 0),)
+
+
+def test_processes_of_other_ranks_go_on():
+    """A daemon of a rank ends with this rank, while others of the same script go on."""
+
+    def start():
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+    with ranks(1).open() as opened:
+        (kept,) = opened(start)
+        (ended,) = wrapper(ranks(1))(start)()
+        assert (is_gone(ended), is_gone(kept)) == (True, False)
+    assert is_gone(kept)
+
 
 ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
 
