@@ -1,7 +1,6 @@
-"""The batch job of a launch: its resources and its submission. submitit writes the script and
-submits it.
+"""The batch job of a launch: its resources and its submission.
 
-The job has one task per rank (`task`).
+The job has one task per rank (`task`). submitit writes the script and submits it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch.slurm.launch_folder import Folder
+from parawrap.launch.slurm.launch_folder import START_LINE, Folder, is_control
 from parawrap.launch.slurm.task import run_rank
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the
@@ -39,17 +39,40 @@ _REFUSED = (
     "stderr_to_stdout",
 )
 
-# Starts submitit with signals blocked: they wait until the rank takes them, and do not end
-# processes that it starts. `env --block-signal` does the same, but not on systems as old as those
-# that torch supports.
-_BLOCKING_PYTHON = (
-    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, "
-    "signal.SIGUSR2)); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-PYTHON = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_BLOCKING_PYTHON)}"
-"""The command of the tasks, in place of ``python``."""
+# These variables only choose where, for how long, and for whom a job runs. Users set them for all
+# their jobs, so they hold where neither the platform nor its additional parameters say otherwise.
+# Each is with its option of sbatch.
+_CHOICES = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_CLUSTERS": "clusters",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_WCKEY": "wckey",
+}
 
-_changing = threading.Lock()  # of the environment
+# Starts submitit in three steps:
+# - SIGUSR2 is blocked: it waits until the rank takes it, and does not end processes that the rank
+#   starts. `env --block-signal` does the same, but not on systems as old as those that torch
+#   supports.
+# - The folder, which is the last argument, must belong to this user: submitit unpickles its files.
+# - With -P, the working folder is not first in the import path, where a file `random.py` would
+#   replace Python's.
+_STARTER = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,)); "
+    "os.stat(sys.argv[-1]).st_uid == os.geteuid() or "
+    "sys.exit(f'{sys.argv[-1]} belongs to another user on this node, so nothing in it was run: "
+    "set PARAWRAP_LAUNCH_DIR to a folder of your own that all nodes share'); "
+    "os.execv(sys.executable, [sys.executable, '-P', *sys.argv[1:]])"
+)
+PYTHON = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_STARTER)}"
+"""The command of the tasks, in place of ``python``. The last argument is the submitit folder."""
+
+# While one thread submits, the environment lacks variables: another must not take that for its
+# usual state, and restore it.
+_changing = threading.Lock()
 
 
 def job_script(platform: PlatformFields) -> str:
@@ -58,7 +81,7 @@ def job_script(platform: PlatformFields) -> str:
     from submitit.slurm.slurm import _make_sbatch_string
 
     folder = Folder.planned(platform.name)
-    command = f"{PYTHON} -u -m submitit.core._submit {folder.submitit}"
+    command = f"{PYTHON} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
     return str(_make_sbatch_string(command, folder.submitit, **_parameters(platform, folder)))
 
 
@@ -80,9 +103,8 @@ def submit(
         LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
     """
     submitit = _import_submitit()
-    if missing := [
-        name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None
-    ]:
+    needed = ("sbatch", "srun", "scontrol", "scancel")
+    if missing := [name for name in needed if shutil.which(name) is None]:
         msg = (
             f"{missing[0]} is not installed here: launch from a login node of a Slurm cluster, or "
             "set launcher='local' to start the ranks here"
@@ -93,17 +115,18 @@ def submit(
         log = parameters["additional_parameters"]
         log |= {name: log[name].replace("%j", "%A_%a") for name in ("output", "error")}
         parameters["array_parallelism"] = max_parallel or len(folders)
+    given = {name for name, value in parameters.items() if value is not None}
+    given |= parameters["additional_parameters"].keys()
     executor = submitit.SlurmExecutor(folders[0].submitit, python=PYTHON)
     executor.update_parameters(**parameters)
     try:
-        with _without_surrounding_job(), executor.batch():
+        with _without_options_in_environment(given), executor.batch():
             jobs = [executor.submit(run_rank, str(folder.path), plan) for folder in folders]
     except submitit.core.utils.FailedJobError as error:
-        said = [
-            line.partition("error: ")[2] or line for line in str(error).splitlines()
-        ]  # by sbatch
+        lines = str(error).splitlines()
+        reasons = [line.partition("error: ")[2] or line for line in lines]
         msg = (
-            f"Slurm refused the job: {'; '.join(said)}. It requested {platform.n_nodes} node(s) "
+            f"Slurm refused the job: {'; '.join(reasons)}. It requested {platform.n_nodes} node(s) "
             f"with {platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, "
             f"ram={platform.ram!r}; sinfo shows the cluster's resources. launcher='local' starts "
             "the ranks on this machine"
@@ -118,22 +141,32 @@ def submit(
 
 
 @contextlib.contextmanager
-def _without_surrounding_job() -> Iterator[None]:
-    """Hide the variables of a surrounding job for a moment:
+def _without_options_in_environment(given: AbstractSet[str]) -> Iterator[None]:
+    """Hide variables that sbatch would read as options, for a moment.
 
-    ``sbatch`` would read them as options.
+    They are those of a surrounding job, and SBATCH_*, which would override the script: for sbatch,
+    a variable is stronger than a line of the script.
+
+    Args:
+        given: The options that the script has.
     """
+    # submitit starts sbatch with the environment of this process, so only this process can hide
+    # them. Other threads miss the variables until sbatch has answered.
     with _changing:
-        names = [
-            name
-            for name in os.environ
-            if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
-        ]
-        hidden = {name: os.environ.pop(name) for name in names}
+        hidden = {
+            name: os.environ.pop(name) for name in list(os.environ) if _is_hidden(name, given)
+        }
         try:
             yield
         finally:
             os.environ |= hidden
+
+
+def _is_hidden(name: str, given: AbstractSet[str]) -> bool:
+    if name.startswith("SBATCH_"):
+        return name not in _CHOICES or _CHOICES[name] in given
+    # SLURM_CONF names the cluster, not a job.
+    return name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"
 
 
 def _import_submitit() -> Any:
@@ -152,16 +185,20 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
     """Return the job's resources under submitit's names.
 
     ``slurm_additional_parameters`` overrides the others.
+
+    Raises:
+        PlatformError: If a value would end its line of the script.
     """
     limit = platform.timeout_min
     has_gpus = platform.device == Device.GPU
     cpus = 1 if platform.device == Device.CPU else platform.n_cpus
-    own, options = _additional(platform.slurm_additional_parameters or {})
-    log = str(
-        folder.submitit / "job-%j.log"
-    )  # of the batch script and srun; each task has its own files
-    # Slurm does not pass --cpus-per-task on to the tasks. submitit's script sets a variable for
-    # them.
+    own, options = _split_additional(platform.slurm_additional_parameters or {})
+    _refuse_line_breaks(platform, options)
+    log = str(folder.log("%j"))  # each task has its own files
+    # SUBMITIT_PREEMPT_SIGNAL of the environment would choose another signal.
+    signal = f"USR2@{own.pop('signal_delay_s', math.ceil(platform.grace_s))}"
+    start = START_LINE.format("${SLURM_RESTART_COUNT:-0}")
+    # Since Slurm 22.05, srun does not take --cpus-per-task over from the job.
     srun = [
         "--kill-on-bad-exit=1",
         f"--wait={max(1, math.ceil(platform.grace_s))}",
@@ -179,24 +216,26 @@ def _parameters(platform: PlatformFields, folder: Folder) -> dict[str, Any]:
         "gpus_per_node": platform.n_gpus if has_gpus else None,
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
         "time": None if limit is None else math.ceil(limit + platform.grace_s / 60 + _SLACK_MIN),
-        "signal_delay_s": math.ceil(platform.grace_s),
         "wckey": None,
         **own,
-        "additional_parameters": {"output": log, "error": log} | options,
+        "additional_parameters": {"output": log, "error": log, "signal": signal} | options,
         "srun_args": [*srun, *own.get("srun_args", ())],
-        "setup": [*own.get("setup", ()), "export SUBMITIT_LOG_LEVEL=CRITICAL"],
+        "setup": [
+            f'echo "{start}"',
+            *own.get("setup", ()),
+            "export SUBMITIT_LOG_LEVEL=CRITICAL SUBMITIT_PREEMPT_SIGNAL=USR2",
+        ],
     }
 
 
-def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the parameters into submitit's own, with or without its prefix, and options that go to
-    ``sbatch`` unchanged.
+def _split_additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the parameters into submitit's own and options that go to ``sbatch`` unchanged.
+
+    submitit's own may have its prefix.
     """
     named = {name.removeprefix("slurm_").replace("-", "_"): value for name, value in given.items()}
-    named |= {
-        name.replace("-", "_"): value
-        for name, value in named.pop("additional_parameters", {}).items()
-    }
+    nested = named.pop("additional_parameters", {})
+    named |= {name.replace("-", "_"): value for name, value in nested.items()}
     for name in named:
         if name in _REFUSED:
             msg = (
@@ -206,3 +245,24 @@ def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             raise PlatformError(msg)
     own = {name: value for name, value in named.items() if name in _OWN}
     return own, {name.replace("_", "-"): value for name, value in named.items() if name not in _OWN}
+
+
+def _refuse_line_breaks(platform: Platform, options: Mapping[str, Any]) -> None:
+    """Raise PlatformError if a name or a value contains a control character.
+
+    Each becomes a line ``#SBATCH --NAME=VALUE`` of the script, and the rest of a value after a line
+    break would be a command.
+    """
+    fields: dict[str, Any] = {"name": platform.name, "partition": platform.partition}
+    fields |= {f"slurm_additional_parameters[{name!r}]": value for name, value in options.items()}
+    for field, value in fields.items():
+        if any(map(is_control, f"{value}")):
+            msg = (
+                f"{field}={value!r}: it becomes one line of the batch script. Leave out line "
+                "breaks and other control characters"
+            )
+            raise PlatformError(msg)
+    for name in options:
+        if any(map(is_control, name)):
+            msg = f"slurm_additional_parameters: {name!r} is not an option of sbatch"
+            raise PlatformError(msg)

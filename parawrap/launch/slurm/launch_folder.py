@@ -1,14 +1,15 @@
 """The folder through which the submitting process and the tasks of a launch communicate.
 
     NAME-XXXXXXXX/          private; one per job or job array
-      submitit/             the batch script, and for each task its output, and how its rank ended
+      submitit/             the batch script and its log, and for each task its output, and how its
+                            rank ended
       0/  1/  ...           one per launch:
         call                what the ranks run, from the submitting process
         address-START       where the ranks of a start of the job meet, from rank 0
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one: it
                             has not failed
-        stacks-RANK         what faulthandler wrote
+        stacks-RANK         what faulthandler wrote at a signal that ends the rank
 
 It is on a file system that the submitting process and all nodes share.
 """
@@ -19,7 +20,9 @@ import contextlib
 import os
 import pickle
 import shutil
+import stat
 import tempfile
+import unicodedata
 from pathlib import Path
 
 from parawrap.errors import LaunchError
@@ -27,6 +30,14 @@ from parawrap.processes.process_groups import StoreAddress
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"
+_PART = ".part"  # of files that are not complete
+
+# sbatch replaces patterns such as %j in the paths of output files. A backslash turns that off, also
+# for the pattern that parawrap needs.
+_SPECIAL_TO_SBATCH = "%\\"
+
+# The batch script writes this line at each start, since all starts append to one log.
+START_LINE = "parawrap: start {} of this job"
 
 
 class Folder:
@@ -39,27 +50,39 @@ class Folder:
 
     @classmethod
     def planned(cls, name: str) -> Folder:
-        """Return the folder that `new` would make, without the random suffix of its name."""
+        """Return the folder that `new` would make, without the random suffix of its name.
+
+        Raises:
+            LaunchError: If sbatch would read the path of the folder as another one.
+        """
         root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
+        if any(each in _SPECIAL_TO_SBATCH or is_control(each) for each in str(root)):
+            msg = (
+                f"{str(root)!r} cannot be the folder of launches: sbatch replaces %, backslashes, "
+                f"and control characters in paths. Set {_ROOT} to a folder without them that all "
+                "nodes share"
+            )
+            raise LaunchError(msg)
         return cls(root / "".join(each if each.isalnum() else "-" for each in name) / "0")
 
     @classmethod
     def new(cls, name: str, count: int) -> list[Folder]:
-        """Make the folders for the launches of one job array, in PARAWRAP_LAUNCH_DIR or in the home
-        folder.
+        """Make the folders for the launches of one job array.
+
+        They are in PARAWRAP_LAUNCH_DIR, or in the home folder.
 
         Raises:
-            LaunchError: If the folders cannot be made.
+            LaunchError: If the folders cannot be made, or other users may write to their root.
         """
         planned = cls.planned(name)
         try:
             planned.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            array = Path(
-                tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root)
-            )  # mode 0700
+            _refuse_open_root(planned.root)
+            prefix = f"{planned.path.parent.name}-"
+            array = Path(tempfile.mkdtemp(prefix=prefix, dir=planned.root))  # mode 0700
             folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
             for path in (folders[0].submitit, *(folder.path for folder in folders)):
-                path.mkdir()
+                path.mkdir(mode=0o700)
         except OSError as error:
             msg = (
                 f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all "
@@ -80,24 +103,27 @@ class Folder:
             if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
+    def log(self, job: str) -> Path:
+        """Return the log of the batch script and srun, from the number of the job.
+
+        ``job`` may also be a pattern of sbatch.
+        """
+        return self.submitit / f"job-{job}.log"
+
     def stacks_of(self, rank: int) -> Path:
-        """Return the file with the stacks of a rank."""
+        """Return the file in which faulthandler writes the stacks of a rank."""
         return self.path / f"stacks-{rank}"
 
     def write_address(self, start: int, address: StoreAddress) -> None:
         """Publish where the ranks of a start of the job meet."""
-        path = self.path / f"address-{start}"
-        part = path.with_suffix(".part")
-        part.write_bytes(pickle.dumps(address))
-        part.rename(path)
+        self._write(f"address-{start}", pickle.dumps(address))
 
     def address(self, start: int) -> StoreAddress | None:
         """Return where the ranks of a start meet. Return None before it is published."""
-        return (
-            pickle.loads((self.path / f"address-{start}").read_bytes())
-            if self.has("address", start)
-            else None
-        )
+        if not self.has("address", start):
+            return None
+        address: StoreAddress = pickle.loads((self.path / f"address-{start}").read_bytes())
+        return address
 
     def mark(self, topic: str, start: int) -> None:
         """Note that the ranks of a start have "begun", or that it was "preempted"."""
@@ -119,3 +145,37 @@ class Folder:
         a node.
         """
         return sum(not self.has("preempted", each) for each in range(start))
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file so that readers see all of it or nothing: a rename is atomic."""
+        path = self.path / name
+        part = path.with_suffix(_PART)
+        part.write_bytes(data)
+        part.rename(path)
+
+
+def is_control(character: str) -> bool:
+    """True for line breaks and other control characters."""
+    return unicodedata.category(character) == "Cc"
+
+
+def _refuse_open_root(root: Path) -> None:
+    """Raise LaunchError if other users may write to the root of all launch folders.
+
+    The ranks unpickle files of these folders, and a user who may write to the root may replace
+    them. The sticky bit forbids that, but not all shared file systems respect it. Access control
+    lists are covered: the mode of the group is the mask of all their entries.
+    """
+    status = root.stat()
+    if status.st_uid != os.geteuid():
+        msg = (
+            f"{root} belongs to another user (number {status.st_uid}), and ranks run what is in "
+            f"the launch folders there. Set {_ROOT} to a folder of your own that all nodes share"
+        )
+        raise LaunchError(msg)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        msg = (
+            f"other users may write to {root}, and ranks run what is in the launch folders there. "
+            f"Run 'chmod go-w {root}', or set {_ROOT} to another folder that all nodes share"
+        )
+        raise LaunchError(msg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,7 +10,7 @@ import subprocess
 
 import pytest
 
-from parawrap.errors import PlatformError
+from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._platform import Platform
 from parawrap.launch.slurm import batch_job
 from parawrap.launch.slurm.commands import job_state, requeue_job
@@ -60,25 +61,95 @@ def test_contradicting_parameters(name):
         batch_job.job_script(platform(slurm_additional_parameters={name: 1}))
 
 
-def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
-    """It would read the variables of the job as options. This process keeps them."""
-    command("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 7")
+@pytest.mark.parametrize("value", ["a\nexport EVIL=1", "tab\there", "a\x00b"])
+@pytest.mark.parametrize("field", ["name", "partition", "account"])
+def test_a_value_stays_in_its_line(field, value):
+    """The rest of a value after a line break would be a command."""
+    fields = {"slurm_additional_parameters": {"account": value}} if field == "account" else {field: value}
+    with pytest.raises(PlatformError) as raised:
+        batch_job.job_script(platform(**fields))
+    assert field in str(raised.value)
+    assert repr(value) in str(raised.value)
+
+
+def test_the_preview_is_the_script(command, tmp_path, monkeypatch):
+    """It quotes the folder."""
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "my launches; true"))
+    (folder,) = Folder.new("job", 1)
+    _replace_slurm(command, f'cp "$1" {tmp_path}/submitted; echo Submitted batch job 7')
+    assert batch_job.submit(platform(name="job"), [folder], b"") == ["7"]
+    planned = batch_job.job_script(platform(name="job"))
+    submitted = (tmp_path / "submitted").read_text()
+    assert planned.replace("/job/", f"/{folder.path.parent.name}/") == submitted
+
+
+def _replace_slurm(command, sbatch):
+    command("sbatch", sbatch)
     for name in ("srun", "scontrol", "scancel"):
         command(name, "")
+
+
+def test_sbatch_sees_no_surrounding_job(folder, command, tmp_path, monkeypatch):
+    """It would read the variables of the job as options. This process keeps them."""
+    _replace_slurm(command, f"env > {tmp_path}/seen; echo Submitted batch job 7")
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "here")
     assert batch_job.submit(platform(), [folder], b"") == ["7"]
     assert os.environ["SLURM_JOB_ID"] == "here"
-    names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}
+    assert _names_in(tmp_path / "seen", "SLURM_") == {"SLURM_CONF"}
 
 
-def test_signals_wait_for_the_rank():
-    """Slurm's signals would end a process that still imports torch, and processes that the function starts."""
-    show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
-    call = [*shlex.split(batch_job.PYTHON), "-c", show]
-    blocked = subprocess.run(call, check=True, capture_output=True, text=True).stdout.split()
-    assert {str(int(signal.SIGUSR1)), str(int(signal.SIGUSR2))} <= set(blocked)
+def _names_in(path, prefix):
+    names = {line.partition("=")[0] for line in path.read_text().splitlines()}
+    return {name for name in names if name.startswith(prefix)}
+
+
+def test_variables_do_not_override_the_platform(folder, command, tmp_path, monkeypatch):
+    """Variables of sbatch are stronger than the script. Those for which nothing is given still hold."""
+    names = {"PARTITION", "TIMELIMIT", "JOB_NAME", "ACCOUNT", "QOS", "ARRAY_INX", "OUTPUT", "MEM_PER_NODE", "CONSTRAINT"}
+    for name in names:
+        monkeypatch.setenv(f"SBATCH_{name}", "here")
+    before = dict(os.environ)
+    for sbatch, ends in (f"env > {tmp_path}/seen; echo Submitted batch job 7", False), ("echo no >&2; exit 1", True):
+        _replace_slurm(command, sbatch)
+        with pytest.raises(LaunchError) if ends else contextlib.nullcontext():
+            given = platform(partition="mine", timeout_min=3, slurm_additional_parameters={"account": "lab"})
+            batch_job.submit(given, [folder], b"")
+        assert dict(os.environ) == before
+    assert _names_in(tmp_path / "seen", "SBATCH_") == {"SBATCH_QOS", "SBATCH_CONSTRAINT"}
+    _replace_slurm(command, f"env > {tmp_path}/seen; echo Submitted batch job 7")
+    batch_job.submit(platform(), [folder], b"")
+    kept = {"PARTITION", "TIMELIMIT", "ACCOUNT", "QOS", "CONSTRAINT"}
+    assert _names_in(tmp_path / "seen", "SBATCH_") == {f"SBATCH_{name}" for name in kept}
+
+
+def run_python(code, folder):
+    """Run code as the tasks run submitit."""
+    call = [*shlex.split(batch_job.PYTHON), "-c", code, str(folder)]
+    return subprocess.run(call, check=False, capture_output=True, text=True)
+
+
+def test_a_signal_waits_for_the_rank(tmp_path):
+    """SIGUSR2 would end a process that still imports torch, and what the function starts. SIGUSR1 is the user's."""
+    show = "import signal; print(*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
+    assert run_python(show, tmp_path).stdout.split() == [str(int(signal.SIGUSR2))]
+
+
+def test_files_in_the_working_folder_replace_no_modules(tmp_path):
+    """`python -m` would search there first."""
+    (tmp_path / "random.py").write_text("print('replaced')")
+    assert run_python("import random, sys; print(sys.flags.safe_path)", tmp_path).stdout == "True\n"
+
+
+def test_a_task_runs_nothing_of_another_user(tmp_path):
+    done = run_python("print('run')", "/" if os.geteuid() else _given_away(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "belongs to another user" in done.stderr
+
+
+def _given_away(path):
+    os.chown(path, 65534, 65534)
+    return path
 
 
 # -- other commands of Slurm

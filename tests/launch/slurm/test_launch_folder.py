@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import stat
 
+import pytest
+
+from parawrap.errors import LaunchError
 from parawrap.launch.slurm.launch_folder import Folder
 
 
@@ -32,3 +35,32 @@ def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):
     assert [folder.failures(start) for start in range(4)] == [0, 1, 1, 2]
     folder.mark_failed(1)
     assert folder.failures(3) == 3
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o1777])
+def test_a_root_that_others_may_write_is_refused(mode, tmp_path, monkeypatch):
+    """Ranks would run what another user puts there. The cure in the message works."""
+    root = tmp_path / "shared"
+    root.mkdir()
+    root.chmod(mode)
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(root))
+    with pytest.raises(LaunchError, match=f"Run 'chmod go-w {root}'"):
+        Folder.new("job", 1)
+    root.chmod(mode & ~0o022)
+    Folder.new("job", 1)
+
+
+def test_a_root_of_another_user_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(LaunchError, match="belongs to another user"):
+        Folder.new("job", 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["100%", "back\\slash", "line\nbreak"])
+def test_paths_that_sbatch_changes_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / name))
+    with pytest.raises(LaunchError, match="Set PARAWRAP_LAUNCH_DIR"):
+        Folder.planned("job")
