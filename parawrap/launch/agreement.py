@@ -1,22 +1,39 @@
-"""The agreement on when to save, of ranks that no pool watches: on Slurm, and in worlds of
-torchrun, srun, or mpirun.
+"""The agreement of ranks that no pool watches on when to save.
+
+These are the ranks of a Slurm job, and of worlds of torchrun, srun, or mpirun. On Slurm, its thread
+also answers requests for stacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 import torch.distributed as dist
 
+from parawrap.processes.main_thread import stacks
 from parawrap.processes.preemption import Preemption
 
 _LOOK_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
-_SHORT_S = 0.01
+_SHORT_S = 0.01  # ranks block until the agreement, which all of them make at this moment
 _JOIN_S = 5.0  # a call to a living store takes milliseconds
+_STACKS_S = 1.0  # rank 0 lists a folder on a file system that many nodes share
 _REQUESTED = "requested"
+_STACKS = "stacks"  # the number of the last request
+
+
+class StacksRequests(Protocol):
+    """Requests for the stacks of all ranks, each with a number, and the answers of one rank."""
+
+    def last(self) -> int:
+        """Return the number of the last request, and 0 before the first. Only rank 0 calls this."""
+        ...
+
+    def answer(self, number: int, text: str) -> None:
+        """Write the stacks of this rank."""
 
 
 class Agreement:
@@ -29,17 +46,29 @@ class Agreement:
             connection.
         rank: This rank.
         world_size: The number of ranks.
+        requests: Where requests for stacks come from. The thread answers them until the process
+            ends, because the other ranks may need this one after its function has returned.
     """
 
-    def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], dist.Store],
+        rank: int,
+        world_size: int,
+        requests: StacksRequests | None = None,
+    ) -> None:
         self.preemption = Preemption()
         self._open_store = open_store
         self._rank = rank
         self._answers = [f"answered/{each}" for each in range(world_size)]
+        self._requests = requests
+        self._next_stacks = 0.0  # when to look for a request for stacks
+        self._answered_stacks = 0
         self._is_requested = False
-        self._ended = threading.Event()
+        self._function_ended = threading.Event()
+        self._has_answered = threading.Event()  # other ranks do not wait for this one
         self._thread = threading.Thread(
-            target=self._look, name="parawrap-rank-agreement", daemon=True
+            target=self._serve, name="parawrap-rank-agreement", daemon=True
         )
 
     def __enter__(self) -> Self:
@@ -47,27 +76,40 @@ class Agreement:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(_JOIN_S)  # calls to a store that is gone may block for long
+        self._function_ended.set()
+        # Limits, because calls to a store that is gone may block for long.
+        self._has_answered.wait(_JOIN_S)
+        if self._requests is None:
+            self._thread.join(_JOIN_S)
 
     def request(self) -> None:
         """Make all ranks save. Does not block, so it is safe in a signal handler."""
         self._is_requested = True
 
-    def _look(self) -> None:
+    def _serve(self) -> None:
         with contextlib.suppress(dist.DistError):  # the world has ended
-            store = self._open_store()
-            if self._await_request(store):
-                store.set(_REQUESTED, "")
-                store.set(self._answers[self._rank], f"{self.preemption.hold_back()}")
-                while not store.check(self._answers):
-                    if self._ended.wait(_SHORT_S):
-                        return
-                self.preemption.decide(max(int(store.get(key)) for key in self._answers))
-            else:
-                store.set(
-                    self._answers[self._rank], "0"
-                )  # a later request must not wait for this rank
+            try:
+                store = self._open_store()
+                self._agree(store)
+            finally:
+                self._has_answered.set()
+            while self._requests is not None:
+                self._pass_stacks(store)
+                time.sleep(_LOOK_S)
+
+    def _agree(self, store: dist.Store) -> None:
+        """Wait for a request to save, and agree on the step."""
+        if not self._await_request(store):
+            # A later request must not wait for this rank.
+            store.set(self._answers[self._rank], "0")
+            return
+        store.set(_REQUESTED, "")
+        store.set(self._answers[self._rank], f"{self.preemption.hold_back()}")
+        while not store.check(self._answers):
+            self._pass_stacks(store)
+            if self._function_ended.wait(_SHORT_S):
+                return
+        self.preemption.decide(max(int(store.get(key)) for key in self._answers))
 
     def _await_request(self, store: dist.Store) -> bool:
         """Wait for a request of this rank or of another one.
@@ -77,6 +119,24 @@ class Agreement:
         while not self._is_requested:
             if store.check([_REQUESTED]):
                 return True
-            if self._ended.wait(_LOOK_S):
+            self._pass_stacks(store)
+            if self._function_ended.wait(_LOOK_S):
                 return False
         return True
+
+    def _pass_stacks(self, store: dist.Store) -> None:
+        """Answer a request for stacks, about once per second. Rank 0 passes it to the others."""
+        if self._requests is None or time.monotonic() < self._next_stacks:
+            return
+        self._next_stacks = time.monotonic() + _STACKS_S
+        # The file system may fail for a moment, and the launch may have removed its folder. Neither
+        # may end the thread that the agreement needs.
+        with contextlib.suppress(OSError):
+            if self._rank == 0 and (number := self._requests.last()) > self._answered_stacks:
+                store.set(_STACKS, f"{number}")
+            if (
+                store.check([_STACKS])
+                and (number := int(store.get(_STACKS))) > self._answered_stacks
+            ):
+                self._requests.answer(number, stacks())
+                self._answered_stacks = number

@@ -3,8 +3,8 @@
 It follows the starts of the job, and reads how the ranks ended.
 
     files of the tasks ──► output, and outcomes of ranks ─┐
-    output of srun ──────► deaths of ranks                ├──► the ending of a start ──► requeue, or the end
-    scontrol ────────────► the state of the job ──────────┘
+    output of srun ──────► deaths of ranks                ├──► the ending of a start
+    scontrol ────────────► the state of the job ──────────┘       ──► requeue, or the end
 
 The job itself needs none of this: it runs to its end when this process has died.
 """
@@ -12,6 +12,7 @@ The job itself needs none of this: it runs to its end when this process has died
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -45,14 +46,18 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.settings import Settings
 
 _LOOK_S = 0.3  # pause between two reads of the folder, on a file system that many nodes share
-_POLL_S, _LONGEST_POLL_S = (
-    1.0,
-    15.0,
-)  # pause between two calls of scontrol; it grows with time, as most failures come early
+# Pause between two calls of scontrol. It grows with time, as most failures come early.
+_POLL_S, _LONGEST_POLL_S = 1.0, 15.0
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
-_STACKS_S, _QUIET_S = 5.0, 0.3
+# Rank 0 looks for requests once per second, and the other ranks once per second for its word. The
+# rest is for a file system that shows new files late.
+_STACKS_S = 5.0
+_NO_ANSWER = (
+    f"no answer within {_STACKS_S:g} seconds: the rank is stopped, or runs code that holds the "
+    "GIL. So may rank 0, which passes the request on"
+)
 
 # What srun says of tasks that end by themselves, before it ends all others.
 _ENDS_ALL = "_step_signal: Terminating"
@@ -114,6 +119,7 @@ class BatchRun(Run):
         self._folder = folder
         self._is_cancelled = False
         self._history: list[str] = []
+        self._requests = itertools.count(1)  # of stacks; the tasks count from 1
         self.number = ""
         folder.call.write_bytes(job.pack().block.to_bytes())
 
@@ -133,18 +139,26 @@ class BatchRun(Run):
         return "running"
 
     def stacks(self) -> dict[int, str]:
+        """Return the stacks of every rank that has not ended.
+
+        The text of a rank that does not answer within some seconds says so.
+        """
         if not self._has_begun:
             return {}
-        files = [self._folder.stacks_of(rank) for rank in range(self._platform.world_size)]
-        before = sizes = [len(_read(file)) for file in files]
-        commands.signal_job(self.number, "USR1")
-        until = changed = time.monotonic()
-        until += _STACKS_S
-        while (now := time.monotonic()) < until and (sizes == before or now < changed + _QUIET_S):
-            time.sleep(_QUIET_S / 5)
-            if (latest := [len(_read(file)) for file in files]) != sizes:
-                sizes, changed = latest, time.monotonic()
-        return {rank: _text_of(file, before[rank]) for rank, file in enumerate(files)}
+        until = time.monotonic() + _STACKS_S
+        number = next(self._requests)
+        outcomes = self._outcomes  # of this start: `_begin` makes a new dictionary
+        # The thread of the launch adds to it. A set of its keys is made in one step.
+        running = {*range(self._platform.world_size)} - {*outcomes}
+        answers: dict[int, str] = {}
+        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+            request = self._folder.request_stacks(self._start, number)
+            while (missing := running - {*answers} - {*outcomes}) and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                answers |= self._folder.answers(number, missing)
+            request.unlink()
+        running -= {*outcomes} - {*answers}
+        return {rank: answers.get(rank, _NO_ANSWER) for rank in sorted(running)}
 
     # -- the thread of the launch
 
@@ -157,7 +171,7 @@ class BatchRun(Run):
             submitit.core.utils.JobPaths(self._folder.submitit, self.number, rank) for rank in ranks
         ]
         self._taken: Counter[Path] = Counter()  # bytes of output
-        self._srun_log = self._folder.submitit / f"job-{self.number}.log"
+        self._srun_log = self._folder.log(self.number)
         self._begin(0)
         _followed.add(self)
         try:
@@ -235,8 +249,9 @@ class BatchRun(Run):
                 self._outcomes[rank] = outcome
 
     def _has_ended(self) -> bool:
-        """True if the outcomes of ranks, or the words of srun, mean that the tasks of this start
-        end.
+        """True if the tasks of this start end.
+
+        The outcomes of ranks, or the words of srun, say so.
         """
         outcomes = self._outcomes.values()
         fails = any(
@@ -260,11 +275,9 @@ class BatchRun(Run):
         limit = self._platform.timeout_min
         if self._is_cancelled:
             return Ending({}, cancelled=True)
-        if (
-            limit is None
-            or self._ended_at < math.inf
-            or time.monotonic() < self._began_at + 60 * limit
-        ):
+        if limit is None or time.monotonic() < self._began_at + 60 * limit:
+            return None
+        if self._ended_at < math.inf:  # the ranks end anyway, and how they do says more
             return None
         return Ending(
             {}, timed_out=f"not done after timeout_min={limit:g} minutes", stacks=self.stacks()
@@ -304,12 +317,10 @@ class BatchRun(Run):
 
         A job that ends, or has lost a node, does not list all its nodes.
         """
-        if (
-            not self._hosts
-            and len(hosts := commands.hosts_of(state.fields.get("NodeList", "")))
-            == self._platform.n_nodes
-        ):
-            self._hosts = hosts
+        if not self._hosts:
+            hosts = commands.hosts_of(state.fields.get("NodeList", ""))
+            if len(hosts) == self._platform.n_nodes:
+                self._hosts = hosts
 
     def _go_on(self, starts: int) -> Ending | None:
         """Follow the next start, unless this one has ended by a loss that the platform does not
@@ -357,10 +368,8 @@ class BatchRun(Run):
         for rank, how in self._deaths().items():
             is_ended = rank in outcomes  # by SIGTERM, which did not come from Slurm
             outcomes[rank] = Died(math.inf, 0, -signal.SIGTERM) if is_ended else _death(how)
-        if (
-            state.name == "COMPLETED" and self._has_begun
-        ):  # srun does not name tasks that exit with 0
-            for rank in range(size):
+        if state.name == "COMPLETED" and self._has_begun:
+            for rank in range(size):  # srun does not name tasks that exit with 0
                 outcomes.setdefault(rank, Died(math.inf, 0, 0))
         if first_failure(outcomes) is None:
             raise self._unexplained(state)
@@ -373,9 +382,7 @@ class BatchRun(Run):
         return {node * self._platform.ranks_per_node: died}
 
     def _complete(self, outcomes: dict[int, Outcome]) -> Ending:
-        """Add the tracebacks of ranks to their transcripts, and the last output of those that died
-        to their outcomes.
-        """
+        """Complete the transcripts by tracebacks of ranks, and deaths by their last output."""
         for rank in range(self._platform.world_size):
             outcome = outcomes.setdefault(rank, Ended(time.time()))
             if isinstance(outcome, Raised):
@@ -387,10 +394,11 @@ class BatchRun(Run):
     def _places(self) -> dict[int, str]:
         """Return the node and host of each rank."""
         hosts = self._hosts or ["unknown host"] * self._platform.n_nodes
-        of_ranks = [
-            rank // self._platform.ranks_per_node for rank in range(self._platform.world_size)
-        ]
-        return {rank: f"node {node}, {hosts[node]}" for rank, node in enumerate(of_ranks)}
+        places = {}
+        for rank in range(self._platform.world_size):
+            node = rank // self._platform.ranks_per_node
+            places[rank] = f"node {node}, {hosts[node]}"
+        return places
 
     def _raise_for(self, state: commands.JobState) -> None:
         """Raise the error of a final state that explains the end of the ranks."""
@@ -443,8 +451,9 @@ class BatchRun(Run):
 
 
 def _death(how: str) -> Died:
-    """Return the death that srun reports as "exited", "Exited with exit code 7", or with the
-    description of a signal.
+    """Return the death that srun reports.
+
+    Its words are "exited", "Exited with exit code 7", or the description of a signal.
     """
     exited = re.match(r"(?i)exited(?: with exit code (\d+))?", how)
     codes = [

@@ -49,14 +49,12 @@ class JobState(NamedTuple):
 def job_state(job: str) -> JobState:
     """Return the state of a job."""
     output = _run("scontrol", "--oneliner", "show", "job", job)[1]
-    shown = output[output.find("JobState=") :].partition(" Command=")[
-        0
-    ]  # not the name, which may contain anything
+    # Without the name and the command, which may contain anything.
+    shown = output[output.find("JobState=") :].partition(" Command=")[0]
     fields = {name: value for name, value in re.findall(r"(\w+)=(\S*)", shown) if value != "(null)"}
     if "JobState" not in fields:
-        is_unknown = (
-            "Invalid job id" in output or f"Job {job} not found" in output
-        )  # the latter for an array element
+        # Slurm says the latter of an element of an array.
+        is_unknown = "Invalid job id" in output or f"Job {job} not found" in output
         return JobState("FORGOTTEN" if is_unknown else "UNKNOWN", 0, {})
     return JobState(fields["JobState"], int(fields.get("Restarts") or 0), fields)
 
@@ -89,9 +87,7 @@ def signal_job(job: str, name: str) -> None:
 
 
 def requeue_job(job: str) -> str | None:
-    """Requeue a job:
-
-    Slurm ends it and starts it again. Return Slurm's reason if it refuses, otherwise None.
+    """Let Slurm end a job and start it again. Return its reason if it refuses, otherwise None.
 
     `job` may be the SLURM_JOB_ID of this task.
     """
@@ -99,11 +95,8 @@ def requeue_job(job: str) -> str | None:
         # In one element of an array, SLURM_JOB_ID is also the number of the whole array.
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, output = _run("scontrol", "requeue", job)
-    if code in (
-        0,
-        -signal.SIGTERM,
-        -signal.SIGKILL,
-    ):  # while Slurm ends the job, it may end this command too
+    # While Slurm ends the job, it may end this command too.
+    if code in (0, -signal.SIGTERM, -signal.SIGKILL):
         return None
     return output.strip() or f"exit code {code}"
 

@@ -9,6 +9,8 @@
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one: it
                             has not failed
+        request-START.N     the submitting process requests the stacks of the ranks
+        answer-RANK         the stacks of a rank, from the last request on
         stacks-RANK         what faulthandler wrote at a signal that ends the rank
 
 It is on a file system that the submitting process and all nodes share.
@@ -23,6 +25,7 @@ import shutil
 import stat
 import tempfile
 import unicodedata
+from collections.abc import Collection
 from pathlib import Path
 
 from parawrap.errors import LaunchError
@@ -145,6 +148,42 @@ class Folder:
         a node.
         """
         return sum(not self.has("preempted", each) for each in range(start))
+
+    # -- requests for stacks
+
+    def request_stacks(self, start: int, number: int) -> Path:
+        """Request the stacks of all ranks of a start. Return the file of the request.
+
+        Later requests of a launch have higher numbers.
+        """
+        path = self.path / f"request-{start}.{number}"
+        path.touch()
+        return path
+
+    def last_request(self, start: int) -> int:
+        """Return the highest number of a request for stacks. Return 0 if there is none."""
+        prefix = f"request-{start}."
+        names = os.listdir(self.path)  # noqa: PTH208 (names only)
+        numbers = [int(each.removeprefix(prefix)) for each in names if each.startswith(prefix)]
+        return max(numbers, default=0)
+
+    def write_answer(self, rank: int, number: int, text: str) -> None:
+        """Answer all requests for stacks up to this number."""
+        self._write(f"answer-{rank}", f"{number}\n{text}".encode(errors="replace"))
+
+    def answers(self, number: int, ranks: Collection[int]) -> dict[int, str]:
+        """Return the stacks of those ranks that have answered this request, or a later one."""
+        names = {*os.listdir(self.path)}  # noqa: PTH208 (names only)
+        answers = {}
+        for rank in ranks:
+            if (name := f"answer-{rank}") not in names:
+                continue
+            # A network file system may report an error if the file is replaced at this moment.
+            with contextlib.suppress(OSError):
+                answered, _, text = (self.path / name).read_text(errors="replace").partition("\n")
+                if int(answered) >= number:
+                    answers[rank] = text
+        return answers
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file so that readers see all of it or nothing: a rename is atomic."""

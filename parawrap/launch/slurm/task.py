@@ -1,8 +1,8 @@
 """A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
 
-    main thread ───── set-up, function, outcome ──► a file ──► exit, with the other ranks
-    signal threads ── SIGUSR1: stacks. SIGUSR2: save. SIGTERM: ends a wait in C code
-    agreement ─────── asks the other ranks for the step to save in
+    main thread ───── set-up, function, outcome ──► a file ──► exit, together
+    signal threads ── SIGUSR2: save. SIGTERM: ends a wait in C code
+    agreement ─────── agrees with the other ranks on the step to save in, writes stacks on request
 
 srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that
 has returned waits for the others before it exits: an exit before that is a death, and srun says
@@ -11,6 +11,7 @@ how.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import math
@@ -54,9 +55,9 @@ _LOOK_S = 0.05
 _REACTION_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
 _ECHO_S = 2.0  # for srun to report the death that broke a connection
-# for ranks in a collective to end it before this one, which has returned, breaks its connections
+# For ranks in a collective to end it before this one, which has returned, breaks its connections.
 _LINGER_S = 1.0
-_LONG = timedelta(days=365)
+_LONG = timedelta(days=365)  # Slurm limits the job
 _REQUEUED = "requeued"
 
 
@@ -68,9 +69,8 @@ def run_rank(path: str, plan: bytes) -> NoReturn:
     task = _Task(Folder(Path(path)), *pickle.loads(plan))
     code = task.run()
     if code:
-        os._exit(
-            code
-        )  # at once: threads of the function would hold the other ranks in their collective
+        # At once: threads of the function would hold the other ranks in their collective.
+        os._exit(code)
     leave(code)
 
 
@@ -91,9 +91,8 @@ class _Task:
         self._file = Path(job.paths.result_pickle)
         self._number = job.job_id  # the function may change the environment
         self._kept = contextlib.ExitStack()
-        self._store: dist.Store | None = (
-            None  # for messages between the ranks, not for process groups
-        )
+        # For messages between the ranks, not for process groups.
+        self._store: dist.Store | None = None
         self._is_ending = False
 
     def run(self) -> int:
@@ -105,9 +104,8 @@ class _Task:
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
-            time.sleep(
-                self._platform.grace_s + _ECHO_S
-            )  # an exit now would end the rank with the cause, or hide a death
+            # An exit now would end the rank with the cause, or hide a death.
+            time.sleep(self._platform.grace_s + _ECHO_S)
         return 1
 
     def _call(self) -> Outcome:
@@ -122,12 +120,16 @@ class _Task:
             self._settings.apply()
             sys.breakpointhook = refuse_breakpoint
             address = self._meet()
+            rank = self._place.global_rank
             agreement = Agreement(
-                lambda: self._messages(address), self._place.global_rank, self._place.world_size
+                lambda: self._messages(address),
+                rank,
+                self._place.world_size,
+                _Requests(self._folder, self._start, rank),
             )
             self._take_signals(agreement)
             RankSetUp(self._platform, self._place, address).enter(agreement.preemption)
-            if self._place.global_rank == 0:
+            if rank == 0:
                 self._folder.mark("begun", self._start)
             with agreement:
                 return Returned(time.time(), self._value())
@@ -152,16 +154,13 @@ class _Task:
         """Return the store of this start, which rank 0 keeps."""
         platform = self._platform
         if self._place.global_rank == 0:
-            host = (
-                LOOPBACK if platform.n_nodes == 1 else os.environ["SLURM_LAUNCH_NODE_IPADDR"]
-            )  # srun runs on this node
-            address = self._kept.enter_context(
-                open_tcp_store(
-                    platform.master_addr or host,
-                    platform.master_port,
-                    everywhere=platform.n_nodes > 1,
-                )
+            # srun runs on the first node, which is this one.
+            is_alone = platform.n_nodes == 1
+            host = LOOPBACK if is_alone else os.environ["SLURM_LAUNCH_NODE_IPADDR"]
+            store = open_tcp_store(
+                platform.master_addr or host, platform.master_port, everywhere=not is_alone
             )
+            address = self._kept.enter_context(store)
             self._folder.write_address(self._start, address)
         else:
             address = self._await_address()
@@ -185,8 +184,8 @@ class _Task:
             f"parawrap/{self._start}", replace(address, path=None).open(self._place.world_size)
         )
 
-    # -- signals. The process starts with SIGUSR1 and SIGUSR2 blocked, and so do processes that the
-    # function starts
+    # -- signals. The process starts with SIGUSR2 blocked, and so do processes that the function
+    # starts. SIGUSR1 belongs to the function
 
     def _take_signals(self, agreement: Agreement) -> None:
         faulthandler.enable()
@@ -194,9 +193,10 @@ class _Task:
         # Slurm sends SIGCONT before SIGTERM. With a handler of SIGCONT, Linux might give SIGTERM to
         # another thread.
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # submitit's handler would requeue the job
         signal.signal(signal.SIGTERM, self._on_sigterm)
         faulthandler.register(signal.SIGTERM, stacks, chain=True)
-        faulthandler.register(signal.SIGUSR1, stacks)
+        # Python writes the number of each signal here, also while the main thread runs C code.
         numbers, written = socket.socketpair()
         written.setblocking(False)
         signal.set_wakeup_fd(written.detach())
@@ -212,21 +212,23 @@ class _Task:
         ).start()
 
     def _await_preemption(self, agreement: Agreement) -> None:
-        """Request the step to save in at SIGUSR2, and let this thread take SIGUSR1, as no other one
-        does.
+        """Request the step to save in at SIGUSR2, and call a handler that the function installed.
+
+        The signal is blocked in all threads, so only `sigwait` takes it.
         """
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
         while True:
             signal.sigwait((signal.SIGUSR2,))
-            with contextlib.suppress(
-                OSError
-            ):  # ranks must be able to save even if the folder is full
+            with contextlib.suppress(OSError):  # ranks must be able to save if the disk is full
                 self._folder.mark("preempted", self._start)
             agreement.request()
+            if callable(signal.getsignal(signal.SIGUSR2)):
+                # Runs the handler in the main thread, at its next bytecode.
+                _thread.interrupt_main(signal.SIGUSR2)
 
     def _await_sigterm(self, numbers: socket.socket) -> None:
-        """Break the connections of a main thread that waits for other ranks in C code, so that it
-        gets an error.
+        """Break the connections of a main thread that waits for other ranks in C code.
+
+        It gets an error.
         """
         while numbers.recv(1)[0] != signal.SIGTERM:
             pass
@@ -242,8 +244,9 @@ class _Task:
     # -- the end
 
     def _order(self) -> float:
-        """Return the place of this failure among those of all ranks, without comparing the clocks
-        of machines.
+        """Return the place of this failure among those of all ranks.
+
+        The store counts them, because the clocks of machines differ.
         """
         if self._store is None:
             return 0.0
@@ -289,6 +292,21 @@ class _Task:
                 return 1
         time.sleep(_REQUEUE_S)
         return 1
+
+
+class _Requests:
+    """The requests for stacks of one rank, in the launch folder. Implements `StacksRequests`."""
+
+    def __init__(self, folder: Folder, start: int, rank: int) -> None:
+        self._folder = folder
+        self._start = start
+        self._rank = rank
+
+    def last(self) -> int:
+        return self._folder.last_request(self._start)
+
+    def answer(self, number: int, text: str) -> None:
+        self._folder.write_answer(self._rank, number, text)
 
 
 def _forget_signals() -> None:

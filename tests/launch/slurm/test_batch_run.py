@@ -9,7 +9,9 @@ import signal
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, Platform, RankDiedError, wrapper
+from parawrap.launch import Job
 from parawrap.launch.slurm import batch_run
+from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import Died
 from tests.helpers.waiting import PATIENCE_S
 
@@ -64,6 +66,22 @@ def test_a_job_that_does_not_list_all_its_nodes(ends_as):
     ends_as("NODE_FAIL")
     with pytest.raises(RankDiedError, match=r"\(node 0, unknown host\)"):
         wrapper(Platform(device="slurm", verbose=False, n_nodes=3))(len).submit("").results(PATIENCE_S)
+
+
+def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
+    """Their texts say so. A request leaves no file, and ranks that have ended have no stacks."""
+    monkeypatch.setattr(batch_run, "_STACKS_S", 0.5)
+    (folder,) = Folder.new("job", 1)
+    run = batch_run.BatchRun(Job(Platform(device="slurm", n_nodes=3), len, ("",)), folder)
+    assert run.stacks() == {}
+    run._start, run._outcomes, run.has_begun = 0, {2: Died(0.0, 0, 7)}, True
+    folder.write_answer(0, 1, "of the first request")
+    stacks = run.stacks()
+    assert (stacks.keys(), stacks[0]) == ({0, 1}, "of the first request")
+    assert stacks[1].startswith("no answer within ")
+    assert run.stacks()[0] == stacks[1], "an answer to an earlier request"
+    assert folder.last_request(0) == 0
+    folder.remove()
 
 
 @pytest.mark.parametrize(

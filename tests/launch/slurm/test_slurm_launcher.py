@@ -139,6 +139,17 @@ def meet_for_ever(folder):
         dist.barrier()
 
 
+def install_handlers(folder):
+    """Handle both signals of users, wait for a preemption, and return the signals that came."""
+    seen = []
+    for number in signal.SIGUSR1, signal.SIGUSR2:
+        signal.signal(number, lambda number, frame: seen.append(number))
+    scenarios.report(folder, "begun")
+    while not (current_rank().should_checkpoint() and seen):
+        time.sleep(0.05)
+    return seen
+
+
 def numbered(number):
     print("number", number)
     if number == 3:
@@ -345,6 +356,27 @@ def test_a_job_outlives_its_submitter(started, launch_folder):
     number = started.jobs["left alone"]
     (left,) = {path.parents[1] for path in launch_folder.rglob(f"{number}_0_result.pkl")}
     shutil.rmtree(left)
+
+
+# -- more launches, after most of the others have ended: slurmd 22.05 may crash if it starts too many at once
+
+
+@pytest.fixture(scope="module")
+def more(started):
+    alone = {"ipc_groups": None, "n_nodes": 1}
+    started.add("handlers", lambda: submit(install_handlers, started.folder("handlers"), n_cpus=2, **alone))
+    return started
+
+
+def test_signals_belong_to_the_function(more):
+    """Stacks come without a signal. A handler of SIGUSR2 is called at a preemption."""
+    launch, folder = more.launches["handlers"], more.folder("handlers")
+    wait_for_reports(folder, "begun", 2)
+    eventually(lambda: launch.state == "running", "the state of the launch")
+    stacks = launch.stacks()
+    assert [rank for rank in stacks if "in install_handlers" in stacks[rank]] == [0, 1]
+    launch.preempt()
+    assert list(more.results("handlers")) == [[signal.SIGUSR2]] * 2
 
 
 # -- nodes that other jobs or no jobs can use
