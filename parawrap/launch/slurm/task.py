@@ -1,12 +1,12 @@
 """A task of a launch's batch job. It is a rank: srun has started it, and supervises it.
 
-    main thread ───── set-up, function, outcome ──► a file ──► exit, together
+    main thread ───── set-up, function, outcome ──► a file ──► exit handlers ──► exit, together
     signal threads ── SIGUSR2: save. SIGTERM: ends a wait in C code
     agreement ─────── agrees with the other ranks on the step to save in, writes stacks on request
 
 srun ends all tasks when one exits with a failure. So a rank first writes how it ended. A rank that
-has returned waits for the others before it exits: an exit before that is a death, and srun says
-how.
+has returned runs its exit handlers, and waits for the others before it exits: an exit before that
+is a death, and srun says how.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from parawrap.processes.rank_process import (
     flush_streams,
     leave,
     refuse_breakpoint,
+    run_exit_steps,
 )
 from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Settings
@@ -101,6 +102,11 @@ class _Task:
         outcome = self._call()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._write(outcome)
+        if isinstance(outcome, Returned):
+            # Before the meeting: once a task has exited, srun kills the others after grace_s.
+            signal.signal(signal.SIGTERM, self._report_unfinished)
+            run_exit_steps()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if isinstance(outcome, (Returned, Requeued)):
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
@@ -240,6 +246,15 @@ class _Task:
         if not self._is_ending:
             self._is_ending = True
             raise EndOrdered
+
+    def _report_unfinished(self, *_: object) -> None:
+        """Exit at a SIGTERM during the exit handlers: the job is at its limit, or was cancelled."""
+        rank = self._place.global_rank
+        text = f"rank {rank} returned, but SIGTERM ended it before its exit handlers had ended\n"
+        with contextlib.suppress(OSError):
+            # The function or its exit handlers may have closed the streams of Python.
+            os.write(2, text.encode())
+        os._exit(1)
 
     # -- the end
 

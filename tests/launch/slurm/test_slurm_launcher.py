@@ -5,6 +5,7 @@ Most launches run at the same time, because each of them waits for a scheduler a
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -148,6 +149,16 @@ def install_handlers(folder):
     while not (current_rank().should_checkpoint() and seen):
         time.sleep(0.05)
     return seen
+
+
+def write_late(folder):
+    """Leave an exit handler in rank 0 that takes longer than grace_s."""
+    if current_rank().global_rank == 0:
+        atexit.register(lambda: (time.sleep(8), (folder / "uploaded").touch()))
+
+
+def wait_while_exiting(folder):
+    atexit.register(lambda: (scenarios.report(folder, "exiting"), time.sleep(600)))
 
 
 def numbered(number):
@@ -365,6 +376,8 @@ def test_a_job_outlives_its_submitter(started, launch_folder):
 def more(started):
     alone = {"ipc_groups": None, "n_nodes": 1}
     started.add("handlers", lambda: submit(install_handlers, started.folder("handlers"), n_cpus=2, **alone))
+    started.add("late", lambda: submit(write_late, started.folder("late"), grace_s=1, ipc_groups=None))
+    started.add("exiting", lambda: submit(wait_while_exiting, started.folder("exiting"), **alone))
     return started
 
 
@@ -377,6 +390,19 @@ def test_signals_belong_to_the_function(more):
     assert [rank for rank in stacks if "in install_handlers" in stacks[rank]] == [0, 1]
     launch.preempt()
     assert list(more.results("handlers")) == [[signal.SIGUSR2]] * 2
+
+
+def test_exit_handlers_may_take_long(more):
+    """Ranks exit together: srun kills others grace_s after the first exit."""
+    more.results("late")
+    assert (more.folder("late") / "uploaded").exists()
+
+
+def test_an_end_of_exit_handlers_is_logged(more):
+    launch = more.launches["exiting"]
+    wait_for_reports(more.folder("exiting"), "exiting", 1)
+    launch.cancel()
+    assert "rank 0 returned, but SIGTERM ended it before its exit handlers had ended" in launch.logs(0)
 
 
 # -- nodes that other jobs or no jobs can use
