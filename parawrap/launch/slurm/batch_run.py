@@ -62,6 +62,9 @@ _NO_ANSWER = (
 # What srun says of tasks that end by themselves, before it ends all others.
 _ENDS_ALL = "_step_signal: Terminating"
 _DEATH = re.compile(r"srun: (?:error: \S+:|StepId=\S+) tasks? ([\d,-]+): (?!running)(.+)")
+# The words of srun and of slurmstepd, if their own node is still there. Only srun names the node.
+_LOST_NODES = re.compile(r"srun: error: Node failure on (\S+)")
+_LOST_A_NODE = re.compile(r"srun: error: Node failure on|DUE TO NODE FAILURE")
 
 _log = logging.getLogger("parawrap.launch")
 _followed: set[BatchRun] = set()
@@ -300,15 +303,32 @@ class BatchRun(Run):
             time.sleep(_LATE_S)
             self._take_outcomes()
         self._take_output()
-        ending = self._complete(self._final_outcomes(state))
-        if not may_restart(ending, self._platform, self._folder.failures(self._start)):
+        failures = self._failures(self._start)
+        try:
+            ending = self._complete(self._final_outcomes(state))
+        except LaunchError as error:
+            # The node that is lost may be unknown. The job may start again all the same.
+            if state.name == "NODE_FAIL" and failures < self._platform.max_restarts:
+                if reason := self._requeue("lost a node"):
+                    error.add_note(reason)
+                else:
+                    return None
+            raise
+        if not may_restart(ending, self._platform, failures):
             return ending
-        self._folder.mark_failed(self._start)
+        if reason := self._requeue(summary_of_attempt(ending, is_preempted=False)):
+            return replace(ending, history=[*ending.history, reason])
+        return None
+
+    def _requeue(self, summary: str) -> str | None:
+        """Requeue the job after a failed start, and follow its next start.
+
+        Return a note for the error if Slurm refuses.
+        """
+        self._folder.mark("failed", self._start)  # first: the tasks of the next start count it
         if reason := commands.requeue_job(self.number):
-            return replace(
-                ending, history=[*ending.history, f"Slurm refused to requeue the job: {reason}"]
-            )
-        self._note(summary_of_attempt(ending, is_preempted=False))
+            return f"Slurm refused to requeue the job: {reason}"
+        self._note(summary)
         self._begin(self._start + 1)
         return None
 
@@ -323,16 +343,27 @@ class BatchRun(Run):
                 self._hosts = hosts
 
     def _go_on(self, starts: int) -> Ending | None:
-        """Follow the next start, unless this one has ended by a loss that the platform does not
-        allow.
+        """Follow the next start, unless this one has ended by a loss that the platform forbids.
+
+        Raises:
+            LaunchError: If nothing says why Slurm started the job again.
         """
-        failures = self._folder.failures(starts)
-        if failures > self._folder.failures(self._start):
+        earlier = self._failures(self._start)
+        # Slurm counts the start before slurmstepd has written why it ended the last one.
+        until = time.monotonic() + _LATE_S
+        while (failures := self._failures(starts)) > earlier and not self._has_lost_node():
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK_S)
+        if failures > earlier:
             if failures > self._platform.max_restarts:
                 return self._complete(self._lost())
-            self._note("lost a node")
+            self._note("lost a node" if self._has_lost_node() else "was ended by Slurm")
         self._begin(starts)
         return None
+
+    def _failures(self, start: int) -> int:
+        return self._folder.failures(start, self.number)
 
     def _note(self, summary: str) -> None:
         self._history.append(f"attempt {self._start} {summary}")
@@ -376,10 +407,58 @@ class BatchRun(Run):
         return outcomes
 
     def _lost(self) -> dict[int, Outcome]:
-        """Return the outcome of the first rank on the node that the job has lost."""
-        node = next((node for node, host in enumerate(self._hosts) if commands.is_down(host)), 0)
-        died = Died(0.0, 0, None, lost_with=f"its node, in Slurm job {self.number}")
-        return {node * self._platform.ranks_per_node: died}
+        """Return the outcome of the first rank on the node that the job has lost.
+
+        Raises:
+            LaunchError: If no node is known to be lost. No rank is blamed then.
+        """
+        job = f"Slurm job {self.number}"
+        if (node := self._lost_node()) is not None:
+            died = Died(0.0, 0, None, lost_with=f"its node, in {job}")
+            return {node * self._platform.ranks_per_node: died}
+        state = commands.job_state(self.number)
+        if state.name == "NODE_FAIL" or _LOST_A_NODE.search(self._words()):
+            msg = (
+                f"{job}, which ran {self._job.name}, has lost a node, and Slurm does not say which "
+                f"one of {', '.join(self._hosts) or 'its nodes'}: see the log of slurmctld"
+            )
+        else:
+            msg = (
+                f"Slurm started job {self.number}, which ran {self._job.name}, again "
+                f"(start {state.starts}), and nothing reports a lost node, a preemption, or "
+                "'scontrol requeue': see the log of slurmctld"
+            )
+        error = LaunchError(
+            f"{msg}. max_restarts={self._platform.max_restarts} allows no more starts"
+        )
+        for note in self._history:
+            error.add_note(note)
+        raise error
+
+    def _has_lost_node(self) -> bool:
+        is_said = _LOST_A_NODE.search(self._words()) is not None
+        return is_said or self._lost_node() is not None
+
+    def _lost_node(self) -> int | None:
+        """Return the number of the first node that is known to be lost.
+
+        A restart alone is not enough: an operator or a plugin may have requeued the job.
+        """
+        if self._platform.n_nodes == 1 and _LOST_A_NODE.search(self._words()):
+            return 0
+        named = {
+            host.partition(".")[0]
+            for nodes in _LOST_NODES.findall(self._words())
+            for host in commands.hosts_of(nodes)
+        }
+        is_lost = (
+            host.partition(".")[0] in named or commands.is_down(host) for host in self._hosts
+        )
+        return next((node for node, lost in enumerate(is_lost) if lost), None)
+
+    def _words(self) -> str:
+        """Return what srun and slurmstepd said of this start."""
+        return self._folder.words_of_starts(self.number).get(self._start, "")
 
     def _complete(self, outcomes: dict[int, Outcome]) -> Ending:
         """Complete the transcripts by tracebacks of ranks, and deaths by their last output."""

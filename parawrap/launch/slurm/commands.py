@@ -65,15 +65,11 @@ def hosts_of(nodes: str) -> list[str]:
 
 
 def is_down(host: str) -> bool:
-    """True if Slurm reports this node as down."""
-    command = (
-        "sinfo",
-        "--noheader",
-        "--Format=StateComplete:99",
-        "--nodes",
-        host.partition(".")[0],
-    )
-    return "DOWN" in _run(*command)[1].upper()
+    """True if Slurm reports this node as down or failed."""
+    node = host.partition(".")[0]
+    code, output = _run("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", node)
+    # The message of a sinfo that fails is not a state.
+    return code == 0 and any(state in output.upper() for state in ("DOWN", "FAIL"))
 
 
 def cancel_job(job: str) -> None:

@@ -9,6 +9,7 @@
         begun-START         the ranks have met
         preempted-START     this start was preempted, or its ranks requested the next one: it
                             has not failed
+        failed-START        a rank of this start failed, and the submitting process requeued the job
         request-START.N     the submitting process requests the stacks of the ranks
         answer-RANK         the stacks of a rank, from the last request on
         stacks-RANK         what faulthandler wrote at a signal that ends the rank
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import shutil
 import stat
 import tempfile
@@ -41,6 +43,11 @@ _SPECIAL_TO_SBATCH = "%\\"
 
 # The batch script writes this line at each start, since all starts append to one log.
 START_LINE = "parawrap: start {} of this job"
+_START_LINE = re.compile(START_LINE.format(r"(\d+)"))
+
+# slurmstepd writes why Slurm ended a start that it runs again. The next start begins after the end
+# of slurmstepd, so this line comes before the line of the next start.
+_REQUEUED_BY_OTHERS = re.compile(r"CANCELLED AT \S+ DUE TO (JOB REQUEUE|PREEMPTION)")
 
 
 class Folder:
@@ -129,7 +136,7 @@ class Folder:
         return address
 
     def mark(self, topic: str, start: int) -> None:
-        """Note that the ranks of a start have "begun", or that it was "preempted"."""
+        """Note that the ranks of a start have "begun", or that it was "preempted" or "failed"."""
         (self.path / f"{topic}-{start}").touch()
 
     def has(self, topic: str, start: int) -> bool:
@@ -139,15 +146,30 @@ class Folder:
         """
         return f"{topic}-{start}" in os.listdir(self.path)  # noqa: PTH208 (names only)
 
-    def mark_failed(self, start: int) -> None:
-        """Note that a start has ended by a failure, although it was preempted before."""
-        (self.path / f"preempted-{start}").unlink(missing_ok=True)
+    def failures(self, start: int, job: str) -> int:
+        """Return the number of starts before this one that ended by a failure.
 
-    def failures(self, start: int) -> int:
-        """Return the number of starts before this one that ended by a failure, such as the loss of
-        a node.
+        A start without a mark is one too, such as after the loss of a node, unless the log says
+        that a user or a preemption requeued the job.
         """
-        return sum(not self.has("preempted", each) for each in range(start))
+        names, words = os.listdir(self.path), None  # noqa: PTH208 (names only)
+        failures = 0
+        for each in range(start):
+            if f"failed-{each}" in names:  # it may have been preempted before
+                failures += 1
+            elif f"preempted-{each}" not in names:
+                words = self.words_of_starts(job) if words is None else words
+                failures += _REQUEUED_BY_OTHERS.search(words.get(each, "")) is None
+        return failures
+
+    def words_of_starts(self, job: str) -> dict[int, str]:
+        """Return what the log says of each start of the job."""
+        try:
+            log = self.log(job).read_text(errors="replace")
+        except FileNotFoundError:
+            return {}
+        _, *parts = _START_LINE.split(log)  # a number, and then the text after its line
+        return dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
 
     # -- requests for stacks
 

@@ -117,10 +117,13 @@ class _Task:
     def _call(self) -> Outcome:
         """Set up the rank and run the function."""
         try:
-            if self._folder.failures(self._start) > self._platform.max_restarts:
+            # The submitting process checks this too, but it may have ended.
+            failures = self._folder.failures(self._start, self._number)
+            if failures > self._platform.max_restarts:
                 msg = (
-                    f"start {self._start} of this job follows a lost node, and max_restarts does "
-                    "not allow that"
+                    f"Slurm started job {self._number} again, start {self._start}, after "
+                    f"{failures} start(s) ended by a failure, such as the loss of a node: "
+                    f"max_restarts={self._platform.max_restarts} allows no more"
                 )
                 raise LaunchError(msg)
             self._settings.apply()

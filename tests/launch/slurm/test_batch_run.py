@@ -18,7 +18,7 @@ from tests.helpers.waiting import PATIENCE_S
 STATES = [
     ("TIMEOUT", LaunchTimeoutError, "len reached the time limit of Slurm job 1, 01:00:00"),
     ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, 2 GB per node"),
-    ("NODE_FAIL", RankDiedError, "rank 0 of 2 was lost with its node, in Slurm job 1 (node 0, node0)"),
+    ("NODE_FAIL", LaunchError, "has lost a node, and Slurm does not say which one of node0, node1"),
     ("PREEMPTED", LaunchError, "Slurm job 1, which ran len, ended as PREEMPTED"),
     ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
     ("FAILED", LaunchError, "Slurm job 1, which ran len, ended as FAILED (NonZeroExitCode)"),
@@ -37,15 +37,19 @@ def _folder(tmp_path, monkeypatch):
 @pytest.fixture
 def ends_as(tmp_path, monkeypatch):
     """Make Slurm say that each job has ended in a state."""
-    return lambda state: _replace_slurm(state, tmp_path, monkeypatch)
+    return lambda state, *args, **options: _replace_slurm(tmp_path, monkeypatch, state, *args, **options)
 
 
-def _replace_slurm(state, tmp_path, monkeypatch):
+def _replace_slurm(tmp_path, monkeypatch, state, *, restarts=0, log="", down=""):
+    """Slurm restarted the job so often, wrote this log, and reports a node as down."""
     monkeypatch.setattr(batch_run, "_POLL_S", 0.1)
     monkeypatch.setattr(batch_run, "_LATE_S", 0.1)
-    shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
-    answer = f"case $* in *hostnames*) echo node0 node1;; *) echo '{shown}';; esac"
-    programs = {"sbatch": "echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
+    shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts={restarts} TimeLimit=01:00:00"
+    shown += " NodeList=node[0-1] Command=no"
+    answer = f"case $* in *hostnames*\\[*) echo node0 node1;; *hostnames*) echo $3;; *) echo '{shown}';; esac"
+    write = "printf '" + log.replace("\n", "\\n") + "' > $(sed -n 's/^#SBATCH --output=//p' $1 | sed s/%j/1/)"
+    programs = {"sbatch": f"{write}; echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
+    programs["sinfo"] = f"case $* in *{down or 'none'}) echo DOWN;; *) echo IDLE;; esac"
     for name, line in programs.items():
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{line}\n")
@@ -62,10 +66,40 @@ def test_each_final_state_has_its_error(state, kind, text, ends_as):
 
 
 def test_a_job_that_does_not_list_all_its_nodes(ends_as):
-    """Slurm lists the nodes that still end, and none that was lost."""
-    ends_as("NODE_FAIL")
-    with pytest.raises(RankDiedError, match=r"\(node 0, unknown host\)"):
+    """Slurm lists the nodes that still end, and none that was lost. No rank is blamed."""
+    ends_as("NODE_FAIL", down="node0")
+    with pytest.raises(LaunchError, match="does not say which one of its nodes") as raised:
         wrapper(Platform(device="slurm", verbose=False, n_nodes=3))(len).submit("").results(PATIENCE_S)
+    assert not isinstance(raised.value, RankDiedError)
+
+
+def test_an_unknown_node_uses_up_a_restart(ends_as):
+    ends_as("NODE_FAIL")
+    platform = Platform(device="slurm", verbose=False, n_nodes=2, max_restarts=1)
+    with pytest.raises(LaunchError, match="max_restarts=1 allows no more starts") as raised:
+        wrapper(platform)(len).submit("").results(PATIENCE_S)
+    assert raised.value.__notes__ == ["attempt 0 lost a node"]
+
+
+BEGUN = "parawrap: start 0 of this job\n"
+RESTARTS = [
+    ("", "", LaunchError, "again (start 1), and nothing reports a lost node"),
+    ("", "node1", RankDiedError, "rank 1 of 2 was lost with its node, in Slurm job 1 (node 1, node1)"),
+    ("srun: error: Node failure on node1\n", "", RankDiedError, "rank 1 of 2 was lost with its node"),
+    ("DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS\n", "", LaunchError, "does not say which one of node0, node1"),
+    ("JOB 1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***\n", "", LaunchCancelledError, "was removed from the queue"),
+    ("JOB 1 CANCELLED AT 2026 DUE TO PREEMPTION ***\n", "", LaunchCancelledError, "was removed from the queue"),
+]
+
+
+@pytest.mark.parametrize(("words", "down", "kind", "text"), RESTARTS)
+def test_a_restart_alone_is_no_lost_node(words, down, kind, text, ends_as):
+    """Slurm starts the job again, and a user cancels it. A restart that was wanted does not count for max_restarts=0."""
+    ends_as("CANCELLED", restarts=1, log=BEGUN + words, down=down)
+    with pytest.raises(kind) as raised:
+        wrapper(Platform(device="slurm", verbose=False, n_nodes=2))(len).submit("").results(PATIENCE_S)
+    assert text in str(raised.value)
+    assert type(raised.value) is kind
 
 
 def test_stacks_of_ranks_that_do_not_answer(monkeypatch):

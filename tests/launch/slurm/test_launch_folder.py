@@ -8,6 +8,7 @@ import stat
 import pytest
 
 from parawrap.errors import LaunchError
+from parawrap.launch.slurm import launch_folder
 from parawrap.launch.slurm.launch_folder import Folder
 
 
@@ -29,12 +30,17 @@ def test_the_folder_is_private(tmp_path, monkeypatch):
 
 
 def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):
+    """A failure after a preemption counts. A restart that a user or Slurm wanted does not."""
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path))
     (folder,) = Folder.new("job", 1)
     folder.mark("preempted", 1)
-    assert [folder.failures(start) for start in range(4)] == [0, 1, 1, 2]
-    folder.mark_failed(1)
-    assert folder.failures(3) == 3
+    assert [folder.failures(start, "7") for start in range(4)] == [0, 1, 1, 2]
+    folder.mark("failed", 1)
+    assert folder.failures(3, "7") == 3
+    ends = ["DUE TO JOB REQUEUE ***", "DUE TO PREEMPTION ***", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"]
+    lines = [f"{launch_folder.START_LINE.format(start)}\nJOB 7 CANCELLED AT 2026 {end}\n" for start, end in enumerate(ends)]
+    folder.log("7").write_text("".join(lines))
+    assert [folder.failures(start, "7") for start in range(4)] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o1777])

@@ -196,9 +196,14 @@ class Started:
     def add(self, name, make):
         """Call `make`, which submits one Slurm job, and note the number of the job."""
         self.launches[name] = make()
+        (self.jobs[name],) = self.note_jobs()
+
+    def note_jobs(self):
+        """Return the numbers of jobs in the queue that were not noted before."""
         numbers = {line.partition("_")[0] for line in self.cluster.run("squeue", "--noheader", "--format", "%i").split()}
-        (self.jobs[name],) = numbers - self._numbers
+        new = numbers - self._numbers
         self._numbers |= numbers
+        return new
 
     def results(self, name):
         return results_of(self.launches[name], self.cluster.hasten)
@@ -375,8 +380,11 @@ def test_a_job_outlives_its_submitter(started, launch_folder):
 @pytest.fixture(scope="module")
 def more(started):
     alone = {"ipc_groups": None, "n_nodes": 1}
+    started.mapped.result()
+    started.note_jobs()  # of `map`
     started.add("handlers", lambda: submit(install_handlers, started.folder("handlers"), n_cpus=2, **alone))
     started.add("late", lambda: submit(write_late, started.folder("late"), grace_s=1, ipc_groups=None))
+    started.add("requeued", lambda: submit(wait_or_requeue, started.folder("requeued") / "end", **alone))
     started.add("exiting", lambda: submit(wait_while_exiting, started.folder("exiting"), **alone))
     return started
 
@@ -403,6 +411,19 @@ def test_an_end_of_exit_handlers_is_logged(more):
     wait_for_reports(more.folder("exiting"), "exiting", 1)
     launch.cancel()
     assert "rank 0 returned, but SIGTERM ended it before its exit handlers had ended" in launch.logs(0)
+
+
+def test_an_operator_may_requeue(more):
+    """That is no failure: the function runs again with max_restarts=0."""
+    launch, end = more.launches["requeued"], more.folder("requeued") / "end"
+    for start in 0, 1:
+        path = end.with_name(f"end-begun-{start}")
+        eventually(lambda path=path: more.cluster.hasten() or path.exists(), "a start")
+        if start == 0:
+            more.cluster.run("scontrol", "requeue", more.jobs["requeued"])
+    eventually(lambda: launch.state == "running", "the state of the second start")
+    end.touch()
+    assert list(more.results("requeued")) == [1]
 
 
 # -- nodes that other jobs or no jobs can use
