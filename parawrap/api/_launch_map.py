@@ -39,9 +39,7 @@ def run(job: Job) -> RankResults[Any]:
         raise
 
 
-def launch_each(
-    jobs: Sequence[Job], max_parallel: int | None
-) -> Iterator[RankResults[Any] | Exception]:
+def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[RankResults[Any] | Exception]:
     """Launch the jobs, and yield the results or the exception of each launch in order.
 
     The first launches start with the first ``next``. A launcher with job arrays (Slurm) gets all

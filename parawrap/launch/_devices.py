@@ -101,8 +101,7 @@ def core_of(local_rank: int) -> str:
 
 
 def _neuron_cores() -> list[int]:
-    """Return the numbers of the NeuronCores that this process may use; empty without a Neuron
-    device.
+    """Return the numbers of the NeuronCores that this process may use; empty without a device.
 
     PARAWRAP_NEURON_RUNTIME=host emulates NeuronCores: 2 by default, or those that the environment
     names.

@@ -41,8 +41,9 @@ def seed(platforms: int | Literal["script"] | None) -> None:
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random states of Python, numpy, and torch (CPU and this device) at the end of the
-    block.
+    """Restore the random states of Python, numpy, and torch at the end of the block.
+
+    Those of torch are the ones of the CPU and of this device.
     """
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None

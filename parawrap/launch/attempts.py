@@ -174,7 +174,7 @@ def may_restart(ending: Ending, platform: PlatformFields, failures: int) -> bool
 
 
 def wants_more(ending: Ending, *, is_preempted: bool) -> bool:
-    """True if ranks requested a restart, or were ended because they were late after a preemption."""
+    """True if ranks requested a restart, or were ended as they were late after a preemption."""
     failed = first_failure(ending.outcomes)
     if ending.has_given_up or (
         failed is not None and not (is_preempted and counts_as_echo(ending.outcomes[failed]))

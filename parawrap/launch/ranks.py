@@ -154,8 +154,7 @@ class Ranks:
         return self._run.stacks()
 
     def logs(self, rank: int) -> str:
-        """Return all output of a rank so far: standard output and standard error in order of
-        arrival.
+        """Return all output of a rank so far, standard output and error in order of arrival.
 
         Raises:
             IndexError: If `rank` is not one of these ranks.

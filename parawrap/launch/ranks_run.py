@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch._job import Job

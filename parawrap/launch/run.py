@@ -31,7 +31,7 @@ from parawrap.launch._rank_results import RankResults
 from parawrap.processes.fork_server import stop_server
 from parawrap.processes.held_signals import HeldSignals
 from parawrap.processes.latch import Latch
-from parawrap.processes.outcomes import Ending
+from parawrap.processes.outcomes import Ending, describe_places
 from parawrap.processes.output import Printer, Transcript
 
 How = Ending | RankResults[Any] | BaseException
@@ -297,8 +297,7 @@ def report_places(runs: Iterable[Run]) -> None:
     for run in runs:
         places = run.places()
         if places:
-            told = "; ".join(f"rank {rank} at {place}" for rank, place in sorted(places.items()))
-            _log.warning("%s was interrupted: %s", run.job.name, told)
+            _log.warning("%s was interrupted: %s", run.job.name, describe_places(places))
 
 
 def _end_with_interpreter() -> None:

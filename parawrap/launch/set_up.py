@@ -26,8 +26,8 @@ from parawrap.launch.inheritance import show_variables
 from parawrap.processes.preemption import Preemption
 from parawrap.processes.process_groups import (
     INTERFACE_VARIABLES,
-    LOOPBACK_INTERFACES,
     LOOPBACK,
+    LOOPBACK_INTERFACES,
     Groups,
     StoreAddress,
     break_links,

@@ -214,8 +214,9 @@ def _call(
 
 @contextlib.contextmanager
 def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.ProcessGroup | None]:
-    """Make the group of this rank: in new process groups, which meet at the store, or next to those
-    of the user.
+    """Make the group of this rank.
+
+    It is in new process groups, which meet at the store, or next to those of the user.
     """
     groups = groups_of(job.platform, is_on_one_machine=False)  # `_run` has set the interface
     if store is not None:
@@ -314,9 +315,7 @@ class _Meeting:
         return dist.PrefixStore(f"{self._prefix}/call/{self.number}", store)
 
     def _close(self, process: int) -> None:
-        """End the threads of gloo and of the store while the interpreter is whole: they would abort
-        the process.
-        """
+        """End the threads of gloo and of the store before they would abort the interpreter."""
         if os.getpid() == process:  # a forked child has no such threads
             self._group = self._store = None
 

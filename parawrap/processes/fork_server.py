@@ -190,7 +190,7 @@ class _Server:
                 return
 
     def _fork_keeper(self, files: list[int]) -> int:
-        """Fork a keeper. `files` are those of a request, which it gets like any other, and later."""
+        """Fork a keeper. It gets the files of the request later, like any other keeper."""
         ours, its = socket.socketpair()
         try:
             pid = os.fork()

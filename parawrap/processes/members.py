@@ -6,6 +6,7 @@ Guarantee: after `Members.close`, no process of a rank is alive, also if `close`
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -25,7 +26,10 @@ from parawrap.processes.rank_process import Assignment
 from parawrap.processes.wire import NEWS, Message, Wire
 
 _GIVE_UP_S = 20.0  # for the server to report the end of killed ranks
+# For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
+_EXIT_HANDLERS_S = 600.0
 _PIECE = 1 << 16  # the size of a pipe in Linux
+_log = logging.getLogger("parawrap.launch")
 
 
 class Starter(Protocol):
@@ -217,9 +221,13 @@ class Members:
         return bool(data)
 
     def drop(self, wire: Wire) -> None:
-        """Close a wire."""
+        """Close a wire.
+
+        The rank sees the end, also if a child that the user's code forked holds a copy.
+        """
         if wire.fileno() >= 0:
             self._events.forget(wire)
+            wire.shut()
             wire.close()
 
     # -- reports of the server
@@ -300,7 +308,8 @@ class Members:
     def close(self) -> None:
         """Let the ranks exit, and wait until no process is alive.
 
-        Ranks that are late are killed.
+        Ranks that were ordered to end are killed once ``grace_s`` is over. Those that were not have
+        time for their exit handlers.
         """
         try:
             with self._events.lock:
@@ -310,7 +319,8 @@ class Members:
                     else:
                         self.drop(member.wire)
                 timers = self._events.timers
-                kill_at = timers.get(self._end_by_force, time.monotonic() + self._grace_s)
+                limit_s = max(self._grace_s, _EXIT_HANDLERS_S)
+                kill_at = timers.get(self._end_by_force, time.monotonic() + limit_s)
                 timers.clear()
                 timers[self._end_by_force] = kill_at
             while not self.is_over:
@@ -340,6 +350,13 @@ class Members:
                     self._listener.on_end(member, Ended(time.time()))
                     self._forget(member)
             return
+        late = [str(member.rank) for member in self.all if not member.has_exited]
+        if late and not self.is_ending:
+            _log.warning(
+                "rank(s) %s had returned, and their exit handlers did not end within %g s: they "
+                "are killed",
+                *(", ".join(late), max(self._grace_s, _EXIT_HANDLERS_S)),
+            )
         self.is_ending = self._has_killed = True
         self._events.timers[self._end_by_force] = time.monotonic() + _GIVE_UP_S
         for member in self.all:

@@ -8,6 +8,7 @@ reported; if all are echoes, the earliest echo.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import re
 import signal
@@ -15,8 +16,10 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from parawrap.backends import user_frames
@@ -29,6 +32,7 @@ from parawrap.errors import (
 )
 from parawrap.processes.packing import restore
 from parawrap.processes.pickling import Packed, ValuePickler, pack, unpack
+from parawrap.processes.process_groups import has_had_groups
 
 _MOST_NAMED = 8  # ranks in a message: more would not fit a line
 _LONGEST_CHAIN = 20  # causes and contexts; a chain may be a circle
@@ -40,6 +44,12 @@ _ECHO = re.compile(
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
     re.IGNORECASE,
 )
+
+_TORCH_RANKS = tuple(
+    str(Path(str(module.__file__)).parent)
+    for module in (dist, torch.autograd, torch.nn.parallel)  # backward of DistributedDataParallel
+)
+_RAISING = ("RAISE_VARARGS", "RERAISE")
 
 Signal = signal.Signals | int
 
@@ -85,15 +95,39 @@ def traceback_of(error: BaseException) -> str:
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if the exception, or a cause of it, reports a lost connection to another rank."""
+    """True if the exception, or a cause of it, reports a lost connection to another rank.
+
+    That takes a process group, and an exception that torch has raised: code of the user may raise
+    errors with the same words.
+    """
+    if not has_had_groups():
+        return False
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if link is None:
             return False
-        if isinstance(link, (RuntimeError, dist.DistError)) and _ECHO.search(summary_of(link)):
+        is_of_kind = type(link) is RuntimeError or isinstance(link, dist.DistError)
+        if is_of_kind and _ECHO.search(summary_of(link)) and _is_raised_by_torch(link):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
+
+
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """True if C code, or Python code of torch for several ranks, has raised the exception.
+
+    A wait for a collective (``work.wait()``) raises in a frame of the caller, since it has none of
+    its own. The instruction there is a call then, and not a ``raise``.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    if code.co_filename.startswith(_TORCH_RANKS):
+        return True
+    return dis.opname[code.co_code[trace.tb_lasti]] not in _RAISING
 
 
 # -- outcomes
@@ -232,6 +266,8 @@ class Ending:
     history: Sequence[str] = ()  # how earlier attempts ended, and other notes for the error
     stacks: Mapping[int, str] = field(default_factory=dict)  # at a time limit or a deadlock
     timed_out: str = ""  # the time limit that ended the call
+    # the line of user code at which each rank was seen last
+    at: Mapping[int, str] = field(default_factory=dict)
     # it was ended because its ranks waited for ranks that do not take part
     deadlocked: bool = False
     cancelled: bool = False
@@ -348,7 +384,8 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     """Return the error of a call that was ended at a time limit or in a deadlock."""
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
     if ending.timed_out:
-        msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{stacks}"
+        where = f" {describe_places(ending.at)}." if ending.at else ""
+        msg = f"{name} was {ending.timed_out}; its ranks were ended.{where} Their stacks:\n{stacks}"
         return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
     returned = ", ".join(
         str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned)
@@ -367,6 +404,13 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     for note in ending.history:
         add_note(error, note)
     return error
+
+
+def describe_places(places: Mapping[int, str]) -> str:
+    """Say at which line of user code each rank is."""
+    shown = [f"rank {rank} at {place}" for rank, place in sorted(places.items())[:_MOST_NAMED]]
+    more = f"; and {len(places) - _MOST_NAMED} more" if len(places) > _MOST_NAMED else ""
+    return "; ".join(shown) + more
 
 
 def _indent(text: str) -> str:

@@ -121,7 +121,7 @@ class Pool:
         timeout_min: Minutes for each call.
         up_at: When `timeout_min` is over for the whole launch, by the monotonic clock. None counts
             it per call.
-        hang_s: Seconds without output and without progress of any rank.
+        hang_s: Seconds without output and without progress. See `_hang`.
 
     Attributes:
         events: What the pool waits for.
@@ -336,6 +336,7 @@ class Pool:
             {member.rank: member.place for member in self._members.all},
             stacks=self._stacks,
             timed_out=self._timed_out,
+            at={each.rank: each.looked.place for each in self._members.all if each.looked},
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (is_cancelled and not lost),
             lost=lost,
@@ -569,8 +570,9 @@ class Pool:
 
     def _judge(self, call: Call, running: Sequence[Member], now: float) -> None:
         """Log a hint, or end ranks that hang, or that wait for ranks which do not take part."""
-        if self._hang_s is not None and now - call.last_sign >= self._hang_s:
-            self._end_with_stacks(f"silent for hang_timeout_s={self._hang_s:g} seconds")
+        if self._hang_s is not None and (why := self._hang(call, running, now)):
+            limit = f"silent for hang_timeout_s={self._hang_s:g} seconds: {why}"
+            self._end_with_stacks(limit)
         elif (
             len(running) < len(self._members.all)
             and now - call.departed_at >= STUCK_S
@@ -591,6 +593,21 @@ class Pool:
                 STILL_S,
                 places,
             )
+
+    def _hang(self, call: Call, running: Sequence[Member], now: float) -> str:
+        """Return why the call counts as hanging after `hang_s`; an empty text if it does not.
+
+        A rank that computes makes progress, unless others wait for it in a collective: then only
+        output shows that it is not in an endless loop.
+        """
+        assert self._hang_s is not None
+        if now - call.last_sign >= self._hang_s:
+            return "no rank wrote output or made progress"
+        written_at = max(call.began_at, *(member.wrote_at for member in self._members.all))
+        waits_s = max((each.looked.waits_s for each in running if each.looked), default=0.0)
+        if min(waits_s, now - written_at) < self._hang_s:
+            return ""
+        return "no rank wrote output, and ranks waited for others in a collective"
 
     def _end_waits(self, call: Call) -> None:
         """End ranks that wait for others in vain: to restart, or with an error and stacks."""

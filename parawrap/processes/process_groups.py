@@ -24,6 +24,7 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _EVERYWHERE = "0.0.0.0"
 _BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _OPEN_FILES = Path("/dev/fd")
+_has_joined = False  # process groups; set once. The function may have destroyed them since
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Groups:
 
         Return the latter; None if it is in no list.
         """
+        global _has_joined
+        _has_joined = True
         if self.on_loopback:
             stay_on_loopback()
         before = _connections()
@@ -173,6 +176,11 @@ class Groups:
             if rank in ranks:
                 mine = cast("dist.ProcessGroup", made)
         return mine
+
+
+def has_had_groups() -> bool:
+    """True if this process has had process groups: those of parawrap, or the user's own."""
+    return _has_joined or dist.is_initialized()
 
 
 def leave_groups() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
+from parawrap.processes import process_groups
 from parawrap.processes.outcomes import Died, Ended, Raised, Requeued, error_of, first_failure, is_echo, outcome_of
 from tests.helpers.processes import notes_of
 
@@ -17,7 +20,7 @@ ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
 
 
 def raised(error, at=1.0):
-    return replace(outcome_of(error), at=at)
+    return replace(outcome_of(error), at=at, is_echo=error is ECHO)
 
 
 def died(at=1.0, number=None):
@@ -69,13 +72,47 @@ def test_unreadable_error_is_told():
     ],
     ids=["gloo", "store", "NCCL"],
 )
-def test_lost_connection_is_echo(error):
+def test_lost_connection_is_echo(error, monkeypatch):
     """So is an error that it causes. An error of the user with similar words is not one."""
+    monkeypatch.setattr(process_groups, "_has_joined", True)
+    raised_by_c(error)
     wrapping = RuntimeError("training failed in step 5")
     wrapping.__cause__ = error
     assert is_echo(error)
     assert is_echo(wrapping)
-    assert not is_echo(ValueError("connection closed by peer"))
-    assert not is_echo(ConnectionRefusedError(111, "Connection refused"))  # by a database, for example
-    assert not is_echo(RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"))
-    assert not is_echo(RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"))
+    others = [
+        ValueError("connection closed by peer"),
+        ConnectionRefusedError(111, "Connection refused"),  # by a database, for example
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        type("RequestError", (RuntimeError,), {})("connection reset by peer"),
+    ]
+    assert not any(is_echo(raised_by_c(each)) for each in others)
+    monkeypatch.undo()
+    assert not is_echo(error)  # without process groups, there is no other rank to lose
+
+
+def raised_by_c(error):
+    """Raise an error in a frame that is not at a `raise`, as a function of torch in C does."""
+    with contextlib.suppress(type(error)):
+        (each for each in ()).throw(error)
+    return error
+
+
+def test_an_error_with_the_words_of_a_lost_connection(monkeypatch):
+    """Code of the user raises it, in a rank with process groups: it is the failure itself."""
+    monkeypatch.setattr(process_groups, "_has_joined", True)
+
+    def request():
+        raise RuntimeError("request failed: connection reset by peer")
+
+    for reraise in request, lambda: wait_for(request):
+        with pytest.raises(RuntimeError) as caught:
+            reraise()
+        assert not is_echo(caught.value)
+
+
+def wait_for(function):
+    """Raise the error of another thread, as a pool does."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()

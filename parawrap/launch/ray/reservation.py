@@ -23,8 +23,9 @@ _JOINING = threading.Lock()  # ray.init raises if another thread has called it
 
 
 def _join_cluster() -> Any:
-    """Return the ray module, in the cluster that this process has joined, that of RAY_ADDRESS, or
-    one on this machine.
+    """Return the ray module, once this process has joined a cluster.
+
+    It is the one that it has joined already, that of RAY_ADDRESS, or one on this machine.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -127,15 +128,11 @@ class Reservation:
         )
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the options of an actor that takes the share of one rank, on the node of that
-        rank.
-        """
+        """Return the options of an actor that takes the share of a rank, on its node."""
         return self._options(rank // self._platform.ranks_per_node, self._platform.ranks_per_node)
 
     def _options(self, node: int, parts: int) -> dict[str, Any]:
-        """Return the options of an actor that takes one of several equal parts of the share of a
-        node.
-        """
+        """Return the options of an actor that takes one of equal parts of the share of a node."""
         strategies = self.ray.util.scheduling_strategies
         return {
             "num_cpus": self._bundle["CPU"] // parts,
@@ -154,9 +151,7 @@ class Reservation:
             self.ray.util.remove_placement_group(self._group)
 
     def _check_size(self) -> None:
-        """Check the size of the cluster, because Ray would wait forever for resources that no node
-        has.
-        """
+        """Check the size of the cluster: Ray would wait forever for what no node has."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         shares = [{name: node["Resources"].get(name, 0) for name in self._bundle} for node in nodes]
         fitting = sum(

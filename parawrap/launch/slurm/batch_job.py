@@ -247,7 +247,7 @@ def _split_additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return own, {name.replace("_", "-"): value for name, value in named.items() if name not in _OWN}
 
 
-def _refuse_line_breaks(platform: Platform, options: Mapping[str, Any]) -> None:
+def _refuse_line_breaks(platform: PlatformFields, options: Mapping[str, Any]) -> None:
     """Raise PlatformError if a name or a value contains a control character.
 
     Each becomes a line ``#SBATCH --NAME=VALUE`` of the script, and the rest of a value after a line

@@ -419,12 +419,12 @@ class BatchRun(Run):
         state = commands.job_state(self.number)
         if state.name == "NODE_FAIL" or _LOST_A_NODE.search(self._words()):
             msg = (
-                f"{job}, which ran {self._job.name}, has lost a node, and Slurm does not say which "
+                f"{job}, which ran {self.job.name}, has lost a node, and Slurm does not say which "
                 f"one of {', '.join(self._hosts) or 'its nodes'}: see the log of slurmctld"
             )
         else:
             msg = (
-                f"Slurm started job {self.number}, which ran {self._job.name}, again "
+                f"Slurm started job {self.number}, which ran {self.job.name}, again "
                 f"(start {state.starts}), and nothing reports a lost node, a preemption, or "
                 "'scontrol requeue': see the log of slurmctld"
             )
