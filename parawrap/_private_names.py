@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from operator import attrgetter
@@ -167,7 +168,7 @@ class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
 interpreter_options = private_name("subprocess._args_from_interpreter_flags")
 raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
 # The settings that children of multiprocessing get, such as their authkey, with what has been added
-_process: Any = private_name("multiprocessing.process")
+_of_process: Callable[[Any], dict[str, Any]] = attrgetter("_config")
 # The process that removes shared memory and semaphores that nothing has unlinked
 _tracker: Any = private_name("multiprocessing.resource_tracker._resource_tracker")
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
@@ -177,6 +178,14 @@ def keep_finalizers_from_exits() -> None:
     """Do not run the finalizers that exist now at the exit of this process and of its forks."""
     for finalizer in list(_finalizers):
         finalizer.atexit = False
+
+
+def update_in_python(variables: Mapping[str, str]) -> tuple[str, dict[Any, Any]]:
+    """Return the name of a function, and its argument, that do what `set_in_python` does."""
+    if raw_environ is os.environ:
+        return "os:environ.update", dict(variables)
+    encoded = {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
+    return "os:environ._data.update", encoded
 
 
 def set_in_python(name: str, value: str) -> None:
@@ -189,13 +198,13 @@ def set_in_python(name: str, value: str) -> None:
 
 def process_configuration() -> dict[str, Any]:
     """Return the settings that children of multiprocessing get as a copy."""
-    configuration: dict[str, Any] = _process.current_process()._config
+    configuration: dict[str, Any] = _of_process(multiprocessing.current_process())
     return configuration
 
 
 def imports_main() -> bool:
     """True while a child of multiprocessing runs the main script again, to find definitions."""
-    return bool(getattr(_process.current_process(), "_inheriting", False))
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def tracker_connection() -> int | None:

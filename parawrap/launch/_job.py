@@ -104,7 +104,8 @@ def check_signature(
     """Raise Python's TypeError if the arguments do not match, before any rank starts."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
+    except (TypeError, ValueError):
+        # Some builtins have no signature: their call in the rank raises the error
         return
     try:
         signature.bind(*args, **kwargs)

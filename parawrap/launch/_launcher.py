@@ -20,6 +20,7 @@ def launch(job: Job) -> Launch[Any]:
     """
     name = launcher_name(job.platform)
     if name == "env":
+        # These launchers are imported where they are used: most programs need one of them
         from parawrap.launch.torchrun import run_here
 
         return Launch(run_here(job))
@@ -27,6 +28,7 @@ def launch(job: Job) -> Launch[Any]:
         from parawrap.launch.slurm.batch_run import start_batch
 
         return Launch(start_batch([job])[0])
+    # The handle comes last: until then, Ctrl-C finds the run in the registry by its job
     run = Attempts(job, machines_for(job.platform))
     run.start()
     return Launch(run)

@@ -64,8 +64,9 @@ class Platform(PlatformFields):
         max_restarts: The number of times that the whole group restarts after a rank fails.
         grace_s: Seconds for ranks to clean up before they are killed, and to save when they are
             preempted.
-        hang_timeout_s: End the launch with ``LaunchTimeoutError`` if, for this many seconds, no
-            rank writes output and no main thread makes progress in its Python code.
+        hang_timeout_s: End the launch with ``LaunchTimeoutError`` if it is stuck for this many
+            seconds: no rank writes output, and either no main thread makes progress in its Python
+            code, or some wait in a collective for a rank that computes.
         ipc_timeout_min: Minutes that a collective of the process groups may wait for other ranks
             before it raises. Set it if, for example, rank 0 prepares data for an hour. None leaves
             torch's defaults: 30 with gloo, 10 with NCCL.

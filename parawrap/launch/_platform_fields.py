@@ -108,7 +108,8 @@ class PlatformFields:
         _set(sent, "upon_finish", None)
         _set(sent, "slurm_additional_parameters", None)
         if sent.device in (Device.GPU, Device.NEURON):
-            _set(sent, "n_gpus", self.ranks_per_node)  # a rank may see only its own device
+            # A rank may see only its own device
+            _set(sent, "n_gpus", self.ranks_per_node)
         return sent
 
     def shows(self, rank: int) -> bool:
@@ -136,6 +137,7 @@ def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
 
 
 def _set(platform: PlatformFields, name: str, value: object) -> None:
+    # For objects that no other code has yet: a frozen object is written only while it is made
     object.__setattr__(platform, name, value)
 
 
@@ -213,7 +215,8 @@ def _set_device(platform: PlatformFields) -> None:
 
 
 def _check_launcher(platform: PlatformFields) -> None:
-    if platform.launcher == "local":  # the ranks of all nodes are ranks of this machine
+    # The ranks of all nodes are ranks of this machine
+    if platform.launcher == "local":
         if platform.device == Device.CPU:
             _set(platform, "n_cpus", platform.n_nodes * platform.n_cpus)
         elif platform.n_gpus is not None:
@@ -240,9 +243,11 @@ def world_of(platform: PlatformFields) -> World | None:
     """
     if platform.launcher not in (None, "env") or (world := find_world()) is None:
         return None
-    if platform.launcher is None and world.world_size == 1 < platform.world_size:
-        is_adopted = platform.leaves_counts_open and world.has_launcher
-        return world if is_adopted else None
+    if platform.launcher is None and world.world_size == 1:
+        wants_more = platform.world_size > 1
+        if world.has_launcher:
+            return None if wants_more and not platform.leaves_counts_open else world
+        return None if wants_more or world.master_port is None else world
     return world
 
 

@@ -140,6 +140,7 @@ def find_rank() -> Rank | None:
     A child of multiprocessing, such as a loader worker, has the rank of its parent, without the
     process group.
     """
+    # `_current` of a forked child is in its memory. Others unpickle the rank when it is needed
     if _current is None and (pickled := rank_of_parent()) is not None:
         become(pickle.loads(pickled))
     return _current
@@ -153,7 +154,9 @@ def inside_a_rank() -> bool:
 def become(rank: Rank) -> None:
     """Make `rank` the current rank."""
     global _current
+    # One assignment: other threads of the function see the old rank or the new one
     _current = rank
+    # As bytes: a child that does not ask for its rank need not import parawrap and torch
     pass_on_rank(pickle.dumps(rank))
 
 

@@ -16,9 +16,8 @@ _SEEDS = 2**32  # numpy accepts seeds below this
 def seed_all(seed: int) -> None:
     """Seed Python, torch, the accelerators, and numpy if it is imported."""
     random.seed(seed)
-    if (
-        torch.accelerator.current_accelerator() is None
-    ):  # torch.manual_seed would format a traceback for a missing CUDA
+    # torch.manual_seed would format a traceback for a missing CUDA
+    if torch.accelerator.current_accelerator() is None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)  # the accelerators too

@@ -105,10 +105,9 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     if is_inherited(environ):
         return None
     for table in _TABLES:
-        numbers = environ.get(table.global_rank, ""), environ.get(table.world_size, "")
-        if not all(each.isdecimal() for each in numbers):
-            continue
-        if table.name == "torchrun" or int(environ[table.world_size]) > 1:
+        rank, world_size = environ.get(table.global_rank, ""), environ.get(table.world_size, "")
+        is_given = rank.isdecimal() and world_size.isdecimal()
+        if is_given and (table.name == "torchrun" or int(world_size) > 1):
             return _world(table, environ)
     return None
 

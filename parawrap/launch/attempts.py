@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+from parawrap.errors import LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._world import Place
@@ -74,6 +75,7 @@ class PoolRun(Run):
             if hosts is None:
                 yield None
                 return
+            # From here on other threads post to the pool. `close` leaves it without an effect
             self._pool = pool = Pool(
                 hosts.starter,
                 self._assignments(hosts, restart, stays=stays),
@@ -83,6 +85,7 @@ class PoolRun(Run):
                 hang_s=platform.hang_timeout_s,
             )
             try:
+                # `cancel` may have come before it could see the pool
                 if self._is_cancelled:
                     pool.cancel()
                 pool.start()
@@ -110,9 +113,11 @@ class Attempts(PoolRun):
     def __init__(self, job: Job, machines: Machines) -> None:
         super().__init__(job, machines, RunOutput.of(job.platform, job.name, job.number))
         self._packed = job.pack()
-        self._packed.block.detach()  # the ranks start later, and the caller may change its tensors
+        # The ranks start later, and the caller may change its tensors
+        self._packed.block.detach()
         self._history: list[str] = []
-        self._is_preempted = False  # and no attempt has taken notice of it
+        # Set by any thread until an attempt has passed the order on to its ranks
+        self._is_preempted = False
 
     def preempt(self) -> None:
         # The flag first: an attempt that sets `_pool` after this look reads it then
@@ -141,6 +146,11 @@ class Attempts(PoolRun):
                     "%s: %s; its ranks start again (restart %d)",
                     *(self.job.name, self._history[-1], restart),
                 )
+        except LaunchError:
+            # Starting ranks ends with an error too if the launch is cancelled meanwhile
+            if self._is_cancelled:
+                return Ending({}, cancelled=True)
+            raise
         finally:
             self._machines.close()
 
@@ -159,7 +169,8 @@ class Attempts(PoolRun):
             if ending.is_success:
                 ranks = range(self.job.platform.world_size)
                 ending = pool.call(Call(self.job.name, ranks, self._packed))
-            if pool.preempted:  # else the order came too late for this attempt
+            # If not, the order came too late for this attempt, and holds for the next one
+            if pool.preempted:
                 self._is_preempted = False
             return ending, pool.preempted
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
-from parawrap._private_names import process_configuration, set_in_python
+from parawrap._private_names import process_configuration, set_in_python, update_in_python
 
 _MARK = "PARAWRAP_RANK"
 _OF_A_PLACE = (
@@ -51,10 +51,10 @@ class _Variables:
     """Variables that a child of multiprocessing sets while it unpickles its configuration."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = dict(variables)
+        self._function, self._argument = update_in_python(variables)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ByName("os:environ.update"), (self._variables,)
+        return _ByName(self._function), (self._argument,)
 
 
 def show_variables(variables: Mapping[str, str]) -> None:
@@ -69,7 +69,8 @@ def show_variables(variables: Mapping[str, str]) -> None:
     shown[_MARK] = _place_in(os.environ)
     set_in_python(_MARK, shown[_MARK])
     for name in _OF_A_TASK:
-        os.unsetenv(name)  # in the C library only
+        # In the C library only: code of this process still finds the task that it is
+        os.unsetenv(name)
     process_configuration()[_VARIABLES] = _Variables(shown)
 
 
@@ -78,7 +79,8 @@ def is_inherited(environ: Mapping[str, str]) -> bool:
 
     In a program that a rank starts, they are copies. A launcher in between has set others.
     """
-    return environ.get(_MARK) == _place_in(environ)
+    mark = environ.get(_MARK)
+    return mark is not None and mark == _place_in(environ)
 
 
 def _place_in(environ: Mapping[str, str]) -> str:

@@ -43,7 +43,8 @@ def run_inline(job: Job) -> RankResults[Any]:
         )
         raise PlatformError(msg)
     restart, result = 0, None
-    with at_signal(lambda: None):  # ignore a signal that arrives between two attempts
+    # Ignore a signal that arrives between two attempts
+    with at_signal(lambda: None):
         while True:
             rank = Rank(0, 0, 0, 1, device, platform, None, restart, Preemption())
             try:
@@ -82,7 +83,8 @@ def _lone_group(platform: PlatformFields) -> Iterator[dist.ProcessGroup | None]:
     if not platform.requires_ipc or dist.is_initialized():
         yield dist.group.WORLD if platform.requires_ipc else None
         return
-    hook = sys.excepthook  # init_process_group replaces it
+    # init_process_group replaces the hook and does not restore it
+    hook = sys.excepthook
     dist.init_process_group(
         platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1
     )

@@ -79,7 +79,8 @@ class Launch(Generic[R]):
                 self._read = self._read_results(self._run.how)
         if isinstance(self._read, BaseException):
             if not self._run.is_of_this_process:
-                self._read.with_traceback(None)  # otherwise each call would add its frames
+                # Without this, each call would add its frames to the same exception
+                self._read.with_traceback(None)
             raise self._read
         return self._read
 

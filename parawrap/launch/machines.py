@@ -45,7 +45,8 @@ class Machines:
         platform = self.platform
         host = platform.master_addr or LOOPBACK
         store: contextlib.AbstractContextManager[StoreAddress]
-        if not platform.requires_ipc:  # only an address for user code
+        # No store is needed, but user code may read MASTER_ADDR and open one there
+        if not platform.requires_ipc:
             store = contextlib.nullcontext(StoreAddress(host, platform.master_port or free_port()))
         elif uses_port(platform):
             store = open_tcp_store(host, platform.master_port, everywhere=False)

@@ -49,6 +49,10 @@ class Ranks:
     **Settings.** The working folder, the environment, and ``sys.path`` go with a call if they
     changed here.
 
+    **The end.** `close`, or the end of a ``with`` block, ends the ranks, and so does the end of the
+    script. A handle that nothing refers to ends them too; an output cell of a notebook refers to
+    what it shows.
+
     **Failures.** An exception of the function is raised here, and the ranks stay usable. Other
     ranks that run Python code are interrupted; those in long C code are waited for. If a rank
     waited in a collective, all ranks form new process groups before the next call. If a rank dies,
@@ -137,6 +141,7 @@ class Ranks:
         """
         size = len(self)
         if not -size <= rank < size:
+            del self  # as in `__call__`
             msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
             raise IndexError(msg)
         return OneRank(self, rank % size)
@@ -159,8 +164,10 @@ class Ranks:
         Raises:
             IndexError: If `rank` is not one of these ranks.
         """
-        if not 0 <= rank < len(self):
-            msg = f"rank={rank}: there are the ranks 0 to {len(self) - 1}"
+        size = len(self)
+        if not 0 <= rank < size:
+            del self  # as in `__call__`
+            msg = f"rank={rank}: there are the ranks 0 to {size - 1}"
             raise IndexError(msg)
         return self._run.output.transcripts[rank].text()
 
@@ -244,7 +251,8 @@ class OneRank:
         Raises as a call of all ranks does.
         """
         run, ranks = self._ranks._run, (self._rank,)
-        del self  # as in `Ranks.__call__`
+        # As in `Ranks.__call__`
+        del self
         value: R = _call(run, ranks, function, args, kwargs)[0]
         return value
 
@@ -272,7 +280,8 @@ def _call(
         if held is not None:
             run.drive(request, held)
         request.wait_for_end()
-    except BaseException:  # Ctrl-C, or a call that cannot be sent
+    except BaseException:
+        # Ctrl-C, or a call that cannot be sent
         if request is not None:
             _interrupt(run, request)
         raise

@@ -44,6 +44,8 @@ class RanksCall(Run):
         packed: The call as it is sent.
     """
 
+    finishes_job = False  # ``upon_finish`` belongs to the run of the ranks
+
     def __init__(
         self, ranks_run: RanksRun, job: Job, ranks: Sequence[int], *, has_handle: bool = False
     ) -> None:
@@ -78,14 +80,8 @@ class RanksCall(Run):
     def stacks(self) -> dict[int, str]:
         return self._ranks_run.stacks() if self.has_begun else {}
 
-    def places(self) -> dict[int, str]:
-        return self._ranks_run.places() if self.has_begun else {}
-
     def state_of(self, rank: int) -> str:
         return self._ranks_run.state_of(rank) if self.has_begun else "idle"
-
-    def _on_success(self) -> None:
-        """Do nothing: ``upon_finish`` belongs to the run of the ranks."""
 
     def wait_for_end(self) -> None:
         """Wait for the end, also if nothing is left that could report it."""
@@ -111,6 +107,8 @@ class RanksRun(PoolRun):
         has_lost_handle: True once nothing refers to the handle any more.
     """
 
+    thread_name = "parawrap-ranks"
+
     def __init__(self, platform: PlatformFields, machines: Machines) -> None:
         super().__init__(Job(platform, _stay), machines, RunOutput.of(platform, LABEL))
         self.script = SentScript(imports=True)
@@ -123,9 +121,11 @@ class RanksRun(PoolRun):
         self.has_lost_handle = False
         self._last_name = LABEL
         self._current: RanksCall | None = None  # that the ranks run
-        self._driven: RanksCall | None = None  # the same, while its caller reads the answers
+        # That call, while its caller reads the answers itself
+        self._driven: RanksCall | None = None
         self._queue: deque[RanksCall] = deque()
-        self.is_closed = False  # by the handle: calls in the queue are still made
+        # By the handle. Calls that are in the queue are still made
+        self.is_closed = False
 
     # -- any thread
 
@@ -136,7 +136,8 @@ class RanksRun(PoolRun):
         self._note_sent(request)
         held.end()
         self._wake()
-        if self.is_done():  # the thread may have missed it
+        # The thread may have looked at the queue for the last time just before
+        if self.is_done():
             self._fail_queue()
 
     def end_if_over(self, request: RanksCall) -> None:
@@ -232,7 +233,8 @@ class RanksRun(PoolRun):
                     self._note_sent(request)
                     has_begun = True
         except Exception as error:  # noqa: BLE001 (no rank has got the call)
-            request.end(error.with_traceback(None))  # its frames hold the arguments
+            # Its frames hold the arguments
+            request.end(error.with_traceback(None))
         if has_begun:
             return held
         held.end()
@@ -262,7 +264,8 @@ class RanksRun(PoolRun):
         """Finish a call that has ended, or hand it to the thread of the run."""
         ending: Ending | None = None
         with pool.events.lock:
-            if self._driven is not request:  # the run has ended, and ends the call
+            # The run has ended, and ends the call
+            if self._driven is not request:
                 return
             self._driven = None
             if error is None and pool.has_ended(request.call):
@@ -275,7 +278,8 @@ class RanksRun(PoolRun):
             request.end(ending)
             is_last = self.is_closed or self.last is not None
             if not (self._queue or is_last or not ending.is_success):
-                return  # the thread has nothing to do
+                # The thread has nothing to do
+                return
         self._wake()
 
     def _note_sent(self, request: RanksCall) -> None:
@@ -327,19 +331,22 @@ class RanksRun(PoolRun):
             while not self._has_ended(pool):
                 pool.events.turn()
         finally:
-            with pool.events.lock:  # a caller that reads leaves then
+            # A caller that reads answers leaves its loop then, and the run ends its call
+            with pool.events.lock:
                 self._driven = None
                 pool.events.wake_caller()
                 pool.events.take_back()
         if self.is_closed and self.last is None and not pool.is_ending:
             return None
-        return self.last or Ending({}, cancelled=True)  # cancelled while no call ran
+        # Without a call that could report it, the ranks were cancelled
+        return self.last or Ending({}, cancelled=True)
 
     def _has_ended(self, pool: Pool) -> bool:
         """Do what is due between two turns. Return True if the ranks have nothing more to do."""
         while self._advance(pool):
             pass
-        with pool.events.lock:  # a caller may begin a call until then
+        # Under the lock, because a caller may begin a call until then
+        with pool.events.lock:
             if self._current is not None:
                 return False
             if self.last is None and pool.idle_deaths:
@@ -363,14 +370,16 @@ class RanksRun(PoolRun):
                     return False
                 request = self._current = self._queue.popleft()
                 pool.events.take_back()
-                if request.is_done():  # cancelled before its turn: the ranks get its globals
+                # Cancelled before its turn: the ranks get its globals
+                if request.is_done():
                     request.call.ranks = ()
                 try:
                     pool.begin(request.call)
                 except Exception as reason:  # noqa: BLE001 (nothing was sent)
                     self._forget(request)
                     self._current = None
-                    error = reason.with_traceback(None)  # its frames hold the arguments
+                    # Its frames hold the arguments
+                    error = reason.with_traceback(None)
         if (how := ending or error) is not None:
             request.end(how)
         return True
@@ -392,7 +401,8 @@ class RanksRun(PoolRun):
     def _finish(self, pool: Pool, request: RanksCall) -> Ending:
         """Note the end of a call."""
         ending = pool.finish(request.call)
-        if request.call.unloaded and not pool.is_ending:  # else all calls fail with the ranks
+        # If the ranks end, all calls fail with them
+        if request.call.unloaded and not pool.is_ending:
             self._forget(request)
         if pool.is_ending:
             self.last, self._last_name = ending, request.call.name

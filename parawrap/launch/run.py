@@ -116,9 +116,12 @@ class Run:
         output: What they write.
         how: How the run has ended. None before.
         is_of_this_process: True if the function ran in this process: an error has its traceback.
+        finishes_job: True if ``upon_finish`` is called after a success.
     """
 
     is_of_this_process = False
+    finishes_job = True
+    thread_name = "parawrap-launch"
 
     def __init__(self, job: Job, output: RunOutput) -> None:
         self.job = job
@@ -127,6 +130,7 @@ class Run:
         self._has_begun = False
         self._pid = os.getpid()
         self._ended = Latch()
+        self._noting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # -- what subclasses give
@@ -159,9 +163,8 @@ class Run:
         return {}
 
     def state_of(self, rank: int) -> str:
-        """Describe the state of a rank."""
-        outcomes = self.how.outcomes if isinstance(self.how, Ending) else {}
-        return outcomes[rank].summary if rank in outcomes else "ended"
+        """Describe the state of a rank, while the ranks run."""
+        return "running"
 
     # -- start and end
 
@@ -171,7 +174,7 @@ class Run:
         Raises:
             LaunchError: If the system does not allow another thread.
         """
-        self._thread = threading.Thread(target=self._run, name="parawrap-launch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
         # Ctrl-C waits until the thread runs. So a run is either in the registry with its thread,
         # or it does not exist, and nobody has to decide which of two threads ends it
         held = HeldSignals(_do_nothing)
@@ -181,7 +184,8 @@ class Run:
                 raise LaunchError(msg)
             _running.add(self)
             self._thread.start()
-        except RuntimeError as error:  # "can't start new thread"
+        except RuntimeError as error:
+            # Python says "can't start new thread" at a limit of the system
             _running.discard(self)
             if isinstance(error, LaunchError):
                 raise
@@ -199,21 +203,22 @@ class Run:
 
     def end(self, how: How) -> None:
         """Note how the run has ended, and let all threads go on that wait. The first note holds."""
-        if self.how is not None:
-            return
-        self.how = how
+        # A call of ranks that stay may be ended by its caller, by the run of the ranks, and by
+        # threads that wait for it
+        with self._noting:
+            if self.how is not None:
+                return
+            # Before the output, which may wait for a terminal: who reads `how` needs no more of it
+            self.how = how
         try:
             self.output.finish()
-            if isinstance(how, Ending) and how.is_success:
-                self._on_success()
+            if self.finishes_job and isinstance(how, Ending) and how.is_success:
+                self.job.finish()
         except BaseException as error:  # noqa: BLE001 (the rest of the output cannot be printed)
             self.how = error
         finally:
             _running.discard(self)
             self._ended.set()
-
-    def _on_success(self) -> None:
-        self.job.finish()
 
     def is_done(self) -> bool:
         """True if the run has ended, including ``upon_finish``."""
@@ -286,6 +291,7 @@ def running(job: Job | None = None) -> list[Run]:
 def cancel_runs(runs: Iterable[Run]) -> None:
     """Cancel several runs at the same time, and wait until all have ended."""
     left = [run for run in runs if not run.is_done()]
+    # All orders first: the ranks of all runs clean up at the same time
     for run in left:
         run.cancel()
     for run in left:
@@ -303,9 +309,12 @@ def report_places(runs: Iterable[Run]) -> None:
 def _end_with_interpreter() -> None:
     """End all runs, and then the server, which would wait for its ranks."""
     global _is_exiting
-    _is_exiting = True  # a thread of `map` starts no other
-    cancel_runs(running())
-    stop_server()
+    # Before the runs are listed: a thread of `map` that starts one later is refused
+    _is_exiting = True
+    try:
+        cancel_runs(running())
+    finally:  # also after Ctrl-C: the server kills ranks that do not end
+        stop_server()
 
 
 def _do_nothing() -> None:

@@ -69,6 +69,7 @@ class RankSetUp:
             stay_on_loopback()
         elif self.store is not None:
             _leave_loopback(str(self.store.host))
+        # Before the groups: an error of the groups names the rank, and libraries may ask for it
         become(set_up(place, platform, preemption))
         if self.store is not None and platform.requires_ipc:
             try:

@@ -53,6 +53,7 @@ from parawrap.processes.process_groups import (
 # for ranks in a collective of the function to end it before this one, which has returned, leaves it
 _LINGER_S = 1.0
 _SHORT_S = 0.01
+_ECHO_S = 2.0  # torchrun looks at its processes every 0.1 s, but may be late on a busy machine
 _LONG = timedelta(days=365)  # a rank may take any time for the function
 _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
@@ -138,7 +139,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         stay_on_loopback()
     meeting = _meeting()
     meeting.number += 1
-    hook = sys.excepthook  # init_process_group replaces it and does not restore it
+    # init_process_group replaces the hook and does not restore it
+    hook = sys.excepthook
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     try:
         calls, seeds = zip(
@@ -153,6 +155,10 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         if has_own_groups:
             # the traceback refers to the groups, whose connections thus stay, and other ranks wait
             break_links()
+        if is_echo(error):
+            # An exit now may come before the launcher of the world has noticed the rank that died,
+            # and it would report this one
+            time.sleep(_ECHO_S)
         return error
     finally:
         if has_own_groups:
@@ -218,7 +224,8 @@ def _group_of(job: Job, rank: Rank, store: dist.Store | None) -> Iterator[dist.P
 
     It is in new process groups, which meet at the store, or next to those of the user.
     """
-    groups = groups_of(job.platform, is_on_one_machine=False)  # `_run` has set the interface
+    # False, because `_run` has chosen the interface already
+    groups = groups_of(job.platform, is_on_one_machine=False)
     if store is not None:
         yield groups.join(store, rank.global_rank, rank.world_size, rank.device)
     elif not job.platform.ipc_groups:
@@ -244,8 +251,10 @@ class _Meeting:
     def __init__(self, world: World) -> None:
         self._rank, self._world_size = world.global_rank, world.world_size
         self._address = str(world.master_addr), int(world.master_port or 0)
-        self._prefix = f"parawrap/{world.restart}"  # the store of torchrun outlives a restart
-        self._group: Any = None  # torch types its methods only in part
+        # The store of torchrun outlives a restart
+        self._prefix = f"parawrap/{world.restart}"
+        # Any, because torch types its methods only in part
+        self._group: Any = None
         self._generations = count()
         self.number = -1
         self._store: Any = dist.TCPStore(
@@ -290,7 +299,8 @@ class _Meeting:
             self._group.allgather(
                 [parts], [torch.nn.functional.pad(data, (0, longest - len(data)))]
             ).wait()
-        except RuntimeError as error:  # of the store, or of a connection
+        except RuntimeError as error:
+            # The store raises it, or a connection to another rank
             msg = (
                 "another rank of this world did not end the call: its function raised an "
                 "exception, or its process ended. Its output has the reason"
@@ -316,7 +326,8 @@ class _Meeting:
 
     def _close(self, process: int) -> None:
         """End the threads of gloo and of the store before they would abort the interpreter."""
-        if os.getpid() == process:  # a forked child has no such threads
+        # A forked child has no such threads
+        if os.getpid() == process:
             self._group = self._store = None
 
 

@@ -103,25 +103,28 @@ class Events:
 
     def watch(self, file: Any, act: Act) -> None:
         """Call `act` in the thread of the pool when a file is readable."""
-        self._selector.register(file, selectors.EVENT_READ, act)
+        number = file if isinstance(file, int) else file.fileno()
+        self._selector.register(number, selectors.EVENT_READ, act)
 
     def watch_answers(self, wire: Wire, act: Act) -> None:
         """Call `act` when a wire is readable, in the thread that has the answers."""
-        self._answers.register(wire, selectors.EVENT_READ, act)
+        self._answers.register(wire.fileno(), selectors.EVENT_READ, act)
 
     def forget(self, file: Any) -> None:
         """Watch a file no more. Call this before the file is closed."""
-        self._selector_of(file).unregister(file)
+        number = file if isinstance(file, int) else file.fileno()
+        self._selector_of(number).unregister(number)
 
     def watch_for_room(self, wire: Wire) -> None:
         """Call the action of a wire also when its socket has room, while something waits for it."""
-        if wire.fileno() < 0:
+        number = wire.fileno()
+        if number < 0:
             return
-        selector = self._selector_of(wire)
-        key = selector.get_key(wire)
+        selector = self._selector_of(number)
+        key = selector.get_key(number)
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.has_unsent else 0)
         if key.events != wanted:
-            selector.modify(wire, wanted, key.data)
+            selector.modify(number, wanted, key.data)
 
     def lend(self) -> None:
         """Leave the answers to a caller."""
@@ -135,8 +138,7 @@ class Events:
             self.is_lent = False
             self._selector.register(self._answers, selectors.EVENT_READ, self._handle_answers)
 
-    def _selector_of(self, file: Any) -> selectors.BaseSelector:
-        number = file if isinstance(file, int) else file.fileno()
+    def _selector_of(self, number: int) -> selectors.BaseSelector:
         return self._answers if number in self._answers.get_map() else self._selector
 
     # The thread of the pool, and a caller
@@ -167,15 +169,11 @@ class Events:
                 current = files.get(key.fd)
                 if current is not None and current.data is key.data:
                     key.data()  # else an earlier handler has closed the file
-            if self.timers:
-                self._run_timers()
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        for act, at in list(self.timers.items()):
-            if now >= at == self.timers.get(act):  # an earlier action has not changed it
-                del self.timers[act]
-                act()
+            now = time.monotonic()
+            for act, at in list(self.timers.items()):
+                if now >= at == self.timers.get(act):  # an earlier action has not changed it
+                    del self.timers[act]
+                    act()
 
     def _run_posted(self) -> None:
         self._waker.clear()

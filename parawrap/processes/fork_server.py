@@ -55,6 +55,7 @@ STATUS = struct.Struct("<ci")
 STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
 EXITED = b"e"  # with the exit code, or the negative signal number
+CONTINUE = b"c"  # a request to continue keepers that something has stopped
 WITH_TRACKER = b"t"  # a request that also brings the connection to the script's resource tracker
 
 _PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
@@ -75,6 +76,7 @@ _LOOK_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
 _MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
+_IDLE_S = 0.25  # that they wait: for launches in a loop, and so that nothing stays after a launch
 _TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
@@ -118,6 +120,8 @@ class _Server:
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
+        self._pid = os.getpid()
+        adopt_orphans()  # of keepers that something has killed
         self._keepers: dict[int, socket.socket] = {}  # by process id, with the connection to it
         self._idle: list[int] = []  # process ids of keepers that wait for a request
         self._stale: set[int] = set()  # keepers that lack modules which were imported since
@@ -142,7 +146,13 @@ class _Server:
                 poll.register(connection, select.POLLIN)
             if is_open:
                 poll.register(self._requests, select.POLLIN)
-            ready = {number for number, _ in poll.poll(None if is_open else 1000 * _LOOK_S)}
+            if not is_open:
+                wait_s: float | None = _LOOK_S
+            else:
+                wait_s = _IDLE_S if self._idle else None
+            ready = {number for number, _ in poll.poll(None if wait_s is None else 1000 * wait_s)}
+            if not ready:  # no launch follows the last one at once
+                self._dismiss(self._idle)
             if self._woken in ready:
                 self._wanted.update(os.read(self._woken, 4096))
                 self._reap()
@@ -170,7 +180,10 @@ class _Server:
             return False
         if not request:
             return False
-        if len(files) == _FILES + (request == WITH_TRACKER):
+        if request == CONTINUE:
+            for pid in self._keepers:
+                send_signal(os.kill, pid, signal.SIGCONT)
+        elif len(files) == _FILES + (request == WITH_TRACKER):
             self._hand_over(files)
         # else the kernel dropped descriptors: this process has reached its limit on open files
         for file in files:
@@ -214,12 +227,16 @@ class _Server:
         return pid
 
     def _reap(self) -> None:
+        """Forget the keepers that have exited, and end what killed ones have left."""
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
-                self._keepers.pop(pid).close()
+                if pid in self._keepers:
+                    self._keepers.pop(pid).close()
                 self._stale.discard(pid)
                 if pid in self._idle:
                     self._idle.remove(pid)
+        for orphan in children_of(self._pid) - self._keepers.keys():
+            send_signal(os.kill, orphan, signal.SIGKILL)
 
     def _note_idle(self) -> bool:
         """Note the keepers whose ranks have ended. Return True if there are some."""
@@ -282,8 +299,8 @@ class _Keeper:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, self._kill_rank)
         server = os.getppid()
+        adopt_orphans()
         if sys.platform == "linux":  # on macOS, the rank ends when its connection closes
-            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != server:  # it has ended before the call
                 os._exit(1)
@@ -368,7 +385,7 @@ class _Keeper:
         while self._has_children() or send_signal(os.killpg, group, 0):
             if time.monotonic() >= kill_at:
                 send_signal(os.killpg, group, signal.SIGKILL)
-                for pid in self._orphans():
+                for pid in children_of(self._pid):
                     send_signal(os.kill, pid, signal.SIGKILL)
             time.sleep(_LOOK_S)
 
@@ -381,11 +398,18 @@ class _Keeper:
             return False
         return True
 
-    def _orphans(self) -> list[int]:
-        with contextlib.suppress(OSError):  # macOS offers no way to find them
-            children = Path(f"/proc/self/task/{self._pid}/children").read_text()
-            return [int(pid) for pid in children.split()]
-        return []
+
+def adopt_orphans() -> None:
+    """Become the parent of orphaned descendants. Otherwise they become children of init."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the children of a process with a single thread."""
+    with contextlib.suppress(OSError):  # macOS offers no way to find them
+        return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return set()
 
 
 def _report(status: int, word: bytes, number: int) -> None:
@@ -532,6 +556,9 @@ class ForkServer:
         if pid:
             send_signal(os.killpg, pid, signal.SIGKILL)
             send_signal(os.kill, pid, signal.SIGKILL)
+        # What has stopped a rank may have stopped its keeper too, which reports its end
+        with contextlib.suppress(OSError):  # the server has ended
+            self._socket.send(CONTINUE)
 
     def describe(self, _rank: int) -> str:
         """Describe the process with which a rank was lost: the server, or the rank's keeper."""

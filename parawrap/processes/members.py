@@ -26,8 +26,6 @@ from parawrap.processes.rank_process import Assignment
 from parawrap.processes.wire import NEWS, Message, Wire
 
 _GIVE_UP_S = 20.0  # for the server to report the end of killed ranks
-# For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
-_EXIT_HANDLERS_S = 600.0
 _PIECE = 1 << 16  # the size of a pipe in Linux
 _log = logging.getLogger("parawrap.launch")
 
@@ -288,7 +286,8 @@ class Members:
     @property
     def is_over(self) -> bool:
         """True once none of the processes is alive."""
-        return not any(member.is_alive for member in self.all)
+        # Not a counter: an error between two lines, which this loop must survive, would falsify it
+        return all(not member.is_alive for member in self.all)
 
     def end(self) -> None:
         """Order every rank to end. Those that are late are killed."""
@@ -305,11 +304,11 @@ class Members:
             self.is_cancelled = True
             self.end()
 
-    def close(self) -> None:
+    def close(self, exit_s: float = 0.0) -> None:
         """Let the ranks exit, and wait until no process is alive.
 
-        Ranks that were ordered to end are killed once ``grace_s`` is over. Those that were not have
-        time for their exit handlers.
+        Ranks that are late are killed: once ``grace_s`` is over, or `exit_s` seconds for the exit
+        handlers of ranks that were not ordered to end.
         """
         try:
             with self._events.lock:
@@ -319,8 +318,8 @@ class Members:
                     else:
                         self.drop(member.wire)
                 timers = self._events.timers
-                limit_s = max(self._grace_s, _EXIT_HANDLERS_S)
-                kill_at = timers.get(self._end_by_force, time.monotonic() + limit_s)
+                late_at = time.monotonic() + max(self._grace_s, exit_s)
+                kill_at = timers.get(self._end_by_force, late_at)
                 timers.clear()
                 timers[self._end_by_force] = kill_at
             while not self.is_over:
@@ -329,6 +328,9 @@ class Members:
             if not self.is_over:
                 self._abandon()
             self._events.close()
+            # The listener and its members refer to each other: without this, their descriptors
+            # would stay until the next garbage collection. No report comes after this line
+            vars(self).pop("_listener", None)  # `close` may be called again after an error
 
     def _abandon(self) -> None:
         """Kill the processes without waiting for reports: an error ended the thread of the pool."""
@@ -353,9 +355,9 @@ class Members:
         late = [str(member.rank) for member in self.all if not member.has_exited]
         if late and not self.is_ending:
             _log.warning(
-                "rank(s) %s had returned, and their exit handlers did not end within %g s: they "
-                "are killed",
-                *(", ".join(late), max(self._grace_s, _EXIT_HANDLERS_S)),
+                "rank(s) %s had returned, but not exited in time, for example because of exit "
+                "handlers: their processes are killed",
+                ", ".join(late),
             )
         self.is_ending = self._has_killed = True
         self._events.timers[self._end_by_force] = time.monotonic() + _GIVE_UP_S

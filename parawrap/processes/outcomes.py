@@ -45,6 +45,7 @@ _ECHO = re.compile(
     re.IGNORECASE,
 )
 
+_CPP_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\]")
 _TORCH_RANKS = tuple(
     str(Path(str(module.__file__)).parent)
     for module in (dist, torch.autograd, torch.nn.parallel)  # backward of DistributedDataParallel
@@ -106,19 +107,25 @@ def is_echo(error: BaseException) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if link is None:
             return False
-        is_of_kind = type(link) is RuntimeError or isinstance(link, dist.DistError)
-        if is_of_kind and _ECHO.search(summary_of(link)) and _is_raised_by_torch(link):
+        text = summary_of(link) if isinstance(link, (RuntimeError, dist.DistError)) else ""
+        if _ECHO.search(text) and _is_raised_by_torch(link, text):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False
 
 
-def _is_raised_by_torch(error: BaseException) -> bool:
-    """True if C code, or Python code of torch for several ranks, has raised the exception.
+def _is_raised_by_torch(error: BaseException, text: str) -> bool:
+    """True if code of torch for several ranks has raised the exception.
 
-    A wait for a collective (``work.wait()``) raises in a frame of the caller, since it has none of
-    its own. The instruction there is a call then, and not a ``raise``.
+    Errors of the store and of NCCL have classes of their own. Those of gloo are a plain
+    RuntimeError, with the line of its C++ code. A wait for a collective (``work.wait()``) raises in
+    a frame of the caller, since it has none of its own: the instruction there is a call, and not a
+    ``raise``.
     """
+    if not isinstance(error, dist.DistError) and not (
+        type(error) is RuntimeError and _CPP_LINE.search(text)
+    ):
+        return False
     trace = error.__traceback__
     if trace is None:
         return False
@@ -384,8 +391,8 @@ def _error_with_stacks(name: str, ending: Ending) -> LaunchError:
     """Return the error of a call that was ended at a time limit or in a deadlock."""
     stacks = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(ending.stacks.items()))
     if ending.timed_out:
-        where = f" {describe_places(ending.at)}." if ending.at else ""
-        msg = f"{name} was {ending.timed_out}; its ranks were ended.{where} Their stacks:\n{stacks}"
+        where = f": {describe_places(ending.at)}" if ending.at else ""
+        msg = f"{name} was {ending.timed_out}; its ranks were ended{where}. Their stacks:\n{stacks}"
         return LaunchTimeoutError(msg, stacks=dict(ending.stacks))
     returned = ", ".join(
         str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned)

@@ -60,6 +60,8 @@ _LINGER_S = (
     1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
 )
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
+# For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
+_EXIT_HANDLERS_S = 600.0
 _PLACES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
 _LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
@@ -336,13 +338,16 @@ class Pool:
             {member.rank: member.place for member in self._members.all},
             stacks=self._stacks,
             timed_out=self._timed_out,
-            at={each.rank: each.looked.place for each in self._members.all if each.looked},
+            at=self._last_places() if self._timed_out else {},
             deadlocked=call.is_deadlocked,
             cancelled=call.is_cancelled or (is_cancelled and not lost),
             lost=lost,
             error=call.error,
             has_output=any(each.wrote_at >= call.began_at for each in self._members.all),
         )
+
+    def _last_places(self) -> dict[int, str]:
+        return {each.rank: each.looked.place for each in self._members.all if each.looked}
 
     def end_of_idle_ranks(self) -> Ending:
         """Return how ranks that stay have ended between two calls."""
@@ -359,9 +364,12 @@ class Pool:
     def close(self) -> None:
         """Let the ranks exit, and wait until no process is alive.
 
-        Ranks that are late are killed.
+        Ranks that are late are killed. Those that have answered their last call have time for their
+        exit handlers.
         """
-        self._members.close()
+        if self._call is not None:  # an error has ended the thread of the pool
+            self._members.end()
+        self._members.close(_EXIT_HANDLERS_S)
 
     def _trim(self) -> None:
         """Free large slabs that no call has used for a while. No caller makes a call."""

@@ -60,19 +60,17 @@ class Preemption:
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
     """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator.
 
-    A handler of the script's is called too. Has no effect outside the main thread.
+    A handler of the script's waits for the end of the block: `act` stands for what it would do. Has
+    no effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGUSR2)
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(_number: int, _frame: FrameType | None) -> None:
         act()
-        if callable(before):
-            before(number, frame)
 
-    signal.signal(signal.SIGUSR2, handle)
+    before = signal.signal(signal.SIGUSR2, handle)
     try:
         yield
     finally:

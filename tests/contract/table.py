@@ -51,6 +51,7 @@ _MASKS = [
     (r"(?<![\w.])/[\w./+~-]+", "…"),
     (r"process \d+", "process …"),
     (r"(timeout_min|hang_timeout_s)=[\d.]+", r"\1=…"),
+    (r"(ranks were ended: rank 0 at ).*?\. Their stacks", r"\1…. Their stacks"),
     (r"job \d+", "job …"),
     (r"\S+ has (\d+) CPU", r"… has \1 CPU"),
     (r"within rank \d+ of \d+", "within rank … of …"),

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -120,16 +119,6 @@ def test_rank_has_loader_workers(tmp_path):
         written = script.communicate(2 * PATIENCE_S)[0]
     assert written.count("script __main__") == 1  # workers do not run the guarded part
     assert "6.0\n" in written
-
-
-def test_child_of_rank_is_no_rank():
-
-    def launch_in_process():
-        code = "from parawrap import *; wrapper(Platform(device='cpu'))(len)([])"
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-
-    (error,) = wrapper(ranks(1))(launch_in_process)()
-    assert "LaunchError: len was launched in a process that a rank started" in error
 
 
 @pytest.mark.stress

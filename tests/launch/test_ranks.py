@@ -360,6 +360,8 @@ CELLS = {
     "unsendable": "opened(print, threading.Lock())",
     "reduced": "opened(print, Unsendable())",
     "submitted": "opened.submit(print, threading.Lock())",
+    "no rank": "opened[7]",
+    "no logs": "opened.logs(7)",
 }
 
 
@@ -377,7 +379,7 @@ def test_a_cell_that_runs_again_after_an_error(line):
     cell = f"opened = ranks(1).open()\npids.append(opened(os.getpid)[0])\n{line}"
     errors = []
     for _ in range(2):
-        with pytest.raises((ZeroDivisionError, UnsendableError)) as caught:
+        with pytest.raises((ZeroDivisionError, UnsendableError, IndexError)) as caught:
             exec(cell, namespace)
         errors.append(caught.value)
     first, second = namespace["pids"]

@@ -64,7 +64,9 @@ def group_size():
 def joining(rank):
     """The function runs in the existing processes, which get all results at every call and are not ranks afterwards."""
     function = on_cpu(lambda: (os.getpid(), current_rank().global_rank, current_rank().local_rank, total()))
+    before = dict(os.environ)
     first, second = function(), function()
+    assert dict(os.environ) == before
     assert first == second
     assert type(first) is RankResults
     assert first[rank][0] == os.getpid()

@@ -82,17 +82,20 @@ def test_killed_script_leaves_no_folder(tmp_path, monkeypatch):
     eventually(lambda: not [*folder.glob("parawrap-store-*")], "the end of the folder")
 
 
-def test_a_killed_parent_ends_its_rank():
+def test_a_killed_parent_ends_its_rank(tmp_path):
     """The parent of a rank ends what the rank leaves. Without it, the rank ends, and is reported."""
 
     def kills():
         if current_rank().global_rank == 0:
+            left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            (tmp_path / f"{left.pid}.pid").touch()
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(600)
 
     error = failure_of(kills)
     assert type(error) is RankDiedError
     assert "its parent process, which was killed" in str(error)
+    assert_gone(pids_in(tmp_path, 1))
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 

@@ -235,7 +235,7 @@ def test_call_that_does_not_arrive(two):
     with pytest.raises(TypeError):
         two(function, (each for each in ()))
     assert two(function) == (7, 7)
-    thread = two._thread
+    thread = two._run
     for _ in range(3):  # packed, and never sent, as after Ctrl-C
         thread.script.pack_call(made(8), (), {})
     assert two(made(9)) == (9, 9)

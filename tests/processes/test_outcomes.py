@@ -85,7 +85,8 @@ def test_lost_connection_is_echo(error, monkeypatch):
         ConnectionRefusedError(111, "Connection refused"),  # by a database, for example
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
-        type("RequestError", (RuntimeError,), {})("connection reset by peer"),
+        type("RequestError", (RuntimeError,), {})("[pair.cc:553] connection reset by peer"),
+        RuntimeError("upload failed: connection reset by peer"),  # of an awaited future, or of another library in C
     ]
     assert not any(is_echo(raised_by_c(each)) for each in others)
     monkeypatch.undo()

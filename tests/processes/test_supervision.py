@@ -272,7 +272,7 @@ def test_limit_on_files_at_a_start(count):
         except (LaunchError, OSError) as error:
             assert "open files" in str(error)  # noqa: PT017
     assert wrapper(ranks(2, **ALONE))(lambda: 1)() == (1, 1)
-    assert not children()
+    eventually(lambda: not children(), "the end of all processes")
 
 
 def test_limit_on_files_with_workers():

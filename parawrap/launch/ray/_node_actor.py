@@ -57,12 +57,11 @@ class NodeActor:
                 [sys.executable, "-P", "-c", _PROGRAM.format(path=path)],
                 stdin=its.fileno(),
                 stdout=subprocess.PIPE,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": str(threads),
-                },  # Ray sets it to the CPUs of the whole actor
+                # Ray sets the variable to the CPUs of the whole actor
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 start_new_session=True,
-                cwd="/",  # imports fail in a deleted working folder
+                # Imports fail in a deleted working folder
+                cwd="/",
             )
         self._output: Any = server.stdout
 

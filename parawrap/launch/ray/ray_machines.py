@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import math
 import secrets
 import select
 import socket
@@ -31,10 +32,11 @@ from parawrap.processes.settings import Settings
 _TOKEN_BYTES = 32
 _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
 _CONNECT_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
+_LOOK_S = 0.2  # between two looks whether the launch was cancelled
+_NOTICE_S = 8.0  # Ray reports the loss of a node after about five seconds
 _LEAVING_S = 10.0  # for the servers to end, which have no ranks left
-_MOST_TRIES = (
-    3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
-)
+# Ray may place an actor on a lost node, because it notices a loss only after some seconds
+_MOST_TRIES = 3
 _log = logging.getLogger("parawrap.launch")
 
 
@@ -72,7 +74,8 @@ class RayMachines(Machines):
             store = open_tcp_store(
                 platform.master_addr or host, platform.master_port, everywhere=not is_local
             )
-            with store as address, _Starter(ray, platform, nodes, host) as starter:
+            starting = _Starter(ray, platform, nodes, host, is_cancelled)
+            with store as address, starting as starter:
                 yield Hosts(starter, address)
         finally:
             if nodes and ray.is_initialized():
@@ -99,6 +102,8 @@ class _Node:
         self._reservation = reservation
         self.actor = reservation.start_actor(number)
         self.host = self.address = ""
+        # Set once Ray reports the end of its actor
+        self.is_lost = threading.Event()
 
     def await_start(self, is_cancelled: Callable[[], bool]) -> bool:
         """Wait until the server of the node can fork.
@@ -136,16 +141,29 @@ class _Starter:
     Implements `Starter` of the pool.
     """
 
-    def __init__(self, ray: Any, platform: PlatformFields, nodes: list[_Node], host: str) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        platform: PlatformFields,
+        nodes: list[_Node],
+        host: str,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
         self._ray = ray
+        self._is_cancelled = is_cancelled
+        # For all ranks together. The time limit of the launch counts from its start, so from here
+        limit_s = math.inf if platform.timeout_min is None else 60 * platform.timeout_min
+        self._until = time.monotonic() + min(_CONNECT_S, limit_s)
         self._per_node = platform.ranks_per_node
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._listener = socket.create_server((host, 0), backlog=CONNECTIONS * platform.world_size)
         self._listener.setblocking(False)
-        self._hellos: dict[socket.socket, bytes] = {}  # connections, and what they have said so far
+        # Connections, and what they have said so far
+        self._hellos: dict[socket.socket, bytes] = {}
         self._arrived: dict[int, dict[int, socket.socket]] = {}
-        self._status: dict[int, socket.socket] = {}  # copies, to end the connections of a lost node
+        # Copies, to end the connections of a lost node
+        self._status: dict[int, socket.socket] = {}
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -166,11 +184,17 @@ class _Starter:
     def start(self, rank: int) -> Connections:
         node = self._nodes[rank // self._per_node]
         place = f"node {node.number}, {node.host}"
-        until = time.monotonic() + _CONNECT_S
         while len(self._arrived.get(rank, ())) < CONNECTIONS:
-            if not self._accept(until - time.monotonic()):
-                msg = f"rank {rank} on {place} did not connect in {_CONNECT_S:g} s"
+            if self._is_cancelled():
+                msg = f"the launch was cancelled before rank {rank} had connected"
                 raise LaunchError(msg)
+            if time.monotonic() >= self._until:
+                msg = (
+                    f"rank {rank} on {place} did not connect to this process in time: a firewall "
+                    "between the nodes may be the reason, or a very busy node"
+                )
+                raise LaunchError(msg)
+            self._accept(_LOOK_S)
         status, data, control, *streams = (
             each for _, each in sorted(self._arrived.pop(rank).items())
         )
@@ -179,8 +203,8 @@ class _Starter:
             place, data, control, status.detach(), tuple(each.detach() for each in streams)
         )
 
-    def _accept(self, wait_s: float) -> bool:
-        """Wait for connections, and read what they say. Return False if nothing came in that time.
+    def _accept(self, wait_s: float) -> None:
+        """Wait for connections for at most this time, and read what they say.
 
         A connection counts once it has said its token. Others, such as those of a port scanner,
         hold up nobody.
@@ -189,8 +213,7 @@ class _Starter:
         waiting = {each.fileno(): each for each in (self._listener, *self._hellos)}
         for file in waiting:
             poll.register(file, select.POLLIN)
-        ready = poll.poll(1000 * max(0.0, wait_s))
-        for file, _ in ready:
+        for file, _ in poll.poll(1000 * wait_s):
             if file == self._listener.fileno():
                 with contextlib.suppress(OSError):  # it has gone again
                     connection, _ = self._listener.accept()
@@ -198,7 +221,6 @@ class _Starter:
                     self._hellos[connection] = b""
             else:
                 self._read_hello(waiting[file])
-        return bool(ready)
 
     def _read_hello(self, connection: socket.socket) -> None:
         """Read the token, the rank, and the kind of a connection.
@@ -231,6 +253,7 @@ class _Starter:
         except Exception as error:  # noqa: BLE001 (also a shutdown of Ray)
             if self._is_closed:
                 return
+            node.is_lost.set()
             _log.warning("node %d of a launch is lost: its actor died: %s", node.number, error)
             for rank, status in list(self._status.items()):
                 if rank // self._per_node == node.number:
@@ -242,5 +265,9 @@ class _Starter:
             if pid:
                 self._nodes[rank // self._per_node].actor.kill.remote(pid)
 
-    def describe(self, _rank: int) -> str:
-        return "its node, which no longer answers"
+    def describe(self, rank: int) -> str:
+        """Say with what a rank was lost. Only Ray knows whether its node is."""
+        node = self._nodes[rank // self._per_node]
+        if node.is_lost.wait(_NOTICE_S):
+            return "its node, which no longer answers"
+        return f"the process on node {node.number} that forks its ranks, while Ray kept the node"

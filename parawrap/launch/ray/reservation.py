@@ -52,7 +52,8 @@ def _join(ray: Any) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
     try:
-        if host and port.isdecimal() and "/" not in host:  # Ray itself would retry for minutes
+        # Ray itself would retry for minutes
+        if host and port.isdecimal() and "/" not in host:
             socket.create_connection((host, int(port)), _ANSWER_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
@@ -77,9 +78,8 @@ class Reservation:
     def __init__(self, platform: PlatformFields) -> None:
         self.ray = _join_cluster()
         self._platform = platform
-        self._bundle: dict[str, float] = {
-            "CPU": platform.cpus_per_node
-        }  # the resources that one node needs
+        # The resources that one node needs, under Ray's names
+        self._bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
         if platform.device == Device.GPU:
             self._bundle["GPU"] = platform.ranks_per_node
         if platform.ram is not None:
@@ -145,9 +145,8 @@ class Reservation:
 
     def end(self) -> None:
         """Release the resources. Ray kills the actors that still use them."""
-        if (
-            self._group is not None and self.ray.is_initialized()
-        ):  # after a shutdown, any call would start Ray again
+        # After a shutdown, any call would start Ray again
+        if self._group is not None and self.ray.is_initialized():
             self.ray.util.remove_placement_group(self._group)
 
     def _check_size(self) -> None:

@@ -137,10 +137,6 @@ class BatchRun(Run):
             if self._folder.has("begun", start):  # a task that still starts would die of the signal
                 commands.signal_job(self.number, "USR2")
 
-    def state_of(self, rank: int) -> str:
-        """Return "running": the tasks do not report the states of single ranks."""
-        return "running"
-
     def stacks(self) -> dict[int, str]:
         """Return the stacks of every rank that has not ended.
 

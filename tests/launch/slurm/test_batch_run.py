@@ -108,7 +108,7 @@ def test_stacks_of_ranks_that_do_not_answer(monkeypatch):
     (folder,) = Folder.new("job", 1)
     run = batch_run.BatchRun(Job(Platform(device="slurm", n_nodes=3), len, ("",)), folder)
     assert run.stacks() == {}
-    run._start, run._outcomes, run.has_begun = 0, {2: Died(0.0, 0, 7)}, True
+    run._start, run._outcomes, run._has_begun = 0, {2: Died(0.0, 0, 7)}, True
     folder.write_answer(0, 1, "of the first request")
     stacks = run.stacks()
     assert (stacks.keys(), stacks[0]) == ({0, 1}, "of the first request")

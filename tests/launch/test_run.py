@@ -1,0 +1,90 @@
+"""Runs: their registry, and how they end with the interpreter."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from parawrap import LaunchError, Platform, wrapper
+from parawrap.launch import Job, Launch, running
+from parawrap.launch.run import FinishedRun, Run, RunOutput
+from tests.helpers.processes import ranks, run_script
+from tests.helpers.waiting import PATIENCE_S, eventually
+
+EXITS = """
+import atexit
+
+def launch_late():
+    try:
+        launches()
+    except Exception as error:
+        print(type(error).__name__, "while the interpreter exits" in str(error))
+
+atexit.register(launch_late)  # runs after the exit hook of parawrap, which is registered later
+from parawrap import Platform, wrapper
+
+platform = Platform(device="cpu", n_cpus=1, verbose=False)
+launches = wrapper(platform)(lambda: 1)
+waits = wrapper(platform)(lambda seconds: __import__("time").sleep(seconds))
+iterator = waits.map([600] * 4, max_parallel=2)
+submitted = waits.submit(600)
+opened = platform.open()
+threading = __import__("threading")
+threading.Thread(target=lambda: next(iterator), daemon=True).start()
+print(*launches())
+"""
+
+
+def test_all_runs_end_with_the_interpreter(tmp_path):
+    """Launches, those of `map` in other threads, and ranks that stay. Later launches are refused."""
+    assert run_script(tmp_path, EXITS, patience_s=60).splitlines() == ["1", "LaunchError True"]
+
+
+def test_the_registry_has_what_runs(tmp_path):
+    """From the start of a run to its end, `upon_finish` included."""
+    seen = []
+
+    def finish():
+        seen.append([run.job.name for run in running() if run.job.function is waits])
+
+    def waits(path):
+        return eventually(path.exists, "go")
+
+    launch = wrapper(ranks(1, upon_finish=finish))(waits).submit(tmp_path / "go")
+    assert len([run for run in running() if run.job.function is waits]) == 1
+    (tmp_path / "go").touch()
+    launch.results(PATIENCE_S)
+    assert seen == [["test_the_registry_has_what_runs.<locals>.waits"]]
+    assert not [run for run in running() if run.job.function is waits]
+
+
+def test_the_first_end_holds():
+    """A call of ranks that stay may be ended by several threads."""
+    run = Run(Job(Platform(device="cpu"), len), RunOutput())
+    errors = [LaunchError(f"{number}") for number in range(8)]
+    threads = [threading.Thread(target=run.end, args=(error,)) for error in errors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert run.wait(0)
+    assert run.how in errors
+    first = run.how
+    run.end(LaunchError("late"))
+    assert run.how is first
+
+
+def test_a_function_that_has_run_here():
+    """Its error has the traceback of this process, at each call of `results`."""
+    try:
+        raise KeyError("odd")
+    except KeyError as error:
+        launch = Launch(FinishedRun(Job(Platform(device="cpu"), len), error))
+    for _ in range(2):
+        with pytest.raises(KeyError) as caught:
+            launch.results()
+        assert any(entry.name == "test_a_function_that_has_run_here" for entry in caught.traceback)
+    assert (launch.state, launch.stacks(), launch.logs(0)) == ("failed", {}, "")
+    launch.cancel()
+    launch.preempt()
