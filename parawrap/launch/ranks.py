@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
@@ -354,4 +355,8 @@ def open_ranks(platform: PlatformFields) -> Ranks:
         )
         raise PlatformError(msg)
     end_lost_ranks()
+    if name == "local":
+        # Ranks that stay may use shared memory that the script makes later. They report it to the
+        # script's resource tracker, which otherwise starts with the first memory
+        resource_tracker.ensure_running()
     return Ranks(platform)

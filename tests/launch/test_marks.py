@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -193,26 +192,31 @@ def test_a_manager_of_the_script():
         assert sorted(queue.get() for _ in range(2)) == [0, 1]
 
 
+SHARES = """
+from multiprocessing import shared_memory
+from parawrap import Platform, wrapper
+
 def attach(name):
     block = shared_memory.SharedMemory(name=name)
-    block.buf[0] = 7
+    block.buf[0] += 1
     block.close()
 
+platform = Platform(device="cpu", n_cpus=2, verbose=False, ipc_groups=None)
+with platform.open() as opened:
+    block = shared_memory.SharedMemory(create=True, size=80)
+    opened[0](attach, block.name)
+    wrapper(platform)(attach)(block.name)
+again = shared_memory.SharedMemory(name=block.name)
+print(again.buf[0] > 0)
+again.close()
+block.close()
+block.unlink()
+"""
 
-def test_shared_memory_of_the_script():
+
+def test_shared_memory_of_the_script(tmp_path):
     """It stays when a rank that has used it ends, also if ranks were open before it was made."""
-    with ranks(1).open() as opened:
-        block = shared_memory.SharedMemory(create=True, size=80)
-        try:
-            wrapper(ranks())(attach)(block.name)
-            opened(attach, block.name)
-            opened.close()
-            again = shared_memory.SharedMemory(name=block.name)
-            assert again.buf[0] == 7
-            again.close()
-        finally:
-            block.close()
-            block.unlink()
+    assert run_script(tmp_path, SHARES) == "True\n"
 
 
 def leave_slowly(path, seconds):

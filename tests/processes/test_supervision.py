@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 
 import psutil
 import pytest
@@ -111,8 +112,8 @@ THREADS = {
 
 
 def children():
-    server = fork_server._server
-    own = {server._process.pid} if server is not None else set()
+    server, tracker = fork_server._server, resource_tracker._resource_tracker._pid
+    own = {tracker} | ({server._process.pid} if server is not None else set())
     return [each for each in psutil.Process().children(recursive=True) if each.pid not in own]
 
 
