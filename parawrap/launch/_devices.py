@@ -90,6 +90,7 @@ def core_of(local_rank: int) -> str:
     Raises:
         PlatformError: If this machine has fewer NeuronCores than ranks.
     """
+    # The numbers of this machine, which are not 0 to n - 1 if the script was given some of them
     found = _neuron_cores()
     if local_rank >= len(found):
         msg = (

@@ -65,8 +65,9 @@ def machines_for(platform: PlatformFields) -> Machines:
     Raises:
         LaunchError: If they cannot be had.
     """
+    # Imported here, because it imports Ray
     if platform.launcher == "ray":
-        from parawrap.launch.ray.ray_machines import RayMachines  # imports Ray
+        from parawrap.launch.ray.ray_machines import RayMachines
 
         return RayMachines(platform)
     return Machines(platform)

@@ -303,6 +303,8 @@ def _check_visible(platform: PlatformFields, given: str) -> None:
 
     `given` is the device as the user named it.
     """
+    # Counting devices does not initialize CUDA: ranks are forked from another process, but the
+    # script may fork too
     kind, n_gpus = Device(platform.device), platform.n_gpus
     if kind is Device.CPU and n_gpus is not None:
         _refuse(

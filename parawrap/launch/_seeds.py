@@ -44,6 +44,7 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
     Those of torch are the ones of the CPU and of this device.
     """
+    # numpy's state only if something has imported it: parawrap does not
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:

@@ -41,7 +41,8 @@ class Launch(Generic[R]):
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # Unpickles the results once. The values belong to the caller from then on
+        # Unpickles the results once, so that all threads get the same objects. They belong to the
+        # callers from then on
         self._reading = threading.Lock()
         self._read: RankResults[R] | BaseException | None = None
 

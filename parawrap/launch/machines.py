@@ -51,6 +51,7 @@ class Machines:
         elif uses_port(platform):
             store = open_tcp_store(host, platform.master_port, everywhere=False)
         else:
+            # By default no port, since every user of this machine could connect to it
             store = open_file_store()
         with store as address:
             yield Hosts(fork_server(), address)

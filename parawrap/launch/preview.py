@@ -58,6 +58,7 @@ def preview(job: Job) -> str:
         f"meeting at {meeting}; {f'process groups {groups}' if groups else 'one process group'}"
         if platform.requires_ipc
         else "no process group",
+        # Packed as for a launch, so that a value which cannot be sent is found here already
         f"{job.pack().block.size:,} bytes of function and arguments for each of {len(ranks)} ranks",
         *ranks,
         script,

@@ -204,6 +204,7 @@ class Ranks:
         called if all ranks ended on their own.
         """
         run = self._run
+        # A forked child has a copy of the handle, and must not end the ranks of its parent
         if run.is_in_forked_child:
             return
         run.close()
@@ -275,6 +276,7 @@ def _call(
     job = _job_of(run, function, args, kwargs)
     request: RanksCall | None = None
     try:
+        # The lock ends before the answers are read: calls of other threads line up behind this one
         with run.packing:
             request = RanksCall(run, job, ranks)
             held = run.begin(request)

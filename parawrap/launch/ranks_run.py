@@ -60,6 +60,7 @@ class RanksCall(Run):
         output = RunOutput.of(job.platform, job.name, is_kept=True) if has_handle else _NO_OUTPUT
         super().__init__(job, output)
         self._ranks_run = ranks_run
+        # What the ranks have already is noted when the call is sent, not here: it may never be
         self.packed = job.pack(ranks_run.script)
         if has_handle:
             self.packed.block.detach()
@@ -315,6 +316,7 @@ class RanksRun(PoolRun):
             super().end(how)
         finally:
             self.ready.set()
+            # No rank is alive, so nothing else can end these calls
             current, self._current = self._current, None
             if current is not None:
                 current.end(self.error_of_end(current.call.name))

@@ -82,8 +82,7 @@ class RankSetUp:
         """Leave all process groups, and join new ones."""
         assert self.store is not None
         rank = current_rank()
-        # models of the old groups would take data of collectives that the ranks have left
-        # unfinished
+        # Models of the old groups would take data of collectives that the ranks have not ended
         break_links()
         leave_groups()
         store = dist.PrefixStore(
@@ -140,6 +139,7 @@ def set_up(place: Place, platform: PlatformFields, preemption: Preemption | None
         )
         raise PlatformError(msg)
     make_current(device)
+    # After the device, whose generator gets the seed too
     seed(platform.seed)
     numbers = place.global_rank, place.local_rank, place.node, place.world_size
     return Rank(*numbers, device, platform, restart=place.restart, preemption=preemption)

@@ -68,6 +68,7 @@ def run_here(job: Job) -> FinishedRun:
     with restored_variables(*INTERFACE_VARIABLES), at_signal(lambda: None):
         while (outcome := _run(fitted, world)) is None:
             world = replace(world, restart=world.restart + 1)
+    # As with other launchers, once per launch, although every process of the world is here
     if isinstance(outcome, RankResults) and world.global_rank == 0:
         fitted.finish()
     return FinishedRun(fitted, outcome)
@@ -119,6 +120,7 @@ def fit_job(job: Job, world: World) -> Job:
                 getattr(platform, name),
                 world.name,
             )
+    # The platform may be shared with other launches, so a copy gets the counts of the world
     fitted = copy.copy(platform)
     per_node = world.ranks_per_node or world.world_size
     if world.world_size % per_node:  # unequal nodes
@@ -131,9 +133,7 @@ def fit_job(job: Job, world: World) -> Job:
 def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     """Call the function as this process's rank.
 
-    Return the results of all ranks, or the failure of this one.
-
-    Return None if a rank requests a restart.
+    Return the results of all ranks, or the failure of this one; None if a rank requests a restart.
     """
     if world.is_on_one_machine:
         stay_on_loopback()
@@ -143,6 +143,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
     hook = sys.excepthook
     has_own_groups = job.platform.requires_ipc and not dist.is_initialized()
     try:
+        # Before the function: ranks that make different calls would wait for each other in it
         calls, seeds = zip(
             *meeting.gather(((meeting.number, job.name), torch.initial_seed())), strict=True
         )
