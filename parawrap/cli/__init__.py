@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parawrap import __version__
-from parawrap.cli import _doctor, _run
+from parawrap.cli import _doctor, _run_command
 from parawrap.displays import read_timeline, refusal_of_path, write_timeline
 
 __all__ = ["main"]
@@ -61,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor.run)
 
     text = "Launch a function, and print the result of each rank"
-    run = commands.add_parser("run", help=text, description=f"{text}.", epilog=_run.EXAMPLES, **options)
-    _run.add_options(run)
-    run.set_defaults(run=_run.run)
+    run = commands.add_parser("run", help=text, description=f"{text}.", epilog=_run_command.EXAMPLES, **options)
+    _run_command.add_options(run)
+    run.set_defaults(run=_run_command.run)
 
     text = "Make a page of a recorded trace, and say where it is"
     timeline = commands.add_parser("timeline", help=text, description=f"{text}.", epilog=_TIMELINE_EXAMPLES, **options)

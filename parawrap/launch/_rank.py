@@ -13,7 +13,7 @@ import torch
 from parawrap._public import public
 from parawrap.errors import LaunchError
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch.inheritance import pass_on_rank, rank_of_parent
+from parawrap.launch.inheritance import pass_on_rank, passed_on_rank
 from parawrap.processes.preemption import Preemption, RequeueRequested
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def find_rank() -> Rank | None:
     process group.
     """
     # `_current` of a forked child is in its memory. Others unpickle the rank when it is needed
-    if _current is None and (pickled := rank_of_parent()) is not None:
+    if _current is None and (pickled := passed_on_rank()) is not None:
         become(pickle.loads(pickled))
     return _current
 
@@ -164,7 +164,7 @@ def become(rank: Rank) -> None:
 def acting_as(rank: Rank) -> Iterator[None]:
     """Make `rank` the current rank inside the block."""
     global _current
-    before, passed_on = _current, rank_of_parent()
+    before, passed_on = _current, passed_on_rank()
     become(rank)
     try:
         yield

@@ -4,7 +4,7 @@
 |---|---|
 | by fork | yes: it has the memory of the rank |
 | by multiprocessing (fork, forkserver, spawn), as the workers of a DataLoader | yes |
-| another program: subprocess, sbatch, tmux | no: it may launch ranks of its own |
+| another program: subprocess, sbatch, tmux | no: it may launch ranks |
 | another program that gets a copy of ``os.environ`` | `is_inherited` is true for the variables |
 
 torchrun sets variables such as RANK for libraries, and so does a rank. But programs that it starts
@@ -40,6 +40,7 @@ class _ByName:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    # pickle accepts only callables as the first part of a reduction. Nothing else calls it here
     def __call__(self, *args: Any) -> Any:
         return resolve_name(self._name)(*args)
 
@@ -87,22 +88,19 @@ def _place_in(environ: Mapping[str, str]) -> str:
     return "/".join(environ.get(name, "") for name in _OF_A_PLACE)
 
 
-def pass_on_rank(pickled: bytes | None) -> bytes | None:
+def pass_on_rank(pickled: bytes | None) -> None:
     """Hand the pickled rank of this process to its children of multiprocessing; None for no rank.
 
-    Return what they got before. Each new process gets a copy of the configuration of its parent.
+    Each new process gets a copy of the configuration of its parent.
     """
-    configuration = process_configuration()
-    before: bytes | None = configuration.get(_RANK)
     if pickled is None:
-        configuration.pop(_RANK, None)
+        process_configuration().pop(_RANK, None)
     else:
-        configuration[_RANK] = pickled
-    return before
+        process_configuration()[_RANK] = pickled
 
 
-def rank_of_parent() -> bytes | None:
-    """Return the pickled rank whose child of multiprocessing this process is."""
+def passed_on_rank() -> bytes | None:
+    """Return the pickled rank that this process, or its parent, hands to children."""
     return process_configuration().get(_RANK)
 
 

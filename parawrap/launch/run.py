@@ -109,7 +109,7 @@ class RunOutput:
 class Run:
     """The ranks of one launch. Any thread may call the public methods.
 
-    A subclass says how its ranks run, in `_supervise`, and what can be asked of them meanwhile.
+    A subclass starts and supervises its ranks in `_supervise`. Other methods report their state.
 
     Attributes:
         job: The call that the ranks make.
@@ -176,7 +176,7 @@ class Run:
         """
         self._thread = threading.Thread(target=self._run, name=self.thread_name, daemon=True)
         # Ctrl-C waits until the thread runs. So a run is either in the registry with its thread,
-        # or it does not exist, and nobody has to decide which of two threads ends it
+        # or it does not exist. Its thread is the only one that ends it
         held = HeldSignals(_do_nothing)
         try:
             if _is_exiting:

@@ -102,8 +102,8 @@ def serve(modules: Sequence[str], folders: str = "") -> NoReturn:
     # other warnings.
     warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
-    # The launching thread may have blocked all signals. Those of a Slurm job, SIGUSR1 and SIGUSR2,
-    # stay blocked.
+    # The launching thread may have blocked all signals. SIGUSR2 stays blocked in a Slurm job, where
+    # it would end programs that the ranks start.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD))
     _Server(requests).run()
     for folder in glob.glob(folders):  # noqa: PTH207 (an absolute pattern)
@@ -192,15 +192,16 @@ class _Server:
 
     def _hand_over(self, files: list[int]) -> None:
         """Give the descriptors of a request to a keeper. They belong to it and to its rank."""
-        while True:
-            try:
-                pid = self._idle.pop() if self._idle else self._fork_keeper(files)
-            except OSError as error:
-                _report(files[0], FAILED, error.errno or errno.EAGAIN)
+        while self._idle:
+            # Something may have killed this keeper: then the next one gets the request
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._keepers[self._idle.pop()], [b"k"], files)
                 return
-            with contextlib.suppress(OSError):  # something has killed it: take another one
-                socket.send_fds(self._keepers[pid], [b"k"], files)
-                return
+        try:
+            socket.send_fds(self._keepers[self._fork_keeper(files)], [b"k"], files)
+        except OSError as error:
+            # Not again: at a limit of the system, another keeper would fail too
+            _report(files[0], FAILED, error.errno or errno.EAGAIN)
 
     def _fork_keeper(self, files: list[int]) -> int:
         """Fork a keeper. It gets the files of the request later, like any other keeper."""
@@ -255,7 +256,8 @@ class _Server:
     def _dismiss(self, pids: list[int]) -> None:
         """Let idle keepers exit: the end of their connection."""
         for pid in pids:
-            self._keepers[pid].shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it has exited already
+                self._keepers[pid].shutdown(socket.SHUT_RDWR)
         pids.clear()
 
     def _load(self) -> None:
@@ -305,25 +307,30 @@ class _Keeper:
             if os.getppid() != server:  # it has ended before the call
                 os._exit(1)
         while not self._is_ordered:
-            _, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
-            if not files:
+            try:
+                _, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
+            except OSError:  # the server was killed before it had read the last answer
+                break
+            if not files:  # the server has ended, or lets this keeper go
                 break
             self._keep(files)
         os._exit(0)
 
     def _keep(self, files: list[int]) -> None:
         """Start a rank, and return once nothing of it is left."""
-        status = files[0]
+        status, group = files[0], -1
         try:
             group = self._rank = os.fork()
         except OSError as error:
             _report(status, FAILED, error.errno or errno.EAGAIN)
-        else:
-            if group == 0:
-                self._become_rank(files)
+        if group == 0:
+            self._become_rank(files)
+        for file in files[1:]:
+            os.close(file)
+        if group > 0:
             _report(status, STARTED, group)
-            for file in files[1:]:
-                os.close(file)
+            if self._is_ordered:  # maybe before `_rank` was known
+                self._kill_rank()
             code = self._wait_for_rank()
             if not self._is_ordered:  # else it was lost with the server, which says how it ended
                 _report(status, EXITED, code)

@@ -99,6 +99,18 @@ def test_a_killed_parent_ends_its_rank(tmp_path):
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
+def test_killed_keepers_that_wait_for_a_launch():
+    """The next launch takes others. No rank is lost with them."""
+    launch = wrapper(ranks())
+    for _ in range(3):
+        assert launch(lambda: 1)() == (1, 1)
+        for keeper in psutil.Process(fork_server.fork_server()._process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has waited long enough
+                keeper.kill()
+                keeper.wait(PATIENCE_S)
+    assert launch(lambda: 1)() == (1, 1)
+
+
 def test_a_frozen_application_is_refused(monkeypatch):
     """Its executable is the application itself, which would start again without an end."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
