@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from parawrap.api.parallel import Parallel, parallel
     from parawrap.api.parallel_wrapper import ParallelWrapper
     from parawrap.api.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
+    from parawrap.api.sweep import Sweep
     from parawrap.api.tuple_parallel import TupleParallel, tuple_fn
     from parawrap.api.tuples import cat, transpose
     from parawrap.api.tuplewise import Tuplewise
@@ -76,6 +77,7 @@ __all__ = [
     "SessionError",
     "ShapeError",
     "ShardError",
+    "Sweep",
     "TupleParallel",
     "Tuplewise",
     "UnsendableError",
@@ -118,6 +120,7 @@ _NAMES_IN = {
     "parawrap.api.parallel": ("Parallel", "parallel"),
     "parawrap.api.parallel_wrapper": ("ParallelWrapper",),
     "parawrap.api.scatter_gather": ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"),
+    "parawrap.api.sweep": ("Sweep",),
     "parawrap.api.tuple_parallel": ("TupleParallel", "tuple_fn"),
     "parawrap.api.tuples": ("cat", "transpose"),
     "parawrap.api.tuplewise": ("Tuplewise",),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from parawrap._private_names import goes_by_name, imports_main
 from parawrap._public import public
 from parawrap.api._decorated import Decorated, is_global, look_up
-from parawrap.api._launch_map import launch_each, run
+from parawrap.api.sweep import Sweep, run
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
     DECORATED,
@@ -67,7 +67,7 @@ class Launchable(Decorated, Generic[P, R]):
             cancel_runs(running(job))
             raise
 
-    def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:
+    def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Sweep[R]:
         """Launch ``function(item)`` once per item, and yield the results of each launch in order.
 
         If a launch fails, the iterator yields its exception in place of its results and continues.
@@ -75,7 +75,9 @@ class Launchable(Decorated, Generic[P, R]):
         Args:
             configs: The items. All are read before the first launch.
             max_parallel: The number of launches that run at the same time. By default one on this machine, and all of them
-                on a cluster. On Slurm, the launches form one job array.
+                on a cluster. On Slurm, the launches form one job array. On this machine, each launch that runs has
+                accelerators of its own, or on the CPU cores of its own; the next one gets those that became free.
+                ``map(...).dry_run()`` shows them.
 
         Raises:
             ValueError: If `max_parallel` is less than 1.
@@ -93,7 +95,7 @@ class Launchable(Decorated, Generic[P, R]):
         jobs = [replace(self._job((config,), {}), number=number) for number, config in enumerate(configs)]
         for job in jobs:
             _check(job)
-        return launch_each(jobs, max_parallel)
+        return Sweep(jobs, max_parallel)
 
     def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """Describe the launch without starting it: its ranks, where they meet, and for Slurm the batch script."""

@@ -13,7 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parawrap._private_names import COMPILED, BatchNorm
 from parawrap.functional._collectives import group_size
-from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
+from parawrap.launch import (
+    Device,
+    Platform,
+    PlatformFields,
+    current_rank,
+    inside_a_rank,
+    make_current,
+    seed_all,
+)
 from parawrap.tree import flatten, unflatten
 
 T = TypeVar("T", bound=nn.Module)
@@ -167,9 +175,12 @@ def _target(local_rank: int | None, device: Device | torch.device | str | int | 
     rank = current_rank() if inside_a_rank() else None
     index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
-        return rank_device(Device(rank.platform.device if rank else Platform().device), index)
+        return (rank.platform if rank else Platform()).device_of(index)
     if isinstance(device, str) and device.lower() in (*Device, "cuda"):
-        return rank_device(Device(Platform(device=cast("Device", device)).device), index)
+        platform: PlatformFields = Platform(device=cast("Device", device))
+        if rank is not None and rank.platform.device == platform.device:
+            platform = rank.platform  # it knows which devices the ranks have
+        return platform.device_of(index)
     return torch.device(device.lower() if isinstance(device, str) else device)
 
 

@@ -6,6 +6,8 @@ Counting does not initialize CUDA in the calling process.
 from __future__ import annotations
 
 import enum
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from parawrap.backends import (
 )
 from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
+
+_VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 
 
 class Device(enum.StrEnum):
@@ -66,16 +70,49 @@ def visible(kind: Device) -> int:
     return usable_cores()
 
 
-def rank_device(kind: Device, local_rank: int) -> torch.device:
-    """Return the device for a rank's tensors.
+def rank_device(kind: Device, index: int) -> torch.device:
+    """Return the device with that index for a rank's tensors.
 
     It is the CPU on NeuronCores that are not torch devices.
     """
     if kind is Device.GPU:
-        return torch.device("cuda", local_rank)
+        return torch.device("cuda", index)
     if kind is Device.NEURON and neuron_is_device():
-        return torch.device("neuron", local_rank)
+        return torch.device("neuron", index)
     return torch.device("mps" if kind is Device.MPS else "cpu")
+
+
+def variables_for(
+    kind: Device, numbers: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables with which a new process sees only these devices of this process.
+
+    The process numbers them from 0. Such a variable may limit this process already: then `numbers`
+    count the devices that it lists. Empty for devices that no variable selects.
+
+    >>> variables_for(Device.GPU, [2, 3], {})
+    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    >>> variables_for(Device.GPU, [2, 3], {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    {'CUDA_VISIBLE_DEVICES': '6,7'}
+    """
+    if kind is Device.GPU:
+        name = "CUDA_VISIBLE_DEVICES"
+        # ROCm reads both variables, and prefers its own one
+        if torch.version.hip is not None and "HIP_VISIBLE_DEVICES" in environ:
+            name = "HIP_VISIBLE_DEVICES"
+        # Numbers, or the UUIDs of GPUs and of their MIG parts
+        listed = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
+        chosen = [listed[number] if listed else str(number) for number in numbers]
+        return {name: ",".join(chosen)}
+    if selects_cores(kind):
+        cores = _neuron_cores()
+        return {_VISIBLE_CORES: ",".join(str(cores[number]) for number in numbers)}
+    return {}
+
+
+def selects_cores(kind: Device) -> bool:
+    """True for NeuronCores that are not torch devices: a variable gives each process its cores."""
+    return kind is Device.NEURON and not neuron_is_device()
 
 
 def make_current(device: torch.device) -> None:
@@ -84,8 +121,8 @@ def make_current(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
-def core_of(local_rank: int) -> str:
-    """Return the value of NEURON_RT_VISIBLE_CORES for the process with this local rank.
+def take_core(local_rank: int) -> None:
+    """Let this process see only the NeuronCore of its local rank.
 
     Raises:
         PlatformError: If this machine has fewer NeuronCores than ranks.
@@ -98,7 +135,7 @@ def core_of(local_rank: int) -> str:
             f"give at most {len(found)}"
         )
         raise PlatformError(msg)
-    return str(found[local_rank])
+    os.environ[_VISIBLE_CORES] = str(found[local_rank])
 
 
 def _neuron_cores() -> list[int]:

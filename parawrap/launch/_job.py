@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parawrap.launch._platform_fields import PlatformFields
+from parawrap.launch.shares import CoreShare
 from parawrap.processes.script_globals import PackedCall, SentScript
 
 _SUSPENDS = (
@@ -34,8 +35,7 @@ class Job:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         number: The number of the launch among those of `map`. It stands in front of the output.
-        beside: The number of launches that run on this machine at the same time, and share its
-            cores.
+        cores: The cores of the launch; None for all.
     """
 
     platform: PlatformFields
@@ -45,7 +45,7 @@ class Job:
     sent_as: Any = None
     bound_to: tuple[Any, ...] = ()
     number: int | None = None
-    beside: int = 1
+    cores: CoreShare | None = None
 
     @property
     def name(self) -> str:

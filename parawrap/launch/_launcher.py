@@ -49,11 +49,6 @@ def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[A
     return [Launch(run) for run in start_batch(jobs, max_parallel)]
 
 
-def runs_here(job: Job) -> bool:
-    """True if no cluster runs the job: its ranks share the cores of this machine."""
-    return launcher_name(job.platform) in ("local", "env")
-
-
 def launcher_name(platform: PlatformFields) -> str:
     """Return the name of the launcher that a platform selects in this process."""
     return platform.launcher or ("local" if world_of(platform) is None else "env")

@@ -70,6 +70,11 @@ class Platform(PlatformFields):
         ipc_timeout_min: Minutes that a collective of the process groups may wait for other ranks
             before it raises. Set it if, for example, rank 0 prepares data for an hour. None leaves
             torch's defaults: 30 with gloo, 10 with NCCL.
+        device_ids: The accelerators of this machine to use, by their numbers in this process, such
+            as ``[2, 3]``. A launch uses the first `n_gpus` different ones, by default all. ``map``
+            shares them out among launches; a number that is there twice may serve two launches at
+            the same time. Ranks see only the devices of their launch, and number them from 0, as
+            with CUDA_VISIBLE_DEVICES. None allows all visible devices.
 
     Raises:
         PlatformError: If a value is not allowed. The message names the field, its value, and the

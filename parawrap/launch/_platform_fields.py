@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
+import torch
 import torch.distributed as dist
 
 from parawrap.backends import neuron_is_device
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, visible
+from parawrap.launch._devices import Device, rank_device, variables_for, visible
 from parawrap.launch._world import World, find_world
+from parawrap.launch.inheritance import is_inherited
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
@@ -52,6 +55,7 @@ class PlatformFields:
     grace_s: float = 5.0
     hang_timeout_s: float | None = None
     ipc_timeout_min: float | None = None
+    device_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         given = str(self.device)
@@ -60,7 +64,13 @@ class PlatformFields:
             if not accepts(getattr(self, name)):
                 _refuse(name, getattr(self, name), allowed)
         _check_launcher(self)
-        _check_visible(self, given)
+        # A rank sees the devices of its launch, and perhaps only its own: the launching process has
+        # checked the platform. The module that defines it is imported in the rank again
+        if not is_inherited(os.environ):
+            _check_visible(self, given)
+            _check_device_ids(self)
+        if self.device_ids is not None:
+            _set(self, "device_ids", tuple(self.device_ids))
         _set_ranks(self)
 
     def __repr__(self) -> str:
@@ -78,7 +88,35 @@ class PlatformFields:
         """The number of ranks on each node."""
         if self.device == Device.CPU:
             return self.n_cpus
-        return visible(Device(self.device)) if self.n_gpus is None else self.n_gpus
+        if self.n_gpus is not None:
+            return self.n_gpus
+        if self.device_ids is not None:
+            return len(set(self.device_ids))
+        return visible(Device(self.device))
+
+    @property
+    def own_device_ids(self) -> tuple[int, ...]:
+        """The devices of a launch, by local rank, as this process numbers them.
+
+        They are the first different ones of `device_ids`, which `map` shares out among launches.
+        """
+        if self.device_ids is None:
+            return tuple(range(self.ranks_per_node))
+        return tuple(dict.fromkeys(self.device_ids))[: self.ranks_per_node]
+
+    def device_of(self, local_rank: int) -> torch.device:
+        """Return the device for the tensors of a rank, as this process names it."""
+        kind = Device(self.device)
+        if self.device_ids is not None:
+            return rank_device(kind, self.own_device_ids[local_rank])
+        return rank_device(kind, local_rank)
+
+    @property
+    def device_variables(self) -> dict[str, str]:
+        """The variables with which ranks see only the devices of `device_ids`."""
+        if self.device_ids is None:
+            return {}
+        return variables_for(Device(self.device), self.own_device_ids)
 
     @property
     def cpus_per_node(self) -> int:
@@ -110,6 +148,9 @@ class PlatformFields:
         if sent.device in (Device.GPU, Device.NEURON):
             # A rank may see only its own device
             _set(sent, "n_gpus", self.ranks_per_node)
+        if self.device_variables:
+            # The rank numbers its devices from 0
+            _set(sent, "device_ids", None)
         return sent
 
     def shows(self, rank: int) -> bool:
@@ -296,6 +337,41 @@ def _set_ranks(platform: PlatformFields) -> None:
                 f"give None, or global ranks from 0 to {size - 1}, such as (0,)",
             )
         _set(platform, "print_ranks", tuple(shown))
+
+
+def _check_device_ids(platform: PlatformFields) -> None:
+    """Check `device_ids` against the other fields and this machine's devices."""
+    given = platform.device_ids
+    if given is None:
+        return
+    if platform.device == Device.CPU:
+        _refuse(
+            "device_ids",
+            given,
+            "the CPU is one device: leave device_ids out. Launches of map(max_parallel=...) divide "
+            "its cores",
+        )
+    if not _starts_here(platform):
+        started_by = platform.launcher
+        cure = "leave device_ids out: the cluster gives each rank a device"
+        if platform.launcher not in _ELSEWHERE:
+            world = world_of(platform)
+            started_by = "env" if world is None else world.name
+            cure = "leave device_ids out, and set CUDA_VISIBLE_DEVICES=2,3 for the launcher"
+        _refuse("device_ids", given, f"ranks are started by {started_by}: {cure}")
+    there = visible(Device(platform.device))
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    numbers = list(given) if is_sequence else []
+    if not numbers or not all(type(each) is int and 0 <= each < there for each in numbers):
+        allowed = "0" if there == 1 else f"from 0 to {there - 1}"
+        _refuse("device_ids", given, f"give a list of numbers of visible devices, {allowed}")
+    if (platform.n_gpus or 0) > len(set(numbers)):
+        _refuse(
+            "n_gpus",
+            platform.n_gpus,
+            f"device_ids={given!r} names {len(set(numbers))} different devices: give at most as "
+            "many ranks",
+        )
 
 
 def _check_visible(platform: PlatformFields, given: str) -> None:

@@ -97,10 +97,11 @@ class PoolRun(Run):
     def _assignments(self, hosts: Hosts, restart: int, *, stays: bool) -> list[Assignment]:
         """Return the first message of each rank."""
         platform, sent = self.job.platform, self.job.platform.as_sent()
+        variables = platform.device_variables
         assignments = []
         for rank in range(platform.world_size):
             place = Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
-            set_up = RankSetUp(sent, place, hosts.store, self.job.beside)
+            set_up = RankSetUp(sent, place, hosts.store, variables, self.job.cores)
             assignments.append(
                 Assignment(self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays)
             )

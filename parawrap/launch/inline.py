@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, acting_as
@@ -34,7 +33,7 @@ def run_inline(job: Job) -> RankResults[Any]:
         PlatformError: If this machine lacks the device.
     """
     platform = job.platform
-    device = rank_device(Device(platform.device), 0)
+    device = platform.device_of(0)
     if device.type == "cuda" and not torch.cuda.is_available():
         place = f"device={str(platform.device)!r}, launcher={platform.launcher!r}"
         msg = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._devices import Device, selects_cores, variables_for
 from parawrap.launch._job import Job
 from parawrap.launch._launcher import launcher_name
+from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.machines import uses_port
 from parawrap.processes.process_groups import LOOPBACK
 
@@ -51,7 +52,7 @@ def preview(job: Job) -> str:
     ranks = []
     for rank in range(platform.world_size):
         node, local_rank = divmod(rank, platform.ranks_per_node)
-        device = rank_device(Device(platform.device), local_rank)
+        device = describe_device(platform, local_rank)
         ranks.append(f"rank {rank}: node {node}, local rank {local_rank}, {device}")
     lines = [
         f"{job.name} on launcher {name!r}: {command}",
@@ -64,3 +65,15 @@ def preview(job: Job) -> str:
         script,
     ]
     return "\n".join(lines).rstrip("\n")
+
+
+def describe_device(platform: PlatformFields, local_rank: int) -> str:
+    """Return the device of a rank as the rank names it, and as this process does."""
+    kind = Device(platform.device)
+    own = platform.as_sent().device_of(local_rank)
+    if selects_cores(kind):
+        number = platform.own_device_ids[local_rank]
+        (core,) = variables_for(kind, [number]).values()
+        return f"{own} and NeuronCore {core}"
+    here = platform.device_of(local_rank)
+    return str(own) if own == here else f"{own} ({here} of this process)"

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 from parawrap._public import public
 from parawrap.displays import Table
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import DECORATED, Job, check_function
 from parawrap.launch._launcher import launcher_name, machines_for
 from parawrap.launch._platform_fields import PlatformFields
@@ -184,9 +183,11 @@ class Ranks:
 
     def _repr_html_(self) -> str:
         """Return the state now: one row per rank with its device and its state."""
+        # As the ranks name their devices
+        platform = self.platform.as_sent()
         rows = []
         for rank in self._all:
-            device = rank_device(Device(self.platform.device), rank % self.platform.ranks_per_node)
+            device = platform.device_of(rank % platform.ranks_per_node)
             state = "ended" if self.state == "ended" else self._run.state_of(rank)
             rows.append((f"{rank}", str(device), state))
         return Table(

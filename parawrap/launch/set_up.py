@@ -8,21 +8,22 @@ import logging
 import os
 import socket
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from parawrap.backends import neuron_is_device
 from parawrap.backends.cores import usable_cores
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, core_of, make_current, rank_device, visible
+from parawrap.launch._devices import Device, make_current, selects_cores, take_core, visible
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, become, current_rank
 from parawrap.launch._seeds import seed
 from parawrap.launch._world import Place
 from parawrap.launch.inheritance import show_variables
+from parawrap.launch.shares import CoreShare
 from parawrap.processes.preemption import Preemption
 from parawrap.processes.process_groups import (
     INTERFACE_VARIABLES,
@@ -48,22 +49,31 @@ class RankSetUp:
         place: The rank's place.
         store: The store where the ranks meet; None if they form no process groups and run on
             several machines.
-        beside: The number of launches that share the cores of the rank's machine.
+        device_variables: The variables with which the process sees only the devices of its launch.
+        cores: The cores of the launch; None for all of the rank's machine.
     """
 
     platform: PlatformFields
     place: Place
     store: StoreAddress | None
-    beside: int = 1
+    device_variables: Mapping[str, str] = field(default_factory=dict)
+    cores: CoreShare | None = None
 
     def enter(self, preemption: Preemption) -> None:
         """Make this process the rank."""
         place, platform = self.place, self.platform
         logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
+        # No driver has read the variables yet: the server that forked this process uses no device.
+        # Unlike the variables of a rank, they hold for programs that the function starts
+        os.environ.update(self.device_variables)
         # A torch device is chosen by its index
-        if platform.device == Device.NEURON and not neuron_is_device():
-            os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
-        share_cores(platform, place.ranks_per_node * self.beside)
+        if selects_cores(Device(platform.device)):
+            take_core(place.local_rank)
+        n_cores = usable_cores()
+        if self.cores is not None:
+            n_cores = self.cores.count
+            self.cores.pin()
+        share_cores(platform, n_cores // place.ranks_per_node)
         show_variables(self._variables())
         if place.is_on_one_machine:
             stay_on_loopback()
@@ -130,8 +140,8 @@ def set_up(place: Place, platform: PlatformFields, preemption: Preemption | None
         PlatformError: If the rank's device is not on this node.
     """
     kind = Device(platform.device)
-    device = rank_device(kind, place.local_rank)
-    if device.index is not None and place.local_rank >= visible(kind):
+    device = platform.device_of(place.local_rank)
+    if device.index is not None and device.index >= visible(kind):
         msg = (
             f"rank {place.global_rank} needs {device} of node {place.node} "
             f"({socket.gethostname()}), but torch {torch.__version__} sees {visible(kind)} "
@@ -145,12 +155,12 @@ def set_up(place: Place, platform: PlatformFields, preemption: Preemption | None
     return Rank(*numbers, device, platform, restart=place.restart, preemption=preemption)
 
 
-def share_cores(platform: PlatformFields, ranks: int) -> None:
-    """Give this rank its share of the cores, unless the user set one.
+def share_cores(platform: PlatformFields, share: int) -> None:
+    """Use as many threads as this rank's share of the cores, unless the user set a number.
 
     OMP_NUM_THREADS holds for libraries loaded later.
     """
-    threads = max(1, usable_cores() // ranks)
+    threads = max(1, share)
     if platform.device != Device.CPU and platform.n_cpus > 1:
         threads = platform.n_cpus
     elif os.environ.get("OMP_NUM_THREADS", "").isdecimal():

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError, add_note
-from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._devices import Device
 from parawrap.launch._job import Job
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
@@ -196,7 +196,7 @@ def _call(
     rank, size = world.global_rank, world.world_size
     where = f"node {world.node}, {os.uname().nodename}"
     agreement = Agreement(meeting.connect, rank, size)
-    device = rank_device(Device(job.platform.device), world.local_rank)
+    device = job.platform.device_of(world.local_rank)
     try:
         with agreement, at_signal(agreement.request), preserved_generators(device):
             if job.platform.seed == "script":

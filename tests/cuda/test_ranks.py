@@ -66,3 +66,18 @@ def test_loaders_on_the_default_device():
     with torch.device("cuda"):
         assert list(loader) == [[0, 1, 2]]
     assert list(loader) == [[0, 1, 2]]
+
+
+def test_launches_share_out_gpus():
+    """Each launch sees the GPUs that it was given, and numbers them from 0."""
+
+    @wrapper(Platform(device="gpu", n_gpus=1, verbose=False))
+    def place(_):
+        x = torch.ones(1, device=current_rank().device)
+        return str(x.device), torch.cuda.device_count(), str(torch.cuda.get_device_properties(0).uuid)
+
+    count = torch.cuda.device_count()
+    outcomes = [outcome[0] for outcome in place.map(range(2 * count), max_parallel=count + 1)]
+    assert {outcome[:2] for outcome in outcomes} == {("cuda:0", 1)}
+    uuids = {str(torch.cuda.get_device_properties(index).uuid) for index in range(count)}
+    assert {uuid for _, _, uuid in outcomes} == uuids

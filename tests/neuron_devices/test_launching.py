@@ -46,3 +46,27 @@ def test_rank_without_its_device():
     place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
     with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
+
+
+def test_device_ids(monkeypatch):
+    """Torch devices keep their numbers in the ranks, since no variable selects them."""
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+
+    @wrapper(Platform(device="neuron", device_ids=[3, 1], verbose=False))
+    def where(_=None):
+        model = functional.to(torch.nn.Linear(3, 2), sync_modules=False)
+        current = torch.empty(1, device="neuron")
+        return [str(each) for each in (current_rank().device, model.weight.device, current.device)]
+
+    @wrapper(where.platform)
+    def where_by_default():
+        functional.set_default_device(platform=current_rank().platform)
+        return str(torch.empty(1).device)
+
+    assert list(where()) == [["neuron:3"] * 3, ["neuron:1"] * 3]
+    assert list(where_by_default()) == ["neuron:3", "neuron:1"]
+    assert "local rank 0, neuron:3" in where.dry_run()
+    assert list(where.inline()) == [["neuron:3"] * 3]
+    one = wrapper(Platform(device="neuron", n_gpus=1, device_ids=[3, 1], verbose=False))(where.__wrapped__)
+    found = {tuple(outcome[0]) for outcome in one.map(range(4), max_parallel=2)}
+    assert found == {("neuron:3",) * 3, ("neuron:1",) * 3}

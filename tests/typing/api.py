@@ -21,6 +21,7 @@ from parawrap import (
     ParallelWrapper,
     Platform,
     RankResults,
+    Sweep,
     TupleParallel,
     Tuplewise,
     Wrapper,
@@ -173,6 +174,10 @@ def a_launch_has_the_types_of_its_function() -> None:
     assert_type(train.submit(1, name="x"), Launch[str])
     assert_type(train.inline(1), RankResults[str])
     assert_type(train.dry_run(1), str)
+    sweep = train.map([1, 2], max_parallel=2)
+    assert_type(sweep, Sweep[str])
+    assert_type(next(sweep), RankResults[str] | Exception)
+    assert_type(sweep.dry_run(), str)
     assert_type(train.platform, Platform)
     assert_type(wrapper(TWO)(lambda: 3)(), RankResults[int])
 

@@ -10,7 +10,6 @@ import traceback
 
 import psutil
 import pytest
-import torch
 
 from parawrap import RankResults, current_rank, wrapper
 from parawrap.errors import UnsendableError
@@ -69,15 +68,6 @@ def test_max_parallel_is_a_limit(max_parallel, tmp_path):
     outcomes = [outcome[0] for outcome in train()(overlapping).map(range(5), max_parallel=max_parallel)]
     assert [number for number, _ in outcomes] == list(range(5))
     assert max(running for _, running in outcomes) <= max_parallel
-
-
-@pytest.mark.parametrize(("ranks", "max_parallel"), [(1, 1), (1, 2), (2, 2), (1, 9)])
-def test_launches_side_by_side_share_the_cores(ranks, max_parallel, monkeypatch):
-    """Each rank has its part of the cores of all launches that run at the same time."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    outcomes = train(ranks)(lambda _: torch.get_num_threads()).map(range(3), max_parallel=max_parallel)
-    share = max(1, len(os.sched_getaffinity(0)) // (ranks * min(3, max_parallel)))
-    assert {threads for outcome in outcomes for threads in outcome} == {share}
 
 
 def test_closing_the_iterator_cancels(tmp_path):

@@ -1,0 +1,242 @@
+"""Run one launch per item of an iterable, and yield the results or the exceptions in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from parawrap._public import public
+from parawrap.backends import user_frames
+from parawrap.launch import (
+    Job,
+    Launch,
+    PlatformFields,
+    RankResults,
+    Share,
+    cancel_launches,
+    cancel_runs,
+    describe_device,
+    launch,
+    launch_array,
+    launcher_name,
+    preview,
+    report_places,
+    running,
+    share_out,
+)
+
+R = TypeVar("R", covariant=True)
+
+_log = logging.getLogger("parawrap.launch")
+
+
+def run(job: Job) -> RankResults[Any]:
+    """Launch a job, and wait for its results."""
+    try:
+        return launch(job).results()
+    except BaseException as error:  # also Ctrl-C before this function has the handle
+        runs = running(job)  # by their job: the launch may have no handle yet
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                report_places(runs)
+        finally:  # also after a second Ctrl-C
+            cancel_runs(runs)
+        raise
+
+
+@public
+class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
+    """The results of one launch per item, in order. ``map`` of a decorated function returns one.
+
+    The first launches start with the first ``next``. Closing the iterator, or dropping it, cancels
+    the launches that have not ended.
+
+    >>> from parawrap import Platform, wrapper
+    >>> train = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(lambda lr: 1 / lr)
+    >>> sweep = train.map([0.5, 0, 0.1])
+    >>> next(sweep), next(sweep)
+    (RankResults(2.0), ZeroDivisionError('division by zero'))
+    >>> sweep.close()
+    """
+
+    def __init__(self, jobs: Sequence[Job], max_parallel: int | None) -> None:
+        self._jobs = jobs
+        self._max_parallel = max_parallel
+        # It owns the launches. Its `finally` ends them, also if this iterator is dropped
+        self._outcomes = _launch_each(jobs, max_parallel)
+
+    def __next__(self) -> RankResults[R] | Exception:
+        return next(self._outcomes)
+
+    def close(self) -> None:
+        """Cancel the launches that have not ended, and start no others."""
+        self._outcomes.close()
+
+    def dry_run(self) -> str:
+        """Describe the launches without starting them: how many run at the same time, and where.
+
+        >>> from parawrap import Platform, wrapper
+        >>> train = wrapper(Platform(device="cpu", n_cpus=1))(print)
+        >>> print(train.map([0.1, 0.2]).dry_run())
+        2 launches of print, one after another
+        print on launcher 'local': 1 processes on this machine, forked from one with torch loaded
+        meeting at file (in a new private folder); one process group
+        ... bytes of function and arguments for each of 1 ranks
+        rank 0: node 0, local rank 0, cpu
+        """
+        if not self._jobs:
+            return "no launches"
+        first = self._jobs[0]
+        shares = _shares_of(self._jobs, self._max_parallel)
+        most = f"at most {self._max_parallel}"
+        if shares:
+            most = str(len(shares))
+        elif self._max_parallel is None:
+            most = "all"
+        how = f"{most} at the same time"
+        if _is_sequential(first.platform, self._max_parallel):
+            how = "one after another"
+        lines = [f"{len(self._jobs)} launches of {first.name}, {how}"]
+        lines += [f"launch {number}: {_describe(share)}" for number, share in enumerate(shares)]
+        if shares:
+            if len(self._jobs) > len(shares):
+                lines.append("later launches: the share of the first one that ends")
+            first = replace(first, platform=shares[0].platform)
+        return "\n".join([*lines, preview(first)])
+
+
+def _launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Generator[RankResults[Any] | Exception, None, None]:
+    """Launch the jobs, and yield the results or the exception of each launch in order.
+
+    A launcher with job arrays (Slurm) gets all jobs at once. Other launchers run at most
+    `max_parallel` jobs at a time: by default one on this machine, and all of them on a cluster.
+    """
+    if not jobs:
+        return
+    platform = jobs[0].platform
+    waits: list[Callable[[], RankResults[Any]]]
+    cancel: Callable[[], None]
+    array = launch_array(jobs, max_parallel)
+    if array is not None:
+        waits, cancel = [launched.results for launched in array], partial(cancel_launches, array)
+    elif _is_sequential(platform, max_parallel):
+        waits, cancel = [partial(run, job) for job in jobs], lambda: None
+    else:
+        wanted = min(max_parallel or len(jobs), len(jobs))
+        shares = _shares_of(jobs, max_parallel)
+        if shares and len(shares) < wanted:
+            _log.warning(_explain_limit(platform, wanted, shares))
+        queue = _Queue(jobs, shares or [None] * wanted)
+        waits, cancel = [future.result for future in queue.futures], queue.cancel
+    try:
+        for wait in waits:
+            yield _outcome(wait)
+    finally:
+        cancel()
+
+
+def _is_sequential(platform: PlatformFields, max_parallel: int | None) -> bool:
+    """True if one launch runs at a time."""
+    is_here = launcher_name(platform) in ("local", "env")
+    return max_parallel == 1 or (max_parallel is None and is_here)
+
+
+def _shares_of(jobs: Sequence[Job], max_parallel: int | None) -> list[Share]:
+    """Return the shares of this machine that its launches have.
+
+    Empty for a single launch at a time, and for ranks that another launcher places.
+    """
+    platform = jobs[0].platform
+    if max_parallel in (None, 1) or launcher_name(platform) != "local":
+        return []
+    return share_out(platform, min(max_parallel, len(jobs)))
+
+
+def _explain_limit(platform: PlatformFields, wanted: int, shares: list[Share]) -> str:
+    """Say why fewer launches run at the same time than `max_parallel` allows."""
+    count = platform.ranks_per_node
+    one = "one device" if count == 1 else f"{count} devices"
+    text = (
+        f"{len(shares)} of the {wanted} launches that max_parallel allows at the same time can "
+        f"run, as each has {one} of its own. "
+    )
+    if platform.n_gpus is None and platform.device_ids is None:
+        return f"{text}Give n_gpus: without it, a launch uses all devices"
+    numbers = [number for share in shares for number in share.platform.own_device_ids]
+    repeated = [number for number in sorted(set(numbers)) for _ in range(2)]
+    return f"{text}To run two launches on a device, repeat its number: device_ids={repeated}"
+
+
+def _describe(share: Share) -> str:
+    """Return the devices and the cores of a share."""
+    platform, cores = share
+    if cores.pinned:
+        return f"CPU cores {', '.join(map(str, cores.pinned))}"
+    threads = f"{cores.count} CPU thread{'s' * (cores.count > 1)}"
+    if platform.device_ids is None:
+        return f"{threads}, not pinned: there are fewer cores than launches"
+    devices = [describe_device(platform, rank) for rank in range(platform.ranks_per_node)]
+    return f"{', '.join(devices)}; {threads}"
+
+
+def _outcome(wait: Callable[[], RankResults[Any]]) -> RankResults[Any] | Exception:
+    """Return the results, or the exception without frames of parawrap.
+
+    Its notes show where it was raised in the rank.
+    """
+    try:
+        return wait()
+    except Exception as error:  # noqa: BLE001 (yielded instead of results)
+        return error.with_traceback(user_frames(error.__traceback__))
+
+
+class _Queue:
+    """The pending jobs and the running launches. Daemon threads start the jobs.
+
+    At the exit of the interpreter, the launches end, and further ones are refused.
+    """
+
+    def __init__(self, jobs: Sequence[Job], shares: Sequence[Share | None]) -> None:
+        self.futures: list[Future[RankResults[Any]]] = [Future() for _ in jobs]
+        # A job is pending or its launch is among the running ones: `cancel` misses none
+        self._access = threading.Lock()
+        self._pending = deque(zip(jobs, self.futures, strict=True))
+        self._running: set[Launch[Any]] = set()
+        # A share belongs to one thread, which makes one launch after another: when a launch has
+        # ended, so have its processes, and the next one finds the devices free
+        for share in shares:
+            serve = partial(self._serve, share)
+            threading.Thread(target=serve, name="parawrap-launch-map", daemon=True).start()
+
+    def _serve(self, share: Share | None) -> None:
+        while True:
+            with self._access:
+                if not self._pending:
+                    return
+                job, future = self._pending.popleft()
+                if share is not None:
+                    job = replace(job, platform=share.platform, cores=share.cores)
+                try:
+                    launched = launch(job)
+                except BaseException as error:  # noqa: BLE001 (yielded instead of results)
+                    future.set_exception(error)
+                    continue
+                self._running.add(launched)
+            try:
+                future.set_result(launched.results())
+            except BaseException as error:  # noqa: BLE001 (yielded instead of results)
+                future.set_exception(error)
+            self._running.discard(launched)
+
+    def cancel(self) -> None:
+        """End the running launches, and start no others."""
+        with self._access:
+            self._pending.clear()
+            launches = list(self._running)
+        cancel_launches(launches)
