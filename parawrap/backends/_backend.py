@@ -1,4 +1,4 @@
-"""What parawrap needs of a kind of device: its devices, their streams, pinned memory, and random state."""
+"""A kind of device: its devices, their streams, pinned memory, and random state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from torch import Stream
 from parawrap.backends.cores import share_of_cores, usable_cores
 from parawrap.errors import DeviceUnavailableError
 
-# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores instead.
+# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores
+# instead.
 _MOST_LANES = 8
-_WITHOUT_FEATURES = ("cpu", "mps")  # torch.cpu has streams that do nothing, and torch.mps functions without a device
+# torch.cpu has streams that do nothing, and torch.mps functions without a device
+_WITHOUT_FEATURES = ("cpu", "mps")
 
 
 class Backend:
     """One kind of device, with the module that torch registers for it, such as ``torch.cuda``.
 
-    Features that the module lacks are skipped. Stateless and thread-safe; one instance lives as long as the process.
+    Features that the module lacks are skipped. Stateless and thread-safe; one instance lives as
+    long as the process.
 
     Attributes:
         type: torch's name for the kind, as in ``torch.device(type)``.
-        takes_pageable_at_once: True if a non-blocking copy from pageable memory has finished reading it when the copy
-            returns (CUDA Runtime API, "API synchronization behavior").
+        takes_pageable_at_once: True if a non-blocking copy from pageable memory has finished
+            reading it when the copy returns (CUDA Runtime API, "API synchronization behavior").
     """
 
     def __init__(self, kind: str) -> None:
@@ -44,7 +47,10 @@ class Backend:
         return None if function is None else function(*args)
 
     def count(self) -> int:
-        """Return the number of devices of this kind that the process sees; 0 if the kind is not usable here."""
+        """Return the number of devices of this kind that the process sees.
+
+        0 if the kind is not usable here.
+        """
         return 0 if self._call("is_available") is False else int(self.module.device_count())
 
     def device(self, index: int | None) -> torch.device:
@@ -69,49 +75,73 @@ class Backend:
         return tuple(self.device(index) for index in range(lanes))
 
     def stream(self, device: torch.device) -> Stream | None:
-        """Return the stream on which the calling thread queues work; None if the kind has no streams."""
+        """Return the stream on which the calling thread queues work.
+
+        None if the kind has no streams.
+        """
         stream: Stream | None = self._call("current_stream", device)
         return stream
 
     def new_stream(self, device: torch.device) -> Stream | None:
-        """Return a new stream, which runs in parallel with the current one; None if the kind has no streams."""
+        """Return a new stream, which runs in parallel with the current one.
+
+        None if the kind has no streams.
+        """
         stream: Stream | None = self._call("Stream", device)
         return stream
 
     def is_capturing(self) -> bool:
-        """True if the calling thread records its work into a graph. Other threads cannot add to that graph."""
+        """True if the calling thread records its work into a graph.
+
+        Other threads cannot add to that graph.
+        """
         return bool(self._call("is_current_stream_capturing"))
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a CPU tensor in pinned memory, or the tensor itself if the kind has none."""
+        """Return a copy of a CPU tensor in pinned memory.
+
+        The tensor itself if the kind has none.
+        """
         if self.module is None:
             return tensor
         try:
-            # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy in pageable memory.
+            # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy
+            # in pageable memory.
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        except (RuntimeError, NotImplementedError):  # no pinned memory for this kind, or the system's limit is reached
+        # No pinned memory for this kind, or the system's limit is reached
+        except (RuntimeError, NotImplementedError):
             return tensor
 
     @contextlib.contextmanager
     def activate(self, device: torch.device, stream: Stream | None) -> Iterator[None]:
-        """Make `device` the thread's current device, and `stream` its current stream, inside the block."""
+        """Make a device and a stream the current ones of the thread inside the block."""
         nothing = contextlib.nullcontext()
-        with self._call("device", device) or nothing, nothing if stream is None else self.module.stream(stream):
+        with (
+            self._call("device", device) or nothing,
+            nothing if stream is None else self.module.stream(stream),
+        ):
             yield
 
     def fork_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
         """Restore the random state of the CPU and of `devices` at the end of the block."""
         if self.module is None:
             return torch.random.fork_rng(())
-        return torch.random.fork_rng(sorted({device.index for device in devices}), device_type=self.type)
+        return torch.random.fork_rng(
+            sorted({device.index for device in devices}), device_type=self.type
+        )
 
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
-        """Return the state of the device's own random generator; None if the kind does not offer it."""
+        """Return the state of the device's own random generator.
+
+        None if the kind does not offer it.
+        """
         state: torch.Tensor | None = self._call("get_rng_state", device)
         return state
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        """Return the number of CPU threads per operator for this number of lanes; None means no limit.
+        """Return the number of CPU threads per operator for this number of lanes.
+
+        None means no limit.
 
         Lanes of accelerators share the cores too: they copy into pinned memory at the same time.
         """
@@ -128,7 +158,8 @@ class CpuBackend(Backend):
         if index not in (None, 0):
             msg = (
                 f"device 'cpu:{index}' is not available: the CPU is one device, 'cpu'. "
-                'For several lanes on it, repeat the name, as in ["cpu", "cpu"], or pass a number, as in devices=2'
+                'For several lanes on it, repeat the name, as in ["cpu", "cpu"], or pass a number, '
+                "as in devices=2"
             )
             raise DeviceUnavailableError(msg)
         return torch.device("cpu")
@@ -141,17 +172,24 @@ class CpuBackend(Backend):
 
 
 class MpsBackend(Backend):
-    """The GPU of an Apple machine, which torch reports as ``mps:0``. Several lanes on it share one command queue."""
+    """The GPU of an Apple machine, which torch reports as ``mps:0``.
+
+    Several lanes on it share one command queue.
+    """
 
     def count(self) -> int:
         return int(torch.backends.mps.is_available())
 
 
 def _not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
-    """Return the error for a device that this process does not see. It lists the devices that the process sees."""
+    """Return the error for a device that this process does not see.
+
+    It lists the devices that the process sees.
+    """
     named = kind if index is None else f"{kind}:{index}"
     several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
     seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
     return DeviceUnavailableError(
-        f'device {named!r} is not available: {seen}. device="auto" selects a device that this machine has'
+        f'device {named!r} is not available: {seen}. device="auto" selects a device that this '
+        "machine has"
     )

@@ -12,11 +12,17 @@ from parawrap.errors import DeviceUnavailableError
 CORE_KINDS = ("nc", "neuron")
 """The names of NeuronCores. "neuron" is also a torch device if torch_neuronx registers one."""
 
-_backends: dict[str, Backend] = {"cpu": CpuBackend("cpu"), "cuda": Backend("cuda"), "mps": MpsBackend("mps")}
+_backends: dict[str, Backend] = {
+    "cpu": CpuBackend("cpu"),
+    "cuda": Backend("cuda"),
+    "mps": MpsBackend("mps"),
+}
 
 
 def torch_kind(name: str) -> str:
-    """Return torch's name for a kind of device. Case does not matter; "gpu" is another name for "cuda", also on AMD GPUs.
+    """Return torch's name for a kind of device.
+
+    Case does not matter; "gpu" is another name for "cuda", also on AMD GPUs.
 
     Blocks and launches both use this rule.
     """
@@ -30,8 +36,8 @@ def backend_of(kind: str) -> Backend:
     The kind may be any name that `torch_kind` accepts.
 
     Raises:
-        DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names NeuronCores that are not torch
-            devices.
+        DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names
+            NeuronCores that are not torch devices.
     """
     backend = _backends.get(kind) or _backends.get(torch_kind(kind))
     if backend is not None:
@@ -39,18 +45,24 @@ def backend_of(kind: str) -> Backend:
     name = torch_kind(kind)
     if is_torch_device(name):
         return _backends.setdefault(name, Backend(name))
-    msg = f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: cpu, cuda, mps"
+    msg = (
+        f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known "
+        "kinds: cpu, cuda, mps"
+    )
     if name in CORE_KINDS:
         msg = (
-            f"{kind!r} names NeuronCores, which are not torch devices in this process. Compile the model with "
-            "parawrap.neuron.trace, then pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
+            f"{kind!r} names NeuronCores, which are not torch devices in this process. Compile "
+            "the model with parawrap.neuron.trace, then pass the cores to parallel(model, "
+            "['nc:0', 'nc:1']) or to neuron.DataParallel"
         )
     raise DeviceUnavailableError(msg)
 
 
 def best_backend() -> Backend:
     """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     return backend_of("cpu" if accelerator is None else accelerator.type)
 
 
@@ -59,7 +71,8 @@ def is_torch_device(kind: str) -> bool:
     if kind == "xla":  # torch_xla delays operators: lanes would build, and run, each other's graphs
         return False
     try:
-        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
+        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn
+        # is a module.
         module: ModuleType = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError:
         return False

@@ -2,8 +2,9 @@
 
 The generations share one package name, and offer different names in it.
 
-The newer generation (trn2, trn3) registers a torch device of kind "neuron", which the accelerator backend uses. The older
-generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawrap.neuroncores` uses its compiled models.
+The newer generation (trn2, trn3) registers a torch device of kind "neuron", which the accelerator
+backend uses. The older generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``.
+`parawrap.neuroncores` uses its compiled models.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ _LS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
 _LS_TIMEOUT_S = 60.0  # a guess: the tool prints within a second
 
 overriding_runtimes: list[Any] = []
-"""The NeuronCore runtimes of active blocks, for tests and emulated cores; the last one is in effect."""
+"""The NeuronCore runtimes of active blocks, for tests and emulated cores.
+
+The last one is in effect.
+"""
 
 
 def neuron_is_device() -> bool:
     """True if "neuron" names torch devices; False if it names the cores of compiled models.
 
-    Emulated cores take precedence, because PARAWRAP_NEURON_RUNTIME=host and `parawrap.testing.neuron_host` ask for them.
+    Emulated cores take precedence, because PARAWRAP_NEURON_RUNTIME=host and
+    `parawrap.testing.neuron_host` ask for them.
     """
     return is_torch_device("neuron") and not emulates_cores()
 
@@ -44,7 +49,7 @@ def neuron_runtime_name() -> str:
 
 
 def emulates_cores() -> bool:
-    """True if PARAWRAP_NEURON_RUNTIME=host or a block of `parawrap.testing.neuron_host` selects emulated NeuronCores."""
+    """True if the environment, or a block of `parawrap.testing.neuron_host`, emulates cores."""
     return bool(overriding_runtimes) or neuron_runtime_name() == "host"
 
 
@@ -52,16 +57,21 @@ def emulates_cores() -> bool:
 
 
 def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | None:
-    """Return the numbers, on this machine, of the NeuronCores that the environment allocates; None if it sets none.
+    """Return the numbers, on this machine, of the NeuronCores that the environment allocates.
 
-    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a number), as in the Neuron
-    runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
+    None if it sets none.
+
+    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a
+    number), as in the Neuron runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX
+    Runtime Configuration").
 
     Raises:
         DeviceListError: If one of the variables is malformed.
 
-    >>> read_core_numbers({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
-    ([0, 2, 3, 4], [0, 1])
+    >>> read_core_numbers({"NEURON_RT_VISIBLE_CORES": "0,2-4"})
+    [0, 2, 3, 4]
+    >>> read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
+    [0, 1]
     """
     environ = os.environ if environ is None else environ
     listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
@@ -71,7 +81,10 @@ def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | N
     if not number:
         return None
     if not number.isdecimal():
-        msg = f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, or 0 for all"
+        msg = (
+            f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, "
+            "or 0 for all"
+        )
         raise DeviceListError(msg)
     return list(range(int(number))) or None
 
@@ -79,21 +92,28 @@ def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | N
 def count_listed_cores() -> int:
     """Count the NeuronCores of the machine.
 
-    The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide"). On Trn2
-    these are logical cores: a process numbers its cores by them.
+    The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS
+    User Guide"). On Trn2 these are logical cores: a process numbers its cores by them.
 
     Raises:
         DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
     """
     tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER) or "neuron-ls"
     try:
-        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=True)
+        ended = subprocess.run(
+            [tool, "--json-output"],
+            capture_output=True,
+            text=True,
+            timeout=_LS_TIMEOUT_S,
+            check=True,
+        )
         return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
     except (OSError, subprocess.SubprocessError, KeyError, TypeError, ValueError) as error:
         msg = (
-            f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no list of devices with an "
-            f"nc_count each ({getattr(error, 'stderr', None) or error}). Set NEURON_RT_NUM_CORES or "
-            f"NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls in {_LS_FOLDER}"
+            f"the number of NeuronCores of this process is unknown: {tool} --json-output gave no "
+            f"list of devices with an nc_count each ({getattr(error, 'stderr', None) or error}). "
+            "Set NEURON_RT_NUM_CORES or NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, "
+            f"which has neuron-ls in {_LS_FOLDER}"
         )
         raise DeviceUnavailableError(msg) from error
 
@@ -106,8 +126,9 @@ def _read_spans(listed: str) -> list[int]:
         found = range(int(span[1]), int(span[2] or span[1]) + 1) if span else ()
         if not found or not set(found).isdisjoint(cores):
             msg = (
-                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a range of further cores. "
-                "List cores and ranges, each core once, as in '0-6', '3' or '0,2-4'"
+                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} is neither a core nor a "
+                "range of further cores. List cores and ranges, each core once, as in '0-6', '3' "
+                "or '0,2-4'"
             )
             raise DeviceListError(msg)
         cores += found

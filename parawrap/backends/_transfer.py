@@ -1,7 +1,7 @@
-"""Copy tensors between devices without blocking the host, and keep their memory until every stream has used it.
+"""Copy tensors between devices without blocking the host, and keep their memory as long as needed.
 
-A caching allocator reuses a freed block at once for the stream that allocated it, even while another stream still reads
-the block. `record_use` reports the other stream to the allocator.
+A caching allocator reuses a freed block at once for the stream that allocated it, even while
+another stream still reads the block. `record_use` reports the other stream to the allocator.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from parawrap.backends._backend_registry import backend_of
 from parawrap.tree import WholeLeaf, tensors_in
 
 _STAGED_FROM = 64 << 10
-"""Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
-the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""
+"""Size in bytes.
+
+CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger
+copy the host waits for the stream (CUDA Runtime API, "API synchronization behavior").
+"""
 
 
 def transfer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on `device`; the same object if it is already on it.
 
-    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable tensors are copied to
-    pinned memory first, which the device reads while the host continues.
+    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable
+    tensors are copied to pinned memory first, which the device reads while the host continues.
     """
     if tensor.device == device:
         return tensor
@@ -50,7 +53,7 @@ def device_of(leaf: Any) -> torch.device | None:
 
 
 def record_use(leaves: Iterable[Any]) -> None:
-    """Keep the memory of these tensors, once freed, until the thread's current streams finish their queued work."""
+    """Keep the memory of freed tensors until the thread's current streams finish their work."""
     for leaf in leaves:
         for tensor in _tensors(leaf):
             _record(tensor)
@@ -79,7 +82,9 @@ def _record(tensor: torch.Tensor) -> None:
 
 
 def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Return a large tensor in pinned memory, others as they are, and True if the copy to the device may be queued.
+    """Return the source of a copy, and True if the copy to the device may be queued.
+
+    A large tensor is copied to pinned memory first.
 
     It may if the source stays unchanged, or has been read when the call returns.
     """
@@ -88,7 +93,9 @@ def _stage(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, bo
     backend = backend_of(device.type)
     has_graph = tensor.requires_grad and torch.is_grad_enabled()  # autograd does not record pinning
     if tensor.layout is torch.strided and tensor.nbytes > _STAGED_FROM and not has_graph:
-        is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(
+            memory_format=torch.channels_last
+        )
         if not (tensor.is_pinned() and (is_channels_last or tensor.is_contiguous())):
             tensor = backend.pin(tensor)
     return tensor, backend.takes_pageable_at_once or tensor.is_pinned()

@@ -24,7 +24,9 @@ def warn_caller(message: str) -> None:
     """Issue a UserWarning at the innermost frame outside parawrap, torch, and wrapt."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PARAWRAP, _TORCH, _WRAPT)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        (_PARAWRAP, _TORCH, _WRAPT)
+    ):
         frame = frame.f_back
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
@@ -33,15 +35,21 @@ def warn_caller(message: str) -> None:
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback from its first frame outside parawrap on; None without such a frame.
 
-    Frames of concurrent.futures, which pass an exception from thread to thread, and of wrapt count as parawrap's.
+    Frames of concurrent.futures, which pass an exception from thread to thread, and of wrapt count
+    as parawrap's.
     """
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_PARAWRAP, _FUTURES, _WRAPT)):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(
+        (_PARAWRAP, _FUTURES, _WRAPT)
+    ):
         trace = trace.tb_next
     return trace
 
 
 def drop_own_frames(error: BaseException) -> None:
-    """Let a traceback start at its first frame outside parawrap. If there is none, keep the innermost frame."""
+    """Let a traceback start at its first frame outside parawrap.
+
+    If there is none, keep the innermost frame.
+    """
     trace = error.__traceback__
     shown = user_frames(trace)
     while shown is None and trace is not None:

@@ -9,11 +9,13 @@ import torch
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, from its affinity mask and its cgroup quota.
+    """Return the number of cores that this process may use: by affinity mask and cgroup quota.
 
     ``os.cpu_count()`` also counts cores that a container or ``taskset`` withholds from the process.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _cgroup_quota()
     return max(1, affinity if quota is None else min(affinity, int(quota)))
 
@@ -21,7 +23,8 @@ def usable_cores() -> int:
 def share_of_cores(lanes: int) -> int:
     """Return the number of CPU threads per operator for this number of lanes.
 
-    At most the number that torch itself would use, so OMP_NUM_THREADS and ``torch.set_num_threads`` are obeyed.
+    At most the number that torch itself would use, so OMP_NUM_THREADS and ``torch.set_num_threads``
+    are obeyed.
     """
     return max(1, min(usable_cores(), torch.get_num_threads()) // lanes)
 

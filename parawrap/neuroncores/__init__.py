@@ -1,8 +1,8 @@
-"""NeuronCores: runtimes of the vendor, a double for machines without cores, and the session that feeds cores.
+"""NeuronCores: the vendor's runtimes, a double, and the session that feeds cores.
 
-These NeuronCores are not torch devices: a model compiled for a core takes and returns tensors on the CPU. A vendor's
-package is imported when a runtime is first needed. The newer torch_neuronx, with torch devices, uses
-``backends/_backend.py``.
+These NeuronCores are not torch devices: a model compiled for a core takes and returns tensors on
+the CPU. A vendor's package is imported when a runtime is first needed. The newer torch_neuronx,
+with torch devices, uses ``backends/_backend.py``.
 """
 
 from parawrap.neuroncores._choose_runtime import neuron_host, runtime, using

@@ -14,7 +14,10 @@ from parawrap.neuroncores._runtime import NeuronRuntime
 from parawrap.neuroncores._vendor_runtimes import TorchNeuron, TorchNeuronx
 
 _RUNTIMES = {each.name: each for each in (NeuronHost, TorchNeuronx, TorchNeuron)}
-_PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
+_PACKAGES = {
+    "torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc",
+    "torch_neuron": "torch-neuron neuron-cc[tensorflow]",
+}
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 
 _choosing = threading.RLock()
@@ -24,12 +27,13 @@ _chosen: NeuronRuntime | None = None
 def runtime() -> NeuronRuntime:
     """Return the runtime that PARAWRAP_NEURON_RUNTIME names: host, torch_neuronx, or torch_neuron.
 
-    Without the variable, return the first vendor runtime that is installed. If there is none, warn and return the
-    emulated runtime.
+    Without the variable, return the first vendor runtime that is installed. If there is none, warn
+    and return the emulated runtime.
 
     Raises:
-        DeviceUnavailableError: If the runtime is unknown, not installed, a placeholder from PyPI, or cannot be imported; or
-            if the installed torch_neuronx makes NeuronCores torch devices and has no trace.
+        DeviceUnavailableError: If the runtime is unknown, not installed, a placeholder from PyPI,
+            or cannot be imported; or if the installed torch_neuronx makes NeuronCores torch devices
+            and has no trace.
     """
     global _chosen
     with _choosing:
@@ -43,7 +47,10 @@ def runtime() -> NeuronRuntime:
 
 @contextmanager
 def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
-    """Use `other` as the runtime inside the block. It applies to all threads, so enter such blocks from one thread only."""
+    """Use `other` as the runtime inside the block.
+
+    It applies to all threads, so enter such blocks from one thread only.
+    """
     overriding_runtimes.append(other)
     try:
         yield other
@@ -52,7 +59,9 @@ def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
 
 
 @contextmanager
-def neuron_host(cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0) -> Iterator[NeuronHost]:
+def neuron_host(
+    cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0
+) -> Iterator[NeuronHost]:
     """Use emulated NeuronCores in the whole process inside the block.
 
     The arguments are the same as for :class:`NeuronHost`.
@@ -73,29 +82,37 @@ def neuron_host(cores: int | None = EMULATED_CORES, *, latency_s: float = 0.0) -
 
 
 def _find_installed() -> str:
-    """Return the name of the first installed runtime of the vendor; that of the emulated one, with a warning."""
+    """Return the name of the first installed runtime of the vendor.
+
+    That of the emulated one, with a warning.
+    """
     for name in _PACKAGES:
         if importlib.util.find_spec(name) is not None:
             return name
     warn_caller(
-        "no NeuronCore runtime is installed, so parawrap emulates NeuronCores on the CPU. Set PARAWRAP_NEURON_RUNTIME=host "
-        "to do this without a warning"
+        "no NeuronCore runtime is installed, so parawrap emulates NeuronCores on the CPU. Set "
+        "PARAWRAP_NEURON_RUNTIME=host to do this without a warning"
     )
     return "host"
 
 
 def _load(name: str) -> NeuronRuntime:
     if name not in _RUNTIMES:
-        msg = f"PARAWRAP_NEURON_RUNTIME={name!r} is not a known runtime. Set it to one of {', '.join(_RUNTIMES)}"
+        msg = (
+            f"PARAWRAP_NEURON_RUNTIME={name!r} is not a known runtime. Set it to one of "
+            f"{', '.join(_RUNTIMES)}"
+        )
         raise DeviceUnavailableError(msg)
     try:
         return _RUNTIMES[name]()
     except DeviceUnavailableError:
         raise
-    except Exception as error:  # the import of a vendor's package, or of PyPI's placeholder, may fail in any way
+    # The import of a vendor's package, or of PyPI's placeholder, may fail in any way
+    except Exception as error:
         msg = (
-            f"{name} cannot be imported ({type(error).__name__}: {error}). Install it from the vendor's index, as PyPI "
-            f"has only placeholders: pip install --extra-index-url {_INDEX} {_PACKAGES[name]}. Or set "
-            "PARAWRAP_NEURON_RUNTIME=host to emulate NeuronCores on the CPU"
+            f"{name} cannot be imported ({type(error).__name__}: {error}). Install it from the "
+            "vendor's index, as PyPI has only placeholders: pip install --extra-index-url "
+            f"{_INDEX} {_PACKAGES[name]}. Or set PARAWRAP_NEURON_RUNTIME=host to emulate "
+            "NeuronCores on the CPU"
         )
         raise DeviceUnavailableError(msg) from error

@@ -1,4 +1,7 @@
-"""The session of a model on NeuronCores: the engine's, with lanes that each use a copy of the model on one core."""
+"""The session of a model on NeuronCores.
+
+It is the engine's, with lanes that each use a copy of the model on one core.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +25,47 @@ from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
 from parawrap.neuroncores._runtime import not_traced
 
 LANES_PER_CORE = 2
-"""One lane runs while the other copies its input. Also the default of num_workers in torch_neuronx.DataParallel."""
+"""One lane runs while the other copies its input.
+
+Also the default of num_workers in torch_neuronx.DataParallel.
+"""
 
 _CPU = torch.device("cpu")
 
 
 class Placement:
-    """The copies of compiled models on some cores, and the number of rows that each core gets of a call.
+    """The copies of compiled models on some cores, and the rows that each core gets of a call.
 
-    A run of consecutive cores is loaded in one call and shares one copy, which uses these cores in turn.
+    A run of consecutive cores is loaded in one call and shares one copy, which uses these cores in
+    turn.
 
     Attributes:
         cores: The cores, in the given order.
         compiled: The number of rows of an inference; None if it is not known.
         split_size: The largest number of rows that a core gets at once. None is whole inferences.
-        why_fixed: The reason why a core must get exactly the compiled number of rows; None with dynamic batching.
+        why_fixed: The reason why a core must get exactly the compiled number of rows; None with
+            dynamic batching.
 
     Raises:
         ShardError: If `dim` is not a dim of the model's inputs.
     """
 
     def __init__(
-        self, model: Any, cores: Sequence[NeuronCore], dim: int = 0, *, dynamic: bool = True, split_size: int | None = None
+        self,
+        model: Any,
+        cores: Sequence[NeuronCore],
+        dim: int = 0,
+        *,
+        dynamic: bool = True,
+        split_size: int | None = None,
     ) -> None:
         self._runtime = runtime()
         signature = self._runtime.signature(model) if isinstance(model, torch.nn.Module) else None
         if signature is not None and dim not in range(-signature.most_dims, signature.most_dims):
-            msg = f"dim={dim!r} is out of range: the model is compiled for inputs with at most {signature.most_dims} dims"
+            msg = (
+                f"dim={dim!r} is out of range: the model is compiled for inputs with at most "
+                f"{signature.most_dims} dims"
+            )
             raise ShardError(msg)
         self.cores = tuple(cores)
         self.compiled = None if signature is None else signature.rows(dim)
@@ -63,7 +80,9 @@ class Placement:
         self._copies: list[list[torch.nn.Module]] = []  # of the parts, for each core
 
     def copies_in_lanes(self, lanes: int, survey: Survey) -> list[dict[int, Any]]:
-        """Return, for each lane, the copies of compiled models on its core. Load them if they are others.
+        """Return, for each lane, the copies of compiled models on its core.
+
+        Load them if they are others.
 
         Raises:
             ReplicaError: If the target has no part compiled for NeuronCores.
@@ -74,7 +93,10 @@ class Placement:
         if self._parts != [*survey.scripts]:
             self.unload()
             self._copies, self._parts = self._load(survey.scripts), [*survey.scripts]
-        on_cores = [{id(part): copied for part, copied in zip(self._parts, copies, strict=True)} for copies in self._copies]
+        on_cores = [
+            {id(part): copied for part, copied in zip(self._parts, copies, strict=True)}
+            for copies in self._copies
+        ]
         return [on_cores[lane % len(self.cores)] for lane in range(lanes)]
 
     def unload(self) -> None:
@@ -84,10 +106,12 @@ class Placement:
     def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
         """Return the sizes of a call's parts. There may be more parts than lanes.
 
-        If the compiled number of rows is known, sizes are multiples of it, so that only the last inference is filled up.
+        If the compiled number of rows is known, sizes are multiples of it, so that only the last
+        inference is filled up.
 
         Raises:
-            ShapeError: If dynamic batching is off, and a core would not get the compiled number of rows.
+            ShapeError: If dynamic batching is off, and a core would not get the compiled number of
+                rows.
         """
         if self.why_fixed is not None:
             return self._exact(rows)
@@ -111,19 +135,25 @@ class Placement:
         return [on_core[core.index] for core in self.cores]
 
     def _exact(self, rows: int) -> tuple[int, ...]:
-        """Return the sizes without dynamic batching: the compiled number of rows for each inference."""
+        """Return the sizes without dynamic batching: the compiled row count for each inference."""
         cores = len(self.cores)
         each = self.compiled or self.split_size or rows // cores
         parts = cores if self.split_size is None else rows // each
         if not rows or rows != each * parts or self.split_size not in (None, each):
             needed = (
-                f"{each} rows. Pass {each * cores}" if self.compiled else f"the same number. Pass a multiple of {cores}"
+                f"{each} rows. Pass {each * cores}"
+                if self.compiled
+                else f"the same number. Pass a multiple of {cores}"
             )
-            chunks = "" if self.split_size is None else f", or set split_size to {each} and pass a multiple of it"
+            chunks = (
+                ""
+                if self.split_size is None
+                else f", or set split_size to {each} and pass a multiple of it"
+            )
             msg = (
-                f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} per core, but without "
-                f"dynamic batching each inference takes {needed}{chunks}. Dynamic batching accepts any number of rows, "
-                f"but {self.why_fixed}"
+                f"{rows} rows on dim {self._dim} over {cores} NeuronCores are {rows / cores:g} "
+                f"per core, but without dynamic batching each inference takes {needed}{chunks}. "
+                f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
             )
             raise ShapeError(msg)
         return (each,) * parts
@@ -132,8 +162,9 @@ class Placement:
 class CoreSession(Session):
     """The calls of a model on NeuronCores, until `close`. Thread-safe.
 
-    Several lanes feed each core: one lane copies its input while the core computes for another. The constructor loads the
-    compiled parts of the model; ordinary modules around them are replicated as on any device.
+    Several lanes feed each core: one lane copies its input while the core computes for another. The
+    constructor loads the compiled parts of the model; ordinary modules around them are replicated
+    as on any device.
     """
 
     def __init__(
@@ -161,7 +192,10 @@ class CoreSession(Session):
         self.refresh()
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call: cut it, run its parts in the lanes, and join their outputs; or run it on one core."""
+        """Run one call: cut it, run its parts in the lanes, and join their outputs.
+
+        Or run it on one core.
+        """
         if self.is_ready():
             return super().call(entry, args, kwargs)
         return self.run_plainly(entry, args, kwargs)
@@ -169,7 +203,8 @@ class CoreSession(Session):
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call whole in this thread: in a lane on its core, and elsewhere on the first core.
 
-        After `close`, and while a layer around the compiled model has no shape yet, run the model itself, which is on none.
+        After `close`, and while a layer around the compiled model has no shape yet, run the model
+        itself, which is on none.
         """
         lane = here.lane
         if lane in self.lanes.all and self.replicas.state.lanes:

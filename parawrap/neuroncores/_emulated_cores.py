@@ -1,11 +1,13 @@
-"""A double of the vendor's runtime for machines without NeuronCores: compiled models run on the CPU.
+"""A double of the vendor's runtime, for machines without NeuronCores: models run on the CPU.
 
-A compiled model is a traced module that checks its inputs. A copy on a core also takes the lock of the core, and at least
-the latency of an inference. Nothing imitates the vendor's files, memory, or operators.
+A compiled model is a traced module that checks its inputs. A copy on a core also takes the lock of
+the core, and at least the latency of an inference. Nothing imitates the vendor's files, memory, or
+operators.
 
-There are two traces. The inner one is of the model, on a flat list of tensors. The outer one restores the structure of
-inputs and outputs. Between them is a script, because a trace has no conditions. TorchScript reads annotations such as
-``List[Tensor]`` alone, so this file does not postpone them.
+There are two traces. The inner one is of the model, on a flat list of tensors. The outer one
+restores the structure of inputs and outputs. Between them is a script, because a trace has no
+conditions. TorchScript reads annotations such as ``List[Tensor]`` alone, so this file does not
+postpone them.
 """
 
 import copy
@@ -37,11 +39,12 @@ from parawrap.tree import TreeSpec, flatten, unflatten
 
 
 class _EmulatedProgram(torch.nn.Module):
-    """A model from a list of tensors to a list of tensors, for fixed shapes and dtypes, as TorchScript.
+    """A model from a list of tensors to a list of tensors of fixed shapes and dtypes.
 
-    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for. With `dynamic`, a call may have any
-    number of rows: each inference gets the compiled number, and the last one is filled up with rows of the batch, never
-    with zeros. Outputs of these rows are dropped.
+    `inputs` and `outputs` have the shapes and dtypes that the model is compiled for. With
+    `dynamic`, a call may have any number of rows: each inference gets the compiled number, and the
+    last one is filled up with rows of the batch, never with zeros. Outputs of these rows are
+    dropped.
     """
 
     inputs: List[Tensor]
@@ -52,7 +55,10 @@ class _EmulatedProgram(torch.nn.Module):
     def __init__(self, function: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.function = function
-        self.inputs, self.outputs = list(map(_without_data, inputs)), list(map(_without_data, outputs))
+        self.inputs, self.outputs = (
+            list(map(_without_data, inputs)),
+            list(map(_without_data, outputs)),
+        )
         self.dtypes = [str(tensor.dtype) for tensor in inputs]
         self.dynamic = False
 
@@ -70,7 +76,9 @@ class _EmulatedProgram(torch.nn.Module):
         return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
 
     def infer(self, tensors: List[Tensor]) -> List[Tensor]:
-        outputs: List[Tensor] = self.function([t.detach().clone(memory_format=torch.contiguous_format) for t in tensors])
+        outputs: List[Tensor] = self.function(
+            [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        )
         return outputs
 
     def check(self, tensors: List[Tensor]) -> None:
@@ -80,9 +88,10 @@ class _EmulatedProgram(torch.nn.Module):
                 fits = tensor.size()[1:] == spec.size()[1:] and tensor.size(0) == tensors[0].size(0)
             if not fits or tensor.dtype != spec.dtype or not tensor.is_cpu:
                 msg = (
-                    f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for {spec.size()}, as a CPU "
-                    f"tensor of {self.dtypes[i]}. Convert it, or trace the model for it. With dynamic batching, dim 0 may "
-                    "differ, if it is the same in all inputs"
+                    f"ShapeError: input {i} is {tensor.size()}, but the model is compiled for "
+                    f"{spec.size()}, as a CPU tensor of {self.dtypes[i]}. Convert it, or trace "
+                    "the model for it. With dynamic batching, dim 0 may differ, if it is the "
+                    "same in all inputs"
                 )
                 raise RuntimeError(msg)
 
@@ -97,7 +106,8 @@ class _Flat(torch.nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = unflatten(self._takes, tensors)
-        for module in self.modules():  # clones are part of the graph: each inference starts from the buffers of now
+        # Clones are part of the graph: each inference starts from the buffers of now
+        for module in self.modules():
             for name, buffer in [*module.named_buffers(recurse=False)]:
                 setattr(module, name, buffer.clone())
         self.outputs, self.gives = flatten(self.model(*args, **kwargs))
@@ -106,9 +116,14 @@ class _Flat(torch.nn.Module):
 
 
 class _Compiled(torch.nn.Module):
-    """A program with the structure of the model's inputs and outputs, and the names of its parameters."""
+    """A program with the structure of the model's inputs and outputs, and its parameter names."""
 
-    def __init__(self, program: torch.jit.ScriptModule, gives: TreeSpec, parameters: Sequence[inspect.Parameter]) -> None:
+    def __init__(
+        self,
+        program: torch.jit.ScriptModule,
+        gives: TreeSpec,
+        parameters: Sequence[inspect.Parameter],
+    ) -> None:
         super().__init__()
         self.program = program
 
@@ -120,20 +135,31 @@ class _Compiled(torch.nn.Module):
         self.forward = forward
 
 
-def _compile(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.jit.ScriptModule:
-    """Return a ScriptModule with the model's structure that only takes tensors of the examples' shapes and dtypes."""
+def _compile(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.jit.ScriptModule:
+    """Return a ScriptModule that only takes tensors of the examples' shapes and dtypes."""
     inputs, takes = flatten((args, kwargs))
     _refuse_others(inputs, "the example has")
     flat = _Flat(copy_for_trial(model), takes)
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
-        traced: Any = torch.jit.trace(flat, ([each.clone() for each in inputs],), check_trace=False, strict=False)
-        frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)  # the trace recorded train mode
+        traced: Any = torch.jit.trace(
+            flat, ([each.clone() for each in inputs],), check_trace=False, strict=False
+        )
+        # The trace recorded train mode
+        frozen: Any = torch.jit.freeze(traced.eval(), optimize_numerics=False)
         function = torch.jit.load(save_to_memory(frozen))  # shares no memory with the model
         program = torch.jit.script(_EmulatedProgram(function, inputs, flat.outputs))
-        named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kwargs]
-        whole = _Compiled(program, flat.gives, named or inspect_parameters(model)[: len(args)]).eval()
+        named = [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in kwargs
+        ]
+        whole = _Compiled(
+            program, flat.gives, named or inspect_parameters(model)[: len(args)]
+        ).eval()
         args, kwargs = unflatten(takes, [each.clone() for each in inputs])
-        compiled: Any = torch.jit.trace(whole, (*args, *kwargs.values()), check_trace=False, strict=False)
+        compiled: Any = torch.jit.trace(
+            whole, (*args, *kwargs.values()), check_trace=False, strict=False
+        )
     outer: torch.jit.ScriptModule = compiled
     return outer
 
@@ -143,20 +169,26 @@ def find_programs(model: torch.nn.Module) -> list[Any]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, torch.jit.ScriptModule) and module.original_name == _EmulatedProgram.__name__
+        if isinstance(module, torch.jit.ScriptModule)
+        and module.original_name == _EmulatedProgram.__name__
     ]
 
 
 def _refuse_others(leaves: Sequence[Any], who: str) -> None:
-    """Raise TypeError unless all leaves are CPU tensors. `who` starts the message, as in "the model returns"."""
+    """Raise TypeError unless all leaves are CPU tensors.
+
+    `who` starts the message, as in "the model returns".
+    """
     others = [leaf for leaf in leaves if not (isinstance(leaf, Tensor) and leaf.is_cpu)]
     if others or not leaves:
         kinds = ", ".join(
-            f"a tensor on {each.device}" if isinstance(each, Tensor) else type(each).__name__ for each in others
+            f"a tensor on {each.device}" if isinstance(each, Tensor) else type(each).__name__
+            for each in others
         )
         msg = (
-            f"{who} {kinds or 'no tensors'}, but a compiled model takes and returns CPU tensors in tuples, lists, "
-            "and dicts. Set other arguments in a function or module around the model, and trace that"
+            f"{who} {kinds or 'no tensors'}, but a compiled model takes and returns CPU tensors "
+            "in tuples, lists, and dicts. Set other arguments in a function or module around the "
+            "model, and trace that"
         )
         raise TypeError(msg)
 
@@ -182,7 +214,10 @@ class CoreStats:
 
 
 class _Core:
-    """One core. It runs one inference at a time, takes at least `latency_s` for each, and counts them."""
+    """One core.
+
+    It runs one inference at a time, takes at least `latency_s` for each, and counts them.
+    """
 
     def __init__(self, latency_s: float) -> None:
         self.inferences = self.loads = 0
@@ -191,7 +226,7 @@ class _Core:
         self._lock = threading.Lock()
 
     def run(self, compiled: Callable[..., Any], args: Any, kwargs: Any, inferences: int) -> Any:
-        """Wait until the core is free, and call a compiled model that takes this number of inferences."""
+        """Wait until the core is free, and call a model that takes this number of inferences."""
         with self._lock:
             start = time.perf_counter()
             output = compiled(*args, **kwargs)
@@ -218,9 +253,12 @@ class _OnCores(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         core = self._cores[next(self._turns) % len(self._cores)]
-        first = next((leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        first = next(
+            (leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None
+        )
         rows = first.shape[0] if first is not None and first.ndim else 0
-        inferences = -(-rows // self._rows) if self._rows else 1  # several, if dynamic batching cuts the rows
+        # Several, if dynamic batching cuts the rows
+        inferences = -(-rows // self._rows) if self._rows else 1
         try:
             with torch.autocast("cpu", enabled=False):  # a compiled model keeps its dtypes
                 return core.run(self.compiled, args, kwargs, inferences)
@@ -232,15 +270,18 @@ class _OnCores(torch.nn.Module):
 
 
 class NeuronHost(NeuronRuntime):
-    """NeuronCores that are emulated on the CPU. Thread-safe; the host lives as long as a reference to it.
+    """NeuronCores that are emulated on the CPU.
 
-    `trace` returns a ScriptModule, so `torch.jit.save`, `torch.jit.load`, and `copy.deepcopy` work. They keep the signature
-    and dynamic batching. A model that is called without being placed runs at once, on no core, and raises torch.jit.Error
-    for tensors that it is not compiled for; a placed model raises ShapeError.
+    Thread-safe; the host lives as long as a reference to it.
+
+    `trace` returns a ScriptModule, so `torch.jit.save`, `torch.jit.load`, and `copy.deepcopy` work.
+    They keep the signature and dynamic batching. A model that is called without being placed runs
+    at once, on no core, and raises torch.jit.Error for tensors that it is not compiled for; a
+    placed model raises ShapeError.
 
     Args:
-        cores: the number of cores. None means the number in NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES, or 2 if
-            neither is set.
+        cores: the number of cores. None means the number in NEURON_RT_VISIBLE_CORES or
+            NEURON_RT_NUM_CORES, or 2 if neither is set.
         latency_s: the minimum duration of an inference on a core, in seconds.
 
     Raises:
@@ -273,41 +314,59 @@ class NeuronHost(NeuronRuntime):
         return self._given or len(read_core_numbers() or range(EMULATED_CORES))
 
     def trace(
-        self, model: Callable[..., Any], example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+        self,
+        model: Callable[..., Any],
+        example_inputs: Any = None,
+        *,
+        example_kwarg_inputs: Any = None,
+        **compiler: Any,
     ) -> torch.jit.ScriptModule:
-        """Compile a model, as `parawrap.neuron.trace` does. The options of a vendor's compiler are ignored.
+        """Compile a model, as `parawrap.neuron.trace` does.
 
-        A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
-        these buffers, and its writes to them do not persist. Warnings and errors of `torch.jit.trace` reach the caller.
+        The options of a vendor's compiler are ignored.
+
+        A module in train mode is traced in train mode. Tracing does not change its buffers. Each
+        inference starts from these buffers, and its writes to them do not persist. Warnings and
+        errors of `torch.jit.trace` reach the caller.
         """
         return _compile(model, *read_examples(model, example_inputs, example_kwarg_inputs))
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the signature of a compiled model, also after saving or copying; None for a module around one."""
-        programs = find_programs(model) if isinstance(model, (torch.jit.ScriptModule, _OnCores)) else []
+        """Return the signature of a compiled model, also after saving or copying.
+
+        None for a module around one.
+        """
+        programs = (
+            find_programs(model) if isinstance(model, (torch.jit.ScriptModule, _OnCores)) else []
+        )
         return Signature.of(programs[0].inputs, programs[0].outputs) if programs else None
 
     def stats(self) -> tuple[CoreStats, ...]:
         """Return the counters of each core, in the order of the cores.
 
-        Each has `inferences` and `loads` since the last reset, and `models`, the number of compiled models on the core now.
+        Each has `inferences` and `loads` since the last reset, and `models`, the number of compiled
+        models on the core now.
         """
-        return tuple(CoreStats(core.inferences, core.loads, len(core.models)) for core in self._cores())
+        return tuple(
+            CoreStats(core.inferences, core.loads, len(core.models)) for core in self._cores()
+        )
 
     def reset_stats(self) -> None:
         """Set the counters to zero. Models stay on their cores."""
         for core in self._cores():
             core.inferences = core.loads = 0
 
-    def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
+    def load(
+        self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int
+    ) -> list[torch.nn.Module]:
         for part in parts:
             if not find_programs(part):
                 raise not_traced(part)
         cores = self._cores()
         if start < 0 or count < 1 or start + count > len(cores):
             msg = (
-                f"start={start}, count={count}: this process has {len(cores)} cores, counted from nc:0. Set "
-                "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
+                f"start={start}, count={count}: this process has {len(cores)} cores, counted from "
+                "nc:0. Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
             )
             raise DeviceUnavailableError(msg)
         return [_OnCores(copy.deepcopy(part), cores[start : start + count]) for part in parts]

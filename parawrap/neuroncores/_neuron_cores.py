@@ -25,41 +25,64 @@ class NeuronCore:
 
 
 def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
-    """Return the cores that `devices` names, out of the first `visible` cores of this process. None means all of them.
+    """Return the cores that `devices` names, out of the first `visible` cores of this process.
+
+    None means all of them.
 
     An entry is an index or "nc:#", counted from zero within the process.
 
     Raises:
-        DeviceListError: If `devices` is empty, names a core twice, or has an entry that is not a core.
-        DeviceUnavailableError: If the process does not have a named core. The message lists the cores that it has.
+        DeviceListError: If `devices` is empty, names a core twice, or has an entry that is not a
+            core.
+        DeviceUnavailableError: If the process does not have a named core. The message lists the
+            cores that it has.
     """
     if devices is None or devices in CORE_KINDS:
         if visible == 0:
             msg = f"no NeuronCore is allocated to this process. {_ADVICE}"
             raise DeviceUnavailableError(msg)
         return tuple(map(NeuronCore, range(visible)))
-    entries = [devices] if isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable) else list(devices)
+    entries = (
+        [devices]
+        if isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable)
+        else list(devices)
+    )
     if not entries:
-        msg = "the list of NeuronCores is empty: give at least one index or 'nc:#', or omit the list to use all cores"
+        msg = (
+            "the list of NeuronCores is empty: give at least one index or 'nc:#', or omit the list "
+            "to use all cores"
+        )
         raise DeviceListError(msg)
     cores = tuple(NeuronCore(_read_index(entry)) for entry in entries)
     twice = [core for place, core in enumerate(cores) if core in cores[:place]]
     if twice:
         msg = (
-            f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one replica. Name each core "
-            "once; num_workers of parawrap.neuron.DataParallel sets the number of threads"
+            f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one "
+            "replica. Name each core once; num_workers of parawrap.neuron.DataParallel sets the "
+            "number of threads"
         )
         raise DeviceListError(msg)
     missing = [core for core in cores if core.index >= visible]
     if missing:
-        seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "only nc:0" if visible else "no NeuronCore"
-        msg = f"'{missing[0]}' is not available: this process sees {seen}, counted from zero within the process. {_ADVICE}"
+        seen = (
+            f"nc:0 to nc:{visible - 1}"
+            if visible > 1
+            else "only nc:0"
+            if visible
+            else "no NeuronCore"
+        )
+        msg = (
+            f"'{missing[0]}' is not available: this process sees {seen}, counted from zero within "
+            f"the process. {_ADVICE}"
+        )
         raise DeviceUnavailableError(msg)
     return cores
 
 
 def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive cores, each as (first core, length). A runtime loads one run per call.
+    """Return the runs of consecutive cores, each as (first core, length).
+
+    A runtime loads one run per call.
 
     >>> find_runs([0, 1, 2, 5, 7, 6])
     [(0, 3), (5, 3)]
@@ -83,5 +106,8 @@ def _read_index(entry: Any) -> int:
         if kind.lower() in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
-    msg = f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"
+    msg = (
+        f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the "
+        "process, as in 'nc:0'"
+    )
     raise DeviceListError(msg)

@@ -1,4 +1,4 @@
-"""The base of NeuronCore runtimes, of the vendor's and of the double; and what a model was compiled for."""
+"""The base of NeuronCore runtimes, and the shapes that a model was compiled for."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ import torch
 
 from parawrap.errors import ReplicaError, ShapeError
 
-# Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
+# Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order,
+# one filter stays forever.
 _filtering = threading.RLock()
 
 
 class Signature(NamedTuple):
-    """The shapes of the inputs and outputs that a model was compiled for, in the order of `parawrap.tree.flatten`."""
+    """The shapes that a model was compiled for, in the order of `parawrap.tree.flatten`."""
 
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, inputs: Iterable[Any], outputs: Iterable[Any]) -> Signature:
-        """Return the signature of a call with these leaves. Values other than tensors are left out."""
+        """Return the signature of a call with these leaves.
+
+        Values other than tensors are left out.
+        """
         shapes = [
-            tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)) for leaves in (inputs, outputs)
+            tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            for leaves in (inputs, outputs)
         ]
         return cls(*shapes)
 
@@ -41,14 +46,20 @@ class Signature(NamedTuple):
         return max(map(len, self.inputs), default=0)
 
     def rows(self, dim: int) -> int | None:
-        """Return the compiled number of rows on `dim`, next to single rows; None if the inputs disagree on it."""
+        """Return the compiled number of rows on `dim`, next to single rows.
+
+        None if the inputs disagree on it.
+        """
         sizes = {shape[dim] for shape in self.inputs if -len(shape) <= dim < len(shape)}
         if len(sizes) > 1:
             sizes.discard(1)
         return sizes.pop() if len(sizes) == 1 else None
 
     def why_fixed(self) -> str | None:
-        """Return the reason why the model only takes batches of the compiled size; None if it takes any size."""
+        """Return the reason why the model only takes batches of the compiled size.
+
+        None if it takes any size.
+        """
         if not self.inputs:
             return "it takes no tensors"
         for kind, shapes in (("input", self.inputs), ("output", self.outputs)):
@@ -66,8 +77,8 @@ class Signature(NamedTuple):
 class NeuronRuntime(ABC):
     """Runs compiled models on NeuronCores. Thread-safe; one instance lives as long as the process.
 
-    Cores are numbered from zero within the process. The runtime runs one inference at a time on each core. Several threads
-    may call a model on a core at once.
+    Cores are numbered from zero within the process. The runtime runs one inference at a time on
+    each core. Several threads may call a model on a core at once.
     """
 
     name: str
@@ -75,28 +86,42 @@ class NeuronRuntime(ABC):
 
     @abstractmethod
     def core_count(self) -> int:
-        """Return the number of NeuronCores allocated to this process. For the errors see `parawrap.neuron.core_count`."""
+        """Return the number of NeuronCores allocated to this process.
+
+        For the errors see `parawrap.neuron.core_count`.
+        """
 
     @abstractmethod
     def trace(
-        self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+        self,
+        model: Any,
+        example_inputs: Any = None,
+        *,
+        example_kwarg_inputs: Any = None,
+        **compiler: Any,
     ) -> torch.jit.ScriptModule:
-        """Compile a module or function for the shapes and dtypes of the examples, as `parawrap.neuron.trace` does."""
+        """Compile a module or function for the examples, as `parawrap.neuron.trace` does."""
 
     @abstractmethod
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the shapes that the model was compiled for; None if the runtime does not report them."""
+        """Return the shapes that the model was compiled for.
+
+        None if the runtime does not report them.
+        """
 
     @abstractmethod
-    def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
-        """Return copies of compiled models, loaded onto the cores ``start .. start + count - 1`` in one call.
+    def load(
+        self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int
+    ) -> list[torch.nn.Module]:
+        """Return copies of models on the cores ``start .. start + count - 1``, loaded in one call.
 
-        A copy uses the cores in turn, one call each. The cores' memory is free again when the last reference to the copy
-        goes: the vendor documents no other way.
+        A copy uses the cores in turn, one call each. The cores' memory is free again when the last
+        reference to the copy goes: the vendor documents no other way.
 
         Raises:
             DeviceUnavailableError, ValueError: If the process does not have these cores.
-            RuntimeError: If the runtime cannot load a model, for instance because a core is out of memory.
+            RuntimeError: If the runtime cannot load a model, for instance because a core is out of
+                memory.
         """
 
     @abstractmethod
@@ -108,14 +133,15 @@ class NeuronRuntime(ABC):
         """
 
     def place(self, model: torch.jit.ScriptModule, start: int, count: int) -> torch.nn.Module:
-        """Return a copy of a compiled model, loaded onto the cores ``start .. start + count - 1``."""
+        """Return a copy of a model, loaded onto the cores ``start .. start + count - 1``."""
         return self.load([model], start, count)[0]
 
     def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
         """Let a model take batches of any size on dim 0, in place, and return it.
 
         Raises:
-            ReplicaError: If the model has no part compiled for NeuronCores. The vendor's functions ignore such a module.
+            ReplicaError: If the model has no part compiled for NeuronCores. The vendor's functions
+                ignore such a module.
             ShapeError: If a part cannot take other batch sizes. The message says why.
         """
         parts = dict.fromkeys(_find_compiled(model))
@@ -134,7 +160,10 @@ class NeuronRuntime(ABC):
 def not_traced(model: object) -> ReplicaError:
     """Return the error for a model that has no part compiled for NeuronCores."""
     name = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
-    return ReplicaError(f"{name} was not traced for NeuronCores. Call parawrap.neuron.trace(model, example_inputs) first")
+    return ReplicaError(
+        f"{name} was not traced for NeuronCores. Call "
+        "parawrap.neuron.trace(model, example_inputs) first"
+    )
 
 
 def no_dynamic_batching(why: object) -> ShapeError:
@@ -164,11 +193,11 @@ def _find_compiled(module: torch.nn.Module) -> list[torch.jit.ScriptModule]:
 def read_examples(
     function: Callable[..., Any], example_inputs: Any, example_kwarg_inputs: Any
 ) -> tuple[tuple[Any, ...], OrderedDict[str, Any]]:
-    """Return the arguments of the call that a trace records: either positional arguments or keyword arguments.
+    """Return the arguments of the call that a trace records: positional ones or keywords.
 
-    As in torch.jit.trace, a tuple or list holds all arguments, and any other value is one. Keyword arguments are in the
-    order of the function's parameters, so flattening gives the same order as for a positional call. A plain dict would be
-    flattened in the order of its keys.
+    As in torch.jit.trace, a tuple or list holds all arguments, and any other value is one. Keyword
+    arguments are in the order of the function's parameters, so flattening gives the same order as
+    for a positional call. A plain dict would be flattened in the order of its keys.
 
     Raises:
         TypeError: If both are given, or a dict is given by position.
@@ -178,34 +207,46 @@ def read_examples(
         raise TypeError(msg)
     if isinstance(example_inputs, Mapping):
         msg = (
-            f"example_inputs is a {type(example_inputs).__name__}. To trace inputs by name, use example_kwarg_inputs=. If "
-            "forward takes one dict, give a tuple that holds it: (inputs,)"
+            f"example_inputs is a {type(example_inputs).__name__}. To trace inputs by name, use "
+            "example_kwarg_inputs=. If forward takes one dict, give a tuple that holds it: "
+            "(inputs,)"
         )
         raise TypeError(msg)
     if example_kwarg_inputs is None:
-        return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,), OrderedDict()
+        return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (
+            example_inputs,
+        ), OrderedDict()
     order = [parameter.name for parameter in inspect_parameters(function)]
-    names = sorted(example_kwarg_inputs, key=lambda name: order.index(name) if name in order else len(order))
+    names = sorted(
+        example_kwarg_inputs, key=lambda name: order.index(name) if name in order else len(order)
+    )
     return (), OrderedDict((name, example_kwarg_inputs[name]) for name in names)
 
 
 def inspect_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a module or function; an empty list if Python cannot inspect its signature."""
+    """Return the parameters of a module or function.
+
+    An empty list if Python cannot inspect its signature.
+    """
     try:
-        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+        signature = inspect.signature(
+            function.forward if isinstance(function, torch.nn.Module) else function
+        )
     except (TypeError, ValueError):
         return []
     return list(signature.parameters.values())
 
 
 def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a module that shares its parameters: a trial call leaves the state of the module as it is."""
-    return copy.deepcopy(model, {id(weight): weight for weight in getattr(model, "parameters", list)()})
+    """Return a copy of a module that shares its parameters: a trial call changes no state."""
+    return copy.deepcopy(
+        model, {id(weight): weight for weight in getattr(model, "parameters", list)()}
+    )
 
 
 @contextmanager
 def quiet_about_torchscript() -> Iterator[None]:
-    """Hide the warning that torch.jit is deprecated: the vendor's compilers still return a ScriptModule.
+    """Hide the warning that torch.jit is deprecated: the vendor's compilers still use it.
 
     Only one thread at a time runs inside this block.
     """

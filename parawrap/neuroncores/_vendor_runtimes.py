@@ -1,7 +1,7 @@
-"""The vendor's runtimes: torch_neuronx on Inf2 and Trn instances, and torch_neuron on Inf1 instances.
+"""The vendor's runtimes: torch_neuronx on Inf2 and Trn instances, and torch_neuron on Inf1.
 
-They use only names that the vendor documents. A vendor's compiled model reports neither its shapes nor its cores, so
-`trace` records them here for as long as the model lives.
+They use only names that the vendor documents. A vendor's compiled model reports neither its shapes
+nor its cores, so `trace` records them here for as long as the model lives.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from parawrap.neuroncores._runtime import (
 )
 from parawrap.tree import flatten
 
-# The vendor's placement context is per process: "using multiple core placement contexts from multiple threads may not
-# correctly place models" (PyTorch NeuronX NeuronCore Placement APIs).
+# The vendor's placement context is per process: "using multiple core placement contexts from
+# multiple threads may not correctly place models" (PyTorch NeuronX NeuronCore Placement APIs).
 _placing = threading.Lock()
 
 _NO_TRACE = (
-    "the installed torch_neuronx has no trace, so 'nc:0' and parawrap.neuron cannot run compiled models: it makes "
-    "NeuronCores torch devices. Pass the plain model to parallel(model, ['neuron:0', 'neuron:1']) or to "
-    "parawrap.DataParallel(model). For compiled models, install torch-neuronx==2.9.* with torch 2.9, or set "
-    "PARAWRAP_NEURON_RUNTIME=host to emulate NeuronCores"
+    "the installed torch_neuronx has no trace, so 'nc:0' and parawrap.neuron cannot run compiled "
+    "models: it makes NeuronCores torch devices. Pass the plain model to parallel(model, "
+    "['neuron:0', 'neuron:1']) or to parawrap.DataParallel(model). For compiled models, install "
+    "torch-neuronx==2.9.* with torch 2.9, or set PARAWRAP_NEURON_RUNTIME=host to emulate "
+    "NeuronCores"
 )
 
 
@@ -46,7 +47,8 @@ class _VendorRuntime(NeuronRuntime):
     def __init__(self) -> None:
         self._vendor: Any = importlib.import_module(self.name)
         self._signatures: WeakKeyDictionary[torch.nn.Module, Signature | None] = WeakKeyDictionary()
-        self._dynamic: WeakSet[torch.nn.Module] = WeakSet()  # traced with torch_neuron's option for dynamic batching
+        # Traced with torch_neuron's option for dynamic batching
+        self._dynamic: WeakSet[torch.nn.Module] = WeakSet()
         self._cores_listed: int | None = None
 
     def core_count(self) -> int:
@@ -58,29 +60,44 @@ class _VendorRuntime(NeuronRuntime):
         return self._cores_listed
 
     def trace(
-        self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+        self,
+        model: Any,
+        example_inputs: Any = None,
+        *,
+        example_kwarg_inputs: Any = None,
+        **compiler: Any,
     ) -> torch.jit.ScriptModule:
-        """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
+        """Call the vendor's trace, after one run on the CPU that records the shapes of the outputs.
+
+        The vendor does not report them.
+        """
         signature = _observe(model, *read_examples(model, example_inputs, example_kwarg_inputs))
         options = self._options(compiler, signature)
         given = (example_inputs,) if example_kwarg_inputs is None else ()
-        named = {} if example_kwarg_inputs is None else {"example_kwarg_inputs": example_kwarg_inputs}
-        compiled: torch.jit.ScriptModule = self._find_documented("trace")(model, *given, **named, **options)
+        named = (
+            {} if example_kwarg_inputs is None else {"example_kwarg_inputs": example_kwarg_inputs}
+        )
+        compiled: torch.jit.ScriptModule = self._find_documented("trace")(
+            model, *given, **named, **options
+        )
         self._signatures[compiled] = signature
         if options.get("dynamic_batch_size"):
             self._dynamic.add(compiled)
         return compiled
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Return the recorded signature for models that `trace` returned and for copies that `load` made of them."""
+        """Return the recorded signature of a model from `trace`, or of a copy from `load`."""
         return self._signatures.get(model)
 
-    def load(self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int) -> list[torch.nn.Module]:
-        """Load each model in the placement context, which the vendor documents as the most efficient way."""
+    def load(
+        self, parts: Sequence[torch.jit.ScriptModule], start: int, count: int
+    ) -> list[torch.nn.Module]:
+        """Load each model in the placement context: the most efficient way, as the vendor says."""
         if any(map(find_programs, parts)):
             msg = (
-                f"the model is compiled for emulated NeuronCores, but this process uses the runtime {self.name}. Trace the "
-                "model again with that runtime, or set PARAWRAP_NEURON_RUNTIME=host"
+                "the model is compiled for emulated NeuronCores, but this process uses the "
+                f"runtime {self.name}. Trace the model again with that runtime, or set "
+                "PARAWRAP_NEURON_RUNTIME=host"
             )
             raise DeviceUnavailableError(msg)
         context = self._find_documented("neuron_cores_context")
@@ -99,7 +116,7 @@ class _VendorRuntime(NeuronRuntime):
         return compiler
 
     def _find_documented(self, name: str) -> Any:
-        """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
+        """Return a vendor function. Older releases have it in their ``experimental`` module."""
         return getattr(self._vendor, name, None) or getattr(self._vendor.experimental, name)
 
 
@@ -108,7 +125,8 @@ class TorchNeuronx(_VendorRuntime):
 
     Raises:
         ImportError: If torch_neuronx is not installed, or lacks a package that it needs.
-        DeviceUnavailableError: If the package is of the newer generation, which has torch devices and no trace.
+        DeviceUnavailableError: If the package is of the newer generation, which has torch devices
+            and no trace.
     """
 
     name = "torch_neuronx"
@@ -129,7 +147,8 @@ class TorchNeuronx(_VendorRuntime):
 class TorchNeuron(_VendorRuntime):
     """torch_neuron: NeuronCores of Inf1 instances. Dynamic batching is an option of its trace.
 
-    `trace` sets this option, ``dynamic_batch_size``, for each model that can use it. It cannot be enabled afterwards.
+    `trace` sets this option, ``dynamic_batch_size``, for each model that can use it. It cannot be
+    enabled afterwards.
 
     Raises:
         ImportError: If torch_neuron is not installed, or cannot be imported.
@@ -144,8 +163,9 @@ class TorchNeuron(_VendorRuntime):
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
         if part not in self._dynamic:
             why = (
-                "only its trace can enable it. Trace it in this process with parawrap.neuron.trace and "
-                "dynamic_batch_size=True. If it is from a file, and was traced so, use it as it is: it takes any rows"
+                "only its trace can enable it. Trace it in this process with "
+                "parawrap.neuron.trace and dynamic_batch_size=True. If it is from a file, and was "
+                "traced so, use it as it is: it takes any rows"
             )
             raise no_dynamic_batching(why)
 
@@ -155,6 +175,7 @@ def _observe(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signa
     try:
         with torch.no_grad():
             returned = copy_for_trial(model)(*args, **kwargs)
-    except Exception:  # noqa: BLE001 (the model may have kernels for NeuronCores only; the vendor's trace reports mistakes)
+    # The model may have kernels for NeuronCores only. The vendor's trace reports mistakes
+    except Exception:  # noqa: BLE001
         return None
     return Signature.of(flatten((args, kwargs))[0], flatten(returned)[0])
