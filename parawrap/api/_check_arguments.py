@@ -20,18 +20,27 @@ if TYPE_CHECKING:
 
 def check_target(target: Any) -> None:
     if not callable(target):
-        msg = f"target={target!r} is not callable. Give parallel a module, a method, or another callable"
+        msg = (
+            f"target={target!r} is not callable. Give parallel a module, a method, or another "
+            "callable"
+        )
         raise ShardError(msg)
 
 
 def check_methods(target: Any, methods: Sequence[str]) -> None:
     if isinstance(methods, str) or not methods:
-        msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
+        msg = (
+            f"methods={methods!r} is not a sequence of names. Give at least one name, as in "
+            'methods=("forward",)'
+        )
         raise ShardError(msg)
     kind = type(target).__name__
     if not isinstance(target, torch.nn.Module):
         if tuple(methods) != ("forward",):
-            msg = f"methods={methods!r} needs a module, and the target is a {kind}. Pass the method itself as the target"
+            msg = (
+                f"methods={methods!r} needs a module, and the target is a {kind}. Pass the method "
+                "itself as the target"
+            )
             raise ShardError(msg)
         return
     for name in methods:
@@ -41,8 +50,15 @@ def check_methods(target: Any, methods: Sequence[str]) -> None:
 
 
 def check_integer(name: str, value: Any, what: str, least: int | None = None) -> None:
-    """Refuse a value of an option that is not an integer of at least `least`. `what` says in words what to give."""
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+    """Refuse a value of an option that is not an integer of at least `least`.
+
+    `what` says in words what to give.
+    """
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or (least is not None and value < least)
+    ):
         msg = f"{name}={value!r}: give {what}"
         raise ShardError(msg)
 
@@ -58,12 +74,18 @@ def refuse_options_on_cores(workers: Literal["thread", "process"], unit: int) ->
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
     if unit > 1:
-        msg = "unit is not supported on NeuronCores: shards have the rows that the model is compiled for. Leave unit out"
+        msg = (
+            "unit is not supported on NeuronCores: shards have the rows that the model is compiled "
+            "for. Leave unit out"
+        )
         raise ShardError(msg)
 
 
 def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:
-    """True for a `Platform`. Its module is imported only if `devices` is neither a device nor a sequence."""
+    """True for a `Platform`.
+
+    Its module is imported only if `devices` is neither a device nor a sequence.
+    """
     if devices is None or isinstance(devices, (int, str, torch.device, Sequence)):
         return False
     from parawrap.launch import Platform as Found
@@ -76,7 +98,10 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
     if not isinstance(target, torch.nn.Module):
         return {None: Parameters(target)}
     plain = {name: original_method(getattr(target, name)) for name in ("forward", *methods)}
-    return {None: Parameters(plain["forward"]), **{name: Parameters(plain[name]) for name in methods}}
+    return {
+        None: Parameters(plain["forward"]),
+        **{name: Parameters(plain[name]) for name in methods},
+    }
 
 
 def check_in_dims(
@@ -85,7 +110,10 @@ def check_in_dims(
     if in_dims is None:
         return {}
     if not isinstance(in_dims, Mapping):
-        msg = f'in_dims={in_dims!r} is not a mapping. Use in_dims={{"parameter name": dim, None, or "items"}}'
+        msg = (
+            f'in_dims={in_dims!r} is not a mapping. Use in_dims={{"parameter name": dim, None, or '
+            '"items"}}'
+        )
         raise ShardError(msg)
     for name, dim in in_dims.items():
         if not any(taken.takes(name) for taken in parameters):
@@ -97,9 +125,12 @@ def check_in_dims(
             )
             raise ShardError(msg)
         for entry in entries_of(dim):
-            if entry not in (None, "items") and (isinstance(entry, bool) or not isinstance(entry, int)):
+            if entry not in (None, "items") and (
+                isinstance(entry, bool) or not isinstance(entry, int)
+            ):
                 msg = (
-                    f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a dict, tuple, or dataclass '
+                    f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a '
+                    "dict, tuple, or dataclass "
                     "of these like the argument"
                 )
                 raise ShardError(msg)

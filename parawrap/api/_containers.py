@@ -15,7 +15,10 @@ from parawrap._private_names import register_pytree_node
 
 
 class Parts(tuple[Any, ...]):
-    """The parts of one argument of a `TupleParallel`, as a collate function returns them. It is a tuple in all respects."""
+    """The parts of one argument of a `TupleParallel`, as a collate function returns them.
+
+    It is a tuple in all respects.
+    """
 
     __slots__ = ()
 
@@ -29,13 +32,21 @@ def transpose_rows(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoRet
 
 
 def is_container(value: Any) -> bool:
-    """True for tuples, lists, and mappings. A PackedSequence is a namedtuple, but counts as a single value."""
+    """True for tuples, lists, and mappings.
+
+    A PackedSequence is a namedtuple, but counts as a single value.
+    """
     return isinstance(value, (tuple, list, Mapping)) and not isinstance(value, PackedSequence)
 
 
 def is_list_per_row(value: Any) -> bool:
-    """True for a list with one item per row, such as texts or dicts of boxes: no item is a tensor, a list, or a tuple."""
-    return type(value) is list and not any(isinstance(item, (torch.Tensor, list, tuple)) for item in value)
+    """True for a list with one item per row, such as texts or dicts of boxes.
+
+    No item is a tensor, a list, or a tuple.
+    """
+    return type(value) is list and not any(
+        isinstance(item, (torch.Tensor, list, tuple)) for item in value
+    )
 
 
 def items_of(container: Any) -> dict[Any, Any]:
@@ -51,7 +62,7 @@ def plain_tuple(container: Any) -> Any:
 
 
 def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
-    """Return a container of the type of ``like`` with new items under the same keys or positions."""
+    """Return a container of the type of ``like`` with new items in the same places."""
     if type(like) is dict:
         return items
     if optree.is_namedtuple_instance(like):
@@ -69,7 +80,7 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
 
 
 def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Call ``refuse`` with a message unless all values are of one kind, such as tensors, sequences, or mappings."""
+    """Call ``refuse`` with a message unless all values are of one kind, such as tensors."""
     for position, value in enumerate(values):
         if container_kind(value) is not container_kind(values[0]):
             refuse(f"{noun} {position} is {describe(value)}, {noun} 0 is {describe(values[0])}")
@@ -92,8 +103,13 @@ def describe(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__qualname__}"
 
 
-def columns(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> dict[Any, tuple[Any, ...]]:
-    """Return the items of all rows by key or position. Call ``refuse`` if the rows differ in kind, keys, or length."""
+def columns(
+    rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]
+) -> dict[Any, tuple[Any, ...]]:
+    """Return the items of all rows by key or position.
+
+    Call ``refuse`` if the rows differ in kind, keys, or length.
+    """
     check_kinds(rows, noun, refuse)
     tables = [items_of(row) for row in rows]
     for position, table in enumerate(tables):

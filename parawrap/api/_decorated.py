@@ -18,10 +18,12 @@ _Reduction = tuple[Any, ...]
 
 
 class Decorated:
-    """A decorated function or bound method. Attributes that its class lacks are those of the function.
+    """A decorated function or bound method.
 
-    It is pickled by name if its name leads to it, as after ``@decorator`` in a module, and by value otherwise. cloudpickle
-    also sends by value what ``__main__`` and registered modules define.
+    Attributes that its class lacks are those of the function.
+
+    It is pickled by name if its name leads to it, as after ``@decorator`` in a module, and by value
+    otherwise. cloudpickle also sends by value what ``__main__`` and registered modules define.
     """
 
     if TYPE_CHECKING:
@@ -40,13 +42,16 @@ class Decorated:
         self._defined = defined  # for a bound method, the decorated function in its class
 
     def __init_subclass__(cls) -> None:
-        cloudpickle.CloudPickler.dispatch_table[cls] = _reduce_for_cloudpickle  # pyright: ignore[reportIndexIssue]
+        table: Any = cloudpickle.CloudPickler.dispatch_table
+        table[cls] = _reduce_for_cloudpickle
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind the function as Python does: to the instance, or to the class of a classmethod."""
         bind = getattr(type(self.__wrapped__), "__get__", None)
         bound = self.__wrapped__ if bind is None else bind(self.__wrapped__, instance, owner)
-        return type(self)(bound, self._setting, self) if isinstance(bound, types.MethodType) else self
+        if isinstance(bound, types.MethodType):
+            return type(self)(bound, self._setting, self)
+        return self
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
@@ -56,7 +61,9 @@ class Decorated:
     def __reduce_ex__(self, protocol: object) -> _Reduction:
         if self._defined is not None:
             return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]
-        return (look_up, (self.__module__, self.__qualname__)) if is_global(self) else _reduce_by_value(self)
+        if is_global(self):
+            return look_up, (self.__module__, self.__qualname__)
+        return _reduce_by_value(self)
 
 
 def _reduce_by_value(decorated: Decorated) -> _Reduction:
@@ -65,7 +72,9 @@ def _reduce_by_value(decorated: Decorated) -> _Reduction:
 
 def _reduce_for_cloudpickle(decorated: Decorated) -> _Reduction:
     module, registered = decorated.__module__, cloudpickle.list_registry_pickle_by_value()
-    goes_by_value = decorated._defined is None and (module == "__main__" or is_among(module, registered))
+    goes_by_value = decorated._defined is None and (
+        module == "__main__" or is_among(module, registered)
+    )
     return _reduce_by_value(decorated) if goes_by_value else decorated.__reduce_ex__(4)
 
 
@@ -76,7 +85,10 @@ def is_global(decorated: Any) -> bool:
 
 
 def look_up(module: str, qualname: str) -> Any:
-    """Return the object with a qualified name, without binding it to its class; None if there is none."""
+    """Return the object with a qualified name, without binding it to its class.
+
+    None if there is none.
+    """
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):
         found = inspect.getattr_static(found, name, None)

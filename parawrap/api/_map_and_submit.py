@@ -23,20 +23,24 @@ if TYPE_CHECKING:
 
 
 class MapAndSubmit:
-    """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
+    """`map` and `submit` of a block with one method, or of ``p.method(name)``."""
 
     _open_method: Callable[[], tuple[Session | WorkerSession, Entry, str]]
-    """Returns the session of the block, which it opens on first use, the entry of the method, and its name."""
+    """Returns the session of the block, the entry of the method, and its name.
+
+    The session opens on first use.
+    """
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Submit one whole call to a lane, and return a future of its output.
 
-        The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with the least pending work.
-        ``future.result()`` raises the exception of the call. ``future.cancel()`` cancels a call that has not started. If an
-        exception leaves the block, all calls that have not started are cancelled.
+        The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with
+        the least pending work. ``future.result()`` raises the exception of the call.
+        ``future.cancel()`` cancels a call that has not started. If an exception leaves the block,
+        all calls that have not started are cancelled.
 
-        The future belongs to the model as it was at the call. After a later change of the model, a call that has not
-        started may raise ReplicaError: read the results first.
+        The future belongs to the model as it was at the call. After a later change of the model, a
+        call that has not started may raise ReplicaError: read the results first.
 
         Raises:
             SessionError: If the block is closed.
@@ -72,47 +76,57 @@ class MapAndSubmit:
     ) -> Iterator[Any]:
         """Stream whole batches through the lanes and yield their outputs.
 
-        Each batch runs whole in one lane, without cutting or joining. A tuple batch is ``model(*batch)``, a dict batch
-        ``model(**batch)``, any other batch ``model(batch)``. If a batch raises, the generator raises in its place, with a
-        note on the number of the batch. Closing the generator drops the batches that no lane has started. Batches that have
-        started run to their end, so write the model after `close` or the end of the block.
+        Each batch runs whole in one lane, without cutting or joining. A tuple batch is
+        ``model(*batch)``, a dict batch ``model(**batch)``, any other batch ``model(batch)``. If a
+        batch raises, the generator raises in its place, with a note on the number of the batch.
+        Closing the generator drops the batches that no lane has started. Batches that have started
+        run to their end, so write the model after `close` or the end of the block.
 
-        If the model adds to a dict, a list, or another object of a batch, the batch that `batches` gave has the addition.
+        If the model adds to a dict, a list, or another object of a batch, the batch that `batches`
+        gave has the addition.
 
         Args:
-            batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
-            prepare: A function of one batch that returns what the model gets, in the forms above. It runs in the lane.
+            batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead
+                of the outputs.
+            prepare: A function of one batch that returns what the model gets, in the forms above.
+                It runs in the lane.
             with_inputs: Yield ``(batch, output)``, with the batch as `batches` gave it.
             return_exceptions: Yield the exception of a batch in place of its output, and continue.
-            ordered: Yield in the order of the batches. With False, yield each output as soon as it is computed.
-            buffersize: The number of batches in flight, which bounds the memory: 4 per lane by default, and 3 chunks per
-                lane with workers.
-            chunksize: With workers, the number of batches that travel in one message, as in concurrent.futures. By default,
-                a message holds about 5 ms of work, by the time that batches took before: at most 64 batches and 256 KiB;
-                one batch with ``retries=0``. With threads it changes nothing.
-            resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
-                outputs without computing them. The source must give the same batches in the same order in every run:
-                a batch with another pickle is refused. So are outputs of other weights, buffers, or training flags, and of
-                other options that change a whole output. Code is not compared: use a new folder after you change it.
+            ordered: Yield in the order of the batches. With False, yield each output as soon as it
+                is computed.
+            buffersize: The number of batches in flight, which bounds the memory: 4 per lane by
+                default, and 3 chunks per lane with workers.
+            chunksize: With workers, the number of batches that travel in one message, as in
+                concurrent.futures. By default, a message holds about 5 ms of work, by the time that
+                batches took before: at most 64 batches and 256 KiB; one batch with ``retries=0``.
+                With threads it changes nothing.
+            resume: A folder for the outputs. Each output is saved once. A later run with the same
+                folder yields saved outputs without computing them. The source must give the same
+                batches in the same order in every run: a batch with another pickle is refused. So
+                are outputs of other weights, buffers, or training flags, and of other options that
+                change a whole output. Code is not compared: use a new folder after you change it.
                 Outputs are loaded with pickle, so folders and files of other users are refused.
-            key: With `resume`, a function of one batch that returns its name or its number, to be compared in place of the
-                batch. For batches that cannot be pickled, or that take long to compare. It runs in the caller's thread.
-            check_model: With `resume`, compare the model with the model of the saved outputs, once per stream. With
-                False, saved outputs of any weights are taken.
+            key: With `resume`, a function of one batch that returns its name or its number, to be
+                compared in place of the batch. For batches that cannot be pickled, or that take
+                long to compare. It runs in the caller's thread.
+            check_model: With `resume`, compare the model with the model of the saved outputs, once
+                per stream. With False, saved outputs of any weights are taken.
             progress: Draw a tqdm bar (``pip install 'parawrap-torch[cli]'``).
-            total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
+            total: The number of batches for the bar. By default ``len(batches)``, if it has a
+                length.
             desc: The text in front of the bar.
 
         Raises:
             ShardError: If `batches` is a tensor, a mapping, or a text.
-            ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, if
-                `key` or `check_model` is given without `resume`, or if `methods` names several methods. Use
-                ``p.method(name).map(...)``.
+            ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight
+                than a chunk has, if `key` or `check_model` is given without `resume`, or if
+                `methods` names several methods. Use ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
             ReplicaError: From the generator, if the model changes before the stream ends.
-            ResumeError: If the folder cannot be made, or belongs to another user; from the generator, if it holds outputs
-                of another target, of other weights, or of other batches than the source gives, if a batch cannot be
-                pickled and there is no `key`, or if an output cannot be saved.
+            ResumeError: If the folder cannot be made, or belongs to another user; from the
+                generator, if it holds outputs of another target, of other weights, or of other
+                batches than the source gives, if a batch cannot be pickled and there is no `key`,
+                or if an output cannot be saved.
 
         Example:
             >>> import torch
@@ -124,20 +138,32 @@ class MapAndSubmit:
             [(4, 1), (4, 1), (2, 1)]
         """
         if buffersize is not None and buffersize < 1:
-            msg = f"buffersize={buffersize} is too small: at least one batch must be in flight. Use 1 or more"
+            msg = (
+                f"buffersize={buffersize} is too small: at least one batch must be in flight. Use "
+                "1 or more"
+            )
             raise ShardError(msg)
         if chunksize != "auto" and not (isinstance(chunksize, int) and chunksize >= 1):
-            msg = f'chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "auto"'
+            msg = (
+                f"chunksize={chunksize!r}: a message has at least one batch. Use 1 or more, or "
+                '"auto"'
+            )
             raise ShardError(msg)
         if buffersize is not None and chunksize != "auto" and buffersize < chunksize:
-            msg = f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at least as many"
+            msg = (
+                f"buffersize={buffersize} has no room for chunksize={chunksize} batches. Use at "
+                "least as many"
+            )
             raise ShardError(msg)
         _refuse_single_batch(batches)
         if key is not None and resume is None:
             msg = "key= is given without resume=. Give resume= a folder, or drop key="
             raise ShardError(msg)
         if not check_model and resume is None:
-            msg = "check_model=False is given without resume=. Give resume= a folder, or drop check_model="
+            msg = (
+                "check_model=False is given without resume=. Give resume= a folder, or drop "
+                "check_model="
+            )
             raise ShardError(msg)
         session, entry, name = self._open_method()
         folder = None
@@ -164,13 +190,14 @@ def _refuse_single_batch(batches: object) -> None:
     if isinstance(batches, torch.Tensor) or hasattr(batches, "__array__"):
         tensor = "x" if isinstance(batches, torch.Tensor) else "torch.as_tensor(x)"
         msg = (
-            f"batches is a {type(batches).__name__}, and iterating it gives single rows without their dim. "
-            f"Split it into batches, as in p.map({tensor}.split(32)), or give a list of batches: p.map([x])"
+            f"batches is a {type(batches).__name__}, and iterating it gives single rows without "
+            f"their dim. Split it into batches, as in p.map({tensor}.split(32)), or give a list "
+            "of batches: p.map([x])"
         )
     elif isinstance(batches, Mapping | str | bytes):
         msg = (
-            f"batches is a {type(batches).__name__}, and iterating it gives no batches. Give a list of them, as in "
-            "p.map([batch]), or p.map(d.values()) for a dict of batches"
+            f"batches is a {type(batches).__name__}, and iterating it gives no batches. Give a "
+            "list of them, as in p.map([batch]), or p.map(d.values()) for a dict of batches"
         )
     else:
         return
@@ -189,6 +216,9 @@ def _draw_bar(outputs: Iterator[Any], total: int | None, desc: str | None) -> It
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap-torch[cli]'"
+        msg = (
+            "progress=True needs tqdm, which is not installed. Run pip install "
+            "'parawrap-torch[cli]'"
+        )
         raise ImportError(msg) from error
     return iter(tqdm(outputs, total=total, desc=desc, unit="batch"))

@@ -28,26 +28,33 @@ def check_rowwise(
     loss: Callable[[Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Check that a model is row-wise: that row i of each output depends only on row i of each input.
+    """Check that a model is row-wise: row i of each output depends only on row i of each input.
 
-    The check compares a plain call with calls that are cut in several ways: outputs, gradients, and buffers. `parallel`
-    raises an error if the sizes of outputs show that a model mixes rows. Sizes do not show a softmax over the batch or
-    ``x - x.mean(0)``; this check finds both.
+    The check compares a plain call with calls that are cut in several ways: outputs, gradients, and
+    buffers. `parallel` raises an error if the sizes of outputs show that a model mixes rows. Sizes
+    do not show a softmax over the batch or ``x - x.mean(0)``; this check finds both.
 
-    The check uses copies of the model, and does not change the model. It runs on the model's device, in the modes of the
-    caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 5 rows: without `out_dims`, fewer are not cut.
+    The check uses copies of the model, and does not change the model. It runs on the model's
+    device, in the modes of the caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 5
+    rows: without `out_dims`, fewer are not cut.
 
     Args:
-        model: The model, in train or eval mode. Random numbers differ between cuts, so use eval mode for dropout.
-        batch: One batch, as for `Parallel.map`: a tuple is ``model(*batch)``, a dict ``model(**batch)``.
-        rtol: The largest difference allowed, relative to the largest value of the same tensor. By default the square root
-            of the machine epsilon of the tensor's dtype: 3.5e-4 for float32.
-        loss: A function of the output. By default, a sum of all floating-point values with random weights.
+        model: The model, in train or eval mode. Random numbers differ between cuts, so use eval
+            mode for dropout.
+        batch: One batch, as for `Parallel.map`: a tuple is ``model(*batch)``, a dict
+            ``model(**batch)``.
+        rtol: The largest difference allowed, relative to the largest value of the same tensor. By
+            default the square root of the machine epsilon of the tensor's dtype: 3.5e-4 for
+            float32.
+        loss: A function of the output. By default, a sum of all floating-point values with random
+            weights.
         options: Options of `parallel`, such as `in_dims`, `out_dims`, `reduce`, and `methods`.
 
     Raises:
-        VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut, and the difference.
-        ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and as for `parallel`.
+        VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut,
+            and the difference.
+        ShardError: If no call was cut, for instance because the batch has fewer than 5 rows; and as
+            for `parallel`.
         GatherError, ReplicaError: As for `parallel`.
 
     Example:
@@ -56,7 +63,7 @@ def check_rowwise(
         >>> check_rowwise(torch.nn.Linear(3, 2), torch.randn(11, 3))
         >>> check_rowwise(torch.nn.Softmax(dim=0), torch.randn(11, 3))
         Traceback (most recent call last):
-        parawrap.errors.VerifyError: Softmax mixes rows. With 11 rows cut as 6 + 5, output differs by up to ...
+        parawrap.errors.VerifyError: Softmax mixes rows. With 11 rows cut as 6 + 5, ...
     """
     method, *_ = options.get("methods", ("forward",))
     plain = copy.deepcopy(model)
@@ -64,7 +71,9 @@ def check_rowwise(
     expected = _results(plain, method, batch, loss)
     draws = not torch.equal(before, torch.get_rng_state())
     is_cut = False
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    device = next(
+        (tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu")
+    )
     for lanes in _LANES:
         cut = copy.deepcopy(model)
         with ignore_speed_warnings(), parallel(cut, [device] * lanes, **options) as block:
@@ -75,29 +84,38 @@ def check_rowwise(
         if problems:
             more = [f"{len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
             msg = (
-                f"{type(model).__name__} mixes rows. With {sum(sizes)} rows cut as {' + '.join(map(str, sizes))}, "
-                f"{'; '.join([*problems[:_MOST_NAMED], *more])}"
+                f"{type(model).__name__} mixes rows. With {sum(sizes)} rows cut as "
+                f"{' + '.join(map(str, sizes))}, {'; '.join([*problems[:_MOST_NAMED], *more])}"
             )
             if draws:
                 msg += ". It draws random numbers, which differ between cuts. Use eval mode"
             raise VerifyError(msg)
     if not is_cut:
-        msg = "the batch was not cut, so there was nothing to compare. Give a batch of 5 rows or more, as tensors"
+        msg = (
+            "the batch was not cut, so there was nothing to compare. Give a batch of 5 rows or "
+            "more, as tensors"
+        )
         raise ShardError(msg)
 
 
-def _results(model: torch.nn.Module, method: str, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> dict[str, Any]:
+def _results(
+    model: torch.nn.Module, method: str, batch: Any, loss: Callable[[Any], torch.Tensor] | None
+) -> dict[str, Any]:
     """Run a call and its backward pass with copies of the batch's tensors.
 
     Return the values in the output, the gradients, and the buffers by name, and numbers as tensors.
     """
     leaves, spec = flatten(batch)
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    inputs = [leaf for leaf in copies if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    inputs = [
+        leaf for leaf in copies if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
     for leaf in inputs if torch.is_grad_enabled() else ():
         leaf.requires_grad_()
     args, kwargs = as_call(unflatten(spec, copies))
-    output = getattr(model, method)(*args, **kwargs) if method != "forward" else model(*args, **kwargs)
+    output = (
+        getattr(model, method)(*args, **kwargs) if method != "forward" else model(*args, **kwargs)
+    )
     leaves, spec = flatten(output)
     total = _weigh(leaves) if loss is None else loss(output)
     if total is not None and total.requires_grad:
@@ -107,27 +125,41 @@ def _results(model: torch.nn.Module, method: str, batch: Any, loss: Callable[[An
         for place, leaf in zip(addresses(spec, ("output",)), leaves, strict=True)
         for name, part in _parts(place, leaf)
     }
-    values |= {f"the gradient of {name!r}": parameter.grad for name, parameter in model.named_parameters()}
+    values |= {
+        f"the gradient of {name!r}": parameter.grad for name, parameter in model.named_parameters()
+    }
     values |= {f"the gradient of input {index}": leaf.grad for index, leaf in enumerate(inputs)}
     values |= {f"input {index} after the call": leaf for index, leaf in enumerate(inputs)}
     values |= {f"buffer {name!r}": buffer for name, buffer in model.named_buffers()}
     return {
-        name: torch.as_tensor(value).detach().clone() if isinstance(value, torch.Tensor | bool | int | float) else value
+        name: torch.as_tensor(value).detach().clone()
+        if isinstance(value, torch.Tensor | bool | int | float)
+        else value
         for name, value in values.items()
         if value is not None
     }
 
 
 def _parts(place: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is compared of a leaf of an output: the tensors of a cache, an array as a tensor, or the leaf itself."""
+    """Yield the values of a leaf to compare: tensors of a cache, an array as a tensor, or it."""
     if isinstance(leaf, WholeLeaf):
-        yield from ((f"{place}, tensor {index}", tensor) for index, tensor in enumerate(tensors_in(leaf)))
+        yield from (
+            (f"{place}, tensor {index}", tensor) for index, tensor in enumerate(tensors_in(leaf))
+        )
     else:
-        yield place, torch.from_numpy(leaf.copy()) if is_array(leaf) and leaf.dtype.kind in "biufc" else leaf
+        yield (
+            place,
+            torch.from_numpy(leaf.copy())
+            if is_array(leaf) and leaf.dtype.kind in "biufc"
+            else leaf,
+        )
 
 
 def _weigh(leaves: list[Any]) -> torch.Tensor | None:
-    """Return the sum of all values of an output with random weights, so that differences do not cancel out."""
+    """Return the sum of all values of an output with random weights.
+
+    Without them, differences could cancel out.
+    """
     total, generator = None, torch.Generator().manual_seed(0)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad:
@@ -148,8 +180,11 @@ def _problems(found: dict[str, Any], expected: dict[str, Any], rtol: float | Non
                 yield f"{name} is {ours!r}, not {plain!r}"
             continue
         gap = difference([ours], [plain])
-        exact = not (plain.is_floating_point() or plain.is_complex())
+        tolerance = 0.0
+        if plain.is_floating_point() or plain.is_complex():
+            tolerance = torch.finfo(plain.dtype).eps ** 0.5 if rtol is None else rtol
         if ours.shape != plain.shape:
             yield f"{name} has shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
-        elif gap.relative > (0 if exact else torch.finfo(plain.dtype).eps ** 0.5 if rtol is None else rtol):
-            yield f"{name} differs by up to {gap.absolute:.1e}, {gap.relative:.1e} of its largest value"
+        elif gap.relative > tolerance:
+            size = f"{gap.absolute:.1e}, {gap.relative:.1e} of its largest value"
+            yield f"{name} differs by up to {size}"

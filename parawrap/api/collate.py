@@ -11,7 +11,15 @@ from typing import Any, NoReturn, ParamSpec
 import torch
 
 from parawrap._public import public
-from parawrap.api._containers import Parts, check_kinds, columns, is_container, items_of, plain_tuple, rebuilt
+from parawrap.api._containers import (
+    Parts,
+    check_kinds,
+    columns,
+    is_container,
+    items_of,
+    plain_tuple,
+    rebuilt,
+)
 from parawrap.api._decorated import Decorated
 from parawrap.engine.shard_sizes import balanced_sizes
 from parawrap.errors import ShardError
@@ -19,37 +27,41 @@ from parawrap.tree import flatten, unflatten
 
 P = ParamSpec("P")
 
-_sizes = functools.lru_cache(maxsize=64)(balanced_sizes)  # the batches of a DataLoader have at most two lengths
+# The batches of a DataLoader have at most two lengths
+_sizes = functools.lru_cache(maxsize=64)(balanced_sizes)
 
 
 @public
 def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Make a collate function return one part per device, in the format of ``TupleParallel``.
 
-    The decorated function cuts the samples, in order, into ``min(ndevices, len(samples))`` parts and collates each part.
-    The sizes of the parts differ by at most one, and larger parts come first. A short last batch gives fewer parts, none
-    of them empty. An empty list of samples gives one part, collated from the empty list.
+    The decorated function cuts the samples, in order, into ``min(ndevices, len(samples))`` parts
+    and collates each part. The sizes of the parts differ by at most one, and larger parts come
+    first. A short last batch gives fewer parts, none of them empty. An empty list of samples gives
+    one part, collated from the empty list.
 
-    ===============================================  ==================================================
-    the function returns                             the decorated function returns
-    ===============================================  ==================================================
-    a tuple or list ``(x, y)``                       ``((x1, x2), (y1, y2))``
-    a dict ``{"x": x}``                              ``{"x": (x1, x2)}``
-    a namedtuple                                     the same namedtuple, with a tuple in each field
+    ===============================================
+    ================================================== the function returns
+    the decorated function returns ===============================================
+    ================================================== a tuple or list ``(x, y)``
+    ``((x1, x2), (y1, y2))`` a dict ``{"x": x}``                              ``{"x": (x1, x2)}`` a
+    namedtuple                                     the same namedtuple, with a tuple in each field
     one value ``x``, or its list of samples itself   ``(x1, x2)``
-    ===============================================  ==================================================
+    ===============================================
+    ==================================================
 
-    Only the outermost level is transposed. A dict or namedtuple can be passed to ``TupleParallel`` whole, and a dict also
-    as ``model(**batch)``. A tuple is passed as ``model(*batch)``.
+    Only the outermost level is transposed. A dict or namedtuple can be passed to ``TupleParallel``
+    whole, and a dict also as ``model(**batch)``. A tuple is passed as ``model(*batch)``.
 
-    The samples are the first positional argument. Methods may be decorated. A decorated function pickles if the undecorated
-    one does, so it works in DataLoader workers with every start method.
+    The samples are the first positional argument. Methods may be decorated. A decorated function
+    pickles if the undecorated one does, so it works in DataLoader workers with every start method.
 
     Args:
         ndevices: The number of devices.
 
     Raises:
-        ShardError: If ``ndevices`` is not an int of at least 1; at the call, if the parts differ in structure.
+        ShardError: If ``ndevices`` is not an int of at least 1; at the call, if the parts differ in
+            structure.
 
     >>> import torch
     >>> @tp_collate(2)
@@ -72,9 +84,9 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
 def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
     """Return ``torch.utils.data.default_collate``, decorated by ``tp_collate(ndevices)``.
 
-    Use it as ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. It is picklable for DataLoader
-    workers. It collates the whole batch and then cuts it, so the parts of a tensor are views of one storage, as with
-    ``torch.chunk``.
+    Use it as ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. It is picklable
+    for DataLoader workers. It collates the whole batch and then cuts it, so the parts of a tensor
+    are views of one storage, as with ``torch.chunk``.
 
     Args:
         ndevices: The number of devices.
@@ -92,9 +104,9 @@ def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
 class _DefaultCollate:
     """Collates the whole batch, then cuts it. Stateless and thread-safe.
 
-    It collates part by part if a cut of the whole batch could differ. The user may have registered a collate function for a
-    type, with results that do not have one row per sample. Or the samples have different shapes, which may be equal within
-    each part.
+    It collates part by part if a cut of the whole batch could differ. The user may have registered
+    a collate function for a type, with results that do not have one row per sample. Or the samples
+    have different shapes, which may be equal within each part.
     """
 
     def __init__(self, ndevices: int) -> None:
@@ -103,7 +115,9 @@ class _DefaultCollate:
         self._ndevices = ndevices
         self._whole: Callable[[Sequence[Any]], Any] = torchs.default_collate
         self._registered = torchs.default_collate_fn_map
-        self._torchs_own = tuple(each for each in self._registered.values() if each.__module__ == torchs.__name__)
+        self._torchs_own = tuple(
+            each for each in self._registered.values() if each.__module__ == torchs.__name__
+        )
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         if tuple(self._registered.values()) == self._torchs_own:
@@ -127,20 +141,30 @@ def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
         return _cut_rows(batch, sizes)
     if type(batch) is list:  # fast path: torch collates tuples into a list
         return tuple([_cut_rows(item, sizes) for item in batch])
-    return rebuilt(plain_tuple(batch), {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()})
+    return rebuilt(
+        plain_tuple(batch), {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()}
+    )
 
 
 def _cut_rows(value: Any, sizes: tuple[int, ...]) -> Parts:
-    """Cut a nested value into parts. Its leaves, tensors and sequences of strings, have one row per sample."""
+    """Cut a nested value into parts.
+
+    Its leaves, tensors and sequences of strings, have one row per sample.
+    """
     if isinstance(value, torch.Tensor):
         return Parts(value.split_with_sizes(sizes))
     leaves, spec = flatten(value, _is_strings)
-    cut = [leaf.split_with_sizes(sizes) if isinstance(leaf, torch.Tensor) else _slice(leaf, sizes) for leaf in leaves]
+    cut = [
+        leaf.split_with_sizes(sizes) if isinstance(leaf, torch.Tensor) else _slice(leaf, sizes)
+        for leaf in leaves
+    ]
     return Parts(unflatten(spec, [parts[i] for parts in cut]) for i in range(len(sizes)))
 
 
 def _is_strings(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
+    return (
+        isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
+    )
 
 
 class _TupleCollate(Decorated):
@@ -152,12 +176,18 @@ class _TupleCollate(Decorated):
 
 def _check_ndevices(ndevices: object, face: str) -> None:
     if not isinstance(ndevices, int) or isinstance(ndevices, bool) or ndevices < 1:
-        value = reprlib.repr(ndevices)  # shortened: collate_fn=default_collate, without (2), passes a whole batch
-        msg = f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such as {face}(2)"
+        # Shortened: collate_fn=default_collate, without (2), passes a whole batch
+        value = reprlib.repr(ndevices)
+        msg = (
+            f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such "
+            f"as {face}(2)"
+        )
         raise ShardError(msg)
 
 
-def _collate_in_parts(ndevices: int, collate: Callable[..., Any], samples: Any, *args: Any, **kwargs: Any) -> Any:
+def _collate_in_parts(
+    ndevices: int, collate: Callable[..., Any], samples: Any, *args: Any, **kwargs: Any
+) -> Any:
     if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
         msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
         raise ShardError(msg)
@@ -171,7 +201,10 @@ def _collate_in_parts(ndevices: int, collate: Callable[..., Any], samples: Any, 
 
 
 def _refuse_parts(reason: str) -> NoReturn:
-    msg = f"the collate function's parts differ: {reason}. Return the same structure for any number of samples"
+    msg = (
+        f"the collate function's parts differ: {reason}. Return the same structure for any number "
+        "of samples"
+    )
     raise ShardError(msg)
 
 

@@ -17,12 +17,14 @@ from parawrap.tree import replace_nodes
 def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     """Return a module that returns the outputs of layers of `model`, in the order of the rows.
 
-    In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one lane. The module that
-    `collect` returns registers its hooks for each call and returns copies of the outputs, so that the block joins them.
+    In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one
+    lane. The module that `collect` returns registers its hooks for each call and returns copies of
+    the outputs, so that the block joins them.
 
     Args:
         model: The model. It keeps its parameters and hooks.
-        layers: The names of submodules, as in ``model.get_submodule(name)``. Each must run once per call.
+        layers: The names of submodules, as in ``model.get_submodule(name)``. Each must run once per
+            call.
 
     Returns:
         A module with the arguments of `model`. It returns a dict from names to outputs.
@@ -47,7 +49,10 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
     known = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
         if name not in known:
-            msg = f"{type(model).__name__} has no submodule {name!r}. model.named_modules() lists the names"
+            msg = (
+                f"{type(model).__name__} has no submodule {name!r}. model.named_modules() lists "
+                "the names"
+            )
             raise ShardError(msg)
     return _Collected(model, layers)
 
@@ -61,7 +66,10 @@ class _Collected(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
-        hooks = [self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name])) for name in outputs]
+        hooks = [
+            self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name]))
+            for name in outputs
+        ]
         try:
             self.model(*args, **kwargs)
         finally:
@@ -69,11 +77,14 @@ class _Collected(torch.nn.Module):
                 hook.remove()
         for name, kept in outputs.items():
             if len(kept) != 1:
-                msg = f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run once"
+                msg = (
+                    f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run "
+                    "once"
+                )
                 raise GatherError(msg)
         return {name: output for name, (output,) in outputs.items()}
 
 
 def _keep(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
-    """Keep a copy of an output: a later layer may write the output in place, as ReLU(inplace=True) does."""
+    """Keep a copy of an output: a later layer may write it in place, as ReLU(inplace=True) does."""
     outputs.append(replace_nodes(output, lambda node: isinstance(node, torch.Tensor), torch.clone))

@@ -18,9 +18,9 @@ T = TypeVar("T")
 def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
     """Move a nested value to a device with ``.to(device, **kwargs)``.
 
-    The function recurses into lists, tuples, namedtuples, and mappings, and returns new containers. A value with a
-    ``.to`` method is moved by that method, even if it is a container, such as a PackedSequence. Other values are returned
-    unchanged.
+    The function recurses into lists, tuples, namedtuples, and mappings, and returns new containers.
+    A value with a ``.to`` method is moved by that method, even if it is a container, such as a
+    PackedSequence. Other values are returned unchanged.
 
     Args:
         val: The value.
@@ -40,8 +40,8 @@ def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
 def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     """Move a nested value to a CUDA device, like `recursive_to`.
 
-    Each value is moved by its ``.cuda(device, **kwargs)`` method, or by its ``.to`` method if it has no ``.cuda``. Other
-    values are returned unchanged.
+    Each value is moved by its ``.cuda(device, **kwargs)`` method, or by its ``.to`` method if it
+    has no ``.cuda``. Other values are returned unchanged.
 
     Args:
         val: The value.
@@ -56,13 +56,15 @@ def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     """
     if device is None and torch.cuda.is_available():
         device = torch.cuda.current_device()
-    methods = {"cuda": (), "to": ("cuda",)} if device is None else {"cuda": (device,), "to": (device,)}
+    methods = (
+        {"cuda": (), "to": ("cuda",)} if device is None else {"cuda": (device,), "to": (device,)}
+    )
     return _call_on_leaves(val, methods, kwargs)
 
 
 @public
 def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
-    """Move every attribute of an object in place with ``recursive_cuda(value, *args, **kwargs)``, and return the object.
+    """Move every attribute of an object in place with `recursive_cuda`, and return the object.
 
     Attributes in ``__slots__`` are included. If moving an attribute raises, no attribute changes.
 
@@ -77,8 +79,9 @@ def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
 class Batch:
     """Base class for your own batches, with ``.cuda``, ``.to``, and ``.pin_memory`` methods.
 
-    Each method changes every attribute in place and returns self. `recursive_cuda` therefore moves a `Batch`, and a
-    DataLoader with ``pin_memory=True`` pins it. A `Batch` is only as thread-safe as its attributes.
+    Each method changes every attribute in place and returns self. `recursive_cuda` therefore moves
+    a `Batch`, and a DataLoader with ``pin_memory=True`` pins it. A `Batch` is only as thread-safe
+    as its attributes.
 
     >>> class Pair(Batch):
     ...     def __init__(self, x, y):
@@ -96,18 +99,23 @@ class Batch:
         return _replace_attrs(self, lambda value: recursive_to(value, device, **kwargs))
 
     def pin_memory(self) -> Self:
-        """Pin every attribute, and every nested value, that has a ``.pin_memory`` method; return self."""
+        """Pin every attribute, and every nested value, that has a ``.pin_memory`` method.
+
+        Return self.
+        """
         return _replace_attrs(self, lambda value: _call_on_leaves(value, {"pin_memory": ()}, {}))
 
 
 def on_lane(value: Any, device: torch.device) -> Any:
     """Move a nested value to the device of a lane, like `recursive_to`.
 
-    Copies to the CPU block until they are complete. Classes that torch and parawrap do not define need no option of
-    ``.to``.
+    Copies to the CPU block until they are complete. Classes that torch and parawrap do not define
+    need no option of ``.to``.
     """
     options = {} if device.type == "cpu" else {"non_blocking": True}
-    return _call_on_leaves(value, {"to": (device,)}, options, takers=(torch.Tensor, PackedSequence, Batch))
+    return _call_on_leaves(
+        value, {"to": (device,)}, options, takers=(torch.Tensor, PackedSequence, Batch)
+    )
 
 
 def _call_on_leaves(
@@ -116,7 +124,9 @@ def _call_on_leaves(
     kwargs: Mapping[str, Any],
     takers: type | tuple[type, ...] = object,
 ) -> Any:
-    """Replace each leaf by the result of its first method in `methods`, which maps names to arguments.
+    """Replace each leaf by the result of its first method in `methods`.
+
+    `methods` maps names to arguments.
 
     `takers` are the classes whose methods get `kwargs`.
     """
@@ -129,7 +139,10 @@ def _call_on_leaves(
         moved = getattr(leaf, name)(*methods[name], **(kwargs if isinstance(leaf, takers) else {}))
         if moved is None:
             cls = type(leaf).__qualname__
-            msg = f"{cls}.{name}() returned None. End it with `return self`, or return the moved {cls}"
+            msg = (
+                f"{cls}.{name}() returned None. End it with `return self`, or return the moved "
+                f"{cls}"
+            )
             raise TypeError(msg)
         return moved
 
@@ -149,6 +162,7 @@ def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
 
 
 def _attrs(obj: object) -> dict[str, Any]:
-    state: Any = object.__getstate__(obj)  # the __dict__, or a pair of the __dict__ and the __slots__
+    # The __dict__, or a pair of the __dict__ and the __slots__
+    state: Any = object.__getstate__(obj)
     pair = state if isinstance(state, tuple) else (state,)
     return {name: value for attrs in pair for name, value in (attrs or {}).items()}

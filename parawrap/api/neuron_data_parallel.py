@@ -1,4 +1,4 @@
-"""`neuron.DataParallel`: a drop-in replacement for torch_neuronx.DataParallel, on persistent lanes."""
+"""`neuron.DataParallel`: a drop-in replacement for torch_neuronx.DataParallel."""
 
 from __future__ import annotations
 
@@ -26,31 +26,37 @@ from parawrap.neuroncores import (
 
 
 class DataParallel(torch.nn.Module):
-    """Split each batch over several NeuronCores: the API of torch_neuronx.DataParallel and torch.neuron.DataParallel.
+    """Split each batch over several NeuronCores.
 
-    The constructor loads one replica of the compiled model onto each core, and onto consecutive cores in one call. Each
-    call cuts the rows, runs them on the cores, and joins the outputs in row order. Inputs and outputs may be nested.
+    It has the API of torch_neuronx.DataParallel and of torch.neuron.DataParallel.
 
-    With dynamic batching, a call may have any number of rows. Each core processes its rows in chunks of the compiled
-    size. Dynamic batching works on dim 0, where it is the default. Without it, each core must get exactly the compiled
-    size.
+    The constructor loads one replica of the compiled model onto each core, and onto consecutive
+    cores in one call. Each call cuts the rows, runs them on the cores, and joins the outputs in row
+    order. Inputs and outputs may be nested.
 
-    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. It is thread-safe. A core runs one
-    inference at a time, and the next input is copied to it meanwhile.
+    With dynamic batching, a call may have any number of rows. Each core processes its rows in
+    chunks of the compiled size. Dynamic batching works on dim 0, where it is the default. Without
+    it, each core must get exactly the compiled size.
 
-    As in torch, 0-d outputs become a vector with one value per shard (with a warning). The differences from
-    torch_neuronx:
+    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. It is
+    thread-safe. A core runs one inference at a time, and the next input is copied to it meanwhile.
+
+    As in torch, 0-d outputs become a vector with one value per shard (with a warning). The
+    differences from torch_neuronx:
 
     - Threads persist between calls.
-    - If the compiled size is known, shards consist of whole inferences, so cores compute as few unused rows as possible.
+    - If the compiled size is known, shards consist of whole inferences, so cores compute as few
+      unused rows as possible.
     - `model` is not moved or changed.
     - Outputs of compiled models have no gradients.
 
     Args:
-        model: A model from `parawrap.neuron.trace` or the vendor's trace, or a module that contains such models.
-        device_ids: Indices or ``"nc:#"``, counted from zero within the process. By default, every core that is allocated to
-            the process.
-        dim: The dim that the rows lie on. A dim other than 0 turns dynamic batching off, with a warning.
+        model: A model from `parawrap.neuron.trace` or the vendor's trace, or a module that contains
+            such models.
+        device_ids: Indices or ``"nc:#"``, counted from zero within the process. By default, every
+            core that is allocated to the process.
+        dim: The dim that the rows lie on. A dim other than 0 turns dynamic batching off, with a
+            warning.
         set_dynamic_batching: Use dynamic batching if the model supports it.
 
     Attributes:
@@ -58,17 +64,21 @@ class DataParallel(torch.nn.Module):
         device_ids: The indices of the cores, in the given order.
         num_workers: The number of lanes, by default 2 per core. Each serves one core. Can be set.
         split_size: The largest number of rows that a core gets at once. None, the default, is whole
-            inferences if the compiled size is known, and else about ``rows // number of cores``. Can be set. Setting one of
-            these unloads the model, and the next call loads it again.
+            inferences if the compiled size is known, and else about ``rows // number of cores``.
+            Can be set. Setting one of these unloads the model, and the next call loads it again.
         dim: The given dim.
 
     Raises:
-        DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a core.
-        DeviceUnavailableError: If this process does not have one of the cores, the runtime is not installed, or the
-            installed torch_neuronx makes NeuronCores torch devices.
-        ReplicaError: If `model` was not traced for NeuronCores, or a module around a traced one cannot be copied.
-        ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to less than 1.
-        RuntimeError: If the runtime cannot load the model, for example because it does not fit into memory.
+        DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a
+            core.
+        DeviceUnavailableError: If this process does not have one of the cores, the runtime is not
+            installed, or the installed torch_neuronx makes NeuronCores torch devices.
+        ReplicaError: If `model` was not traced for NeuronCores, or a module around a traced one
+            cannot be copied.
+        ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to
+            less than 1.
+        RuntimeError: If the runtime cannot load the model, for example because it does not fit into
+            memory.
 
     Example:
         >>> import torch
@@ -99,8 +109,8 @@ class DataParallel(torch.nn.Module):
         why_fixed = self._open_session().placement.why_fixed
         if set_dynamic_batching and why_fixed is not None:
             warn_caller(
-                f"{why_fixed}. Each core must get exactly the compiled size. To silence this warning, set "
-                "set_dynamic_batching=False"
+                f"{why_fixed}. Each core must get exactly the compiled size. To silence this "
+                "warning, set set_dynamic_batching=False"
             )
 
     @property
@@ -130,14 +140,20 @@ class DataParallel(torch.nn.Module):
         self.close()
 
     def disable_dynamic_batching(self) -> None:
-        """Reload the model without dynamic batching. Each core must then get exactly the compiled size."""
+        """Reload the model without dynamic batching.
+
+        Each core must then get exactly the compiled size.
+        """
         if self._wants_dynamic:
             self._wants_dynamic = False
             self.close()
         self._open_session()
 
     def close(self) -> None:
-        """End the lanes and free the cores' memory. The next call starts lanes and loads the model again."""
+        """End the lanes and free the cores' memory.
+
+        The next call starts lanes and loads the model again.
+        """
         with self._changing:
             session, self._session = self._session, None
         if session is not None:  # without the lock, which a lane may need before it ends
@@ -147,13 +163,15 @@ class DataParallel(torch.nn.Module):
         """Scatter the inputs, run the replicas, and gather the outputs.
 
         Raises:
-            ShapeError: Without dynamic batching, if a core would not get the compiled number of rows. On emulated cores,
-                also if the model is not compiled for the tensors' shapes or dtypes.
+            ShapeError: Without dynamic batching, if a core would not get the compiled number of
+                rows. On emulated cores, also if the model is not compiled for the tensors' shapes
+                or dtypes.
             ShardError: If an input cannot be cut.
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            # A plain call, because another thread has closed the session, comes here again and opens a new one.
+            # A plain call, because another thread has closed the session, comes here again and
+            # opens a new one.
             return self._open_session().call(Entry(self.forward), inputs, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +191,13 @@ class DataParallel(torch.nn.Module):
             return self._session
 
     def _new_session(self) -> CoreSession:
-        placement = Placement(self.module, self._cores, self._dim, dynamic=self._wants_dynamic, split_size=self._split_size)
+        placement = Placement(
+            self.module,
+            self._cores,
+            self._dim,
+            dynamic=self._wants_dynamic,
+            split_size=self._split_size,
+        )
         cutter = Cutter(
             self._dim,
             parameters=Parameters(getattr(self.module, "forward", self.module)),
@@ -181,7 +205,9 @@ class DataParallel(torch.nn.Module):
             sizes=placement.cut,
         )
         rules = JoinRules(self._dim, reduce=vector, as_torch=True)
-        return CoreSession(self.module, placement, self._num_workers, cutters={None: cutter}, rules=rules)
+        return CoreSession(
+            self.module, placement, self._num_workers, cutters={None: cutter}, rules=rules
+        )
 
 
 def _at_least_one(name: str, value: Any) -> int:

@@ -54,68 +54,88 @@ TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 
 @public
 class Parallel(MapAndSubmit, Generic[TargetT]):
-    """Make a model, or any callable, data-parallel inside a ``with`` block. `parallel` and `Parallel` are one class.
+    """Make a model, or any callable, data-parallel inside a ``with`` block.
 
-    Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins their outputs. The output
-    and the gradients equal those of the plain call up to rounding, if the target treats rows independently.
+    `parallel` and `Parallel` are one class.
 
-    A module changes in place: every reference to it is parallel inside the block, and the block restores it at its end.
-    Call any other callable through the object that ``with ... as`` returns. For a module, it is also a decorator: each call
-    of a function under ``@parallel(model)`` runs inside the block.
+    Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins
+    their outputs. The output and the gradients equal those of the plain call up to rounding, if the
+    target treats rows independently.
 
-    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so each call shows which
-    outputs follow the rows; calls of up to 4 rows run plainly. With `out_dims`, the sizes are balanced. With gradients,
-    lanes that share a device run one after another, so a seed gives the same random numbers every time.
+    A module changes in place: every reference to it is parallel inside the block, and the block
+    restores it at its end. Call any other callable through the object that ``with ... as`` returns.
+    For a module, it is also a decorator: each call of a function under ``@parallel(model)`` runs
+    inside the block.
 
-    Arguments are borrowed: writes into tensors, and what the target adds to a dict, list, dataclass, or registered object,
-    reach the caller's own objects. New entries are joined like outputs. Outputs are handed over: no later call writes them.
+    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so
+    each call shows which outputs follow the rows; calls of up to 4 rows run plainly. With
+    `out_dims`, the sizes are balanced. With gradients, lanes that share a device run one after
+    another, so a seed gives the same random numbers every time.
 
-    Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement. A
-    `Parallel` is thread-safe. It is reentrant, and reusable after its block has ended.
+    Arguments are borrowed: writes into tensors, and what the target adds to a dict, list,
+    dataclass, or registered object, reach the caller's own objects. New entries are joined like
+    outputs. Outputs are handed over: no later call writes them.
+
+    Lanes and replicas start at first use. They live until the block ends, or until `close` without
+    a ``with`` statement. A `Parallel` is thread-safe. It is reentrant, and reusable after its block
+    has ended.
 
     Args:
         target: A module (also scripted or compiled), or any callable.
         devices: The devices of the lanes.
 
-            - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices, or torch devices. All
-              are of one type. A device may repeat.
-            - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane, which is the plain call.
-            - A kind such as ``"cuda"`` uses every device of that kind. ``"gpu"`` is another name of ``"cuda"``.
+            - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices,
+              or torch devices. All are of one type. A device may repeat.
+            - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane,
+              which is the plain call.
+            - A kind such as ``"cuda"`` uses every device of that kind. ``"gpu"`` is another name of
+              ``"cuda"``.
             - A number uses that many devices of the best kind.
-            - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
-              uses every NeuronCore. If torch has devices of kind "neuron", ``"neuron:0"`` is such a device.
-            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
+            - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace`
+              compiled. ``"neuron"`` uses every NeuronCore. If torch has devices of kind "neuron",
+              ``"neuron:0"`` is such a device.
+            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for
+              inference only.
         dim: The dim of inputs and outputs that the rows lie on.
-        in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
-            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items". A dict,
-            tuple, or dataclass of these declares the parts of an argument: ``{"batch": {"mask": None}}``. Name a tensor
-            that has as many rows as the batch by chance: ``{"weights": None}``.
-        out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
-            with one item per row, and "ragged" any number of rows in order. Give a tuple, dict, or dataclass of these to
-            match a nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
-        methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
-            use the only one; with several, choose with ``p.method(name)``.
-        output_device: The device of joined outputs; by default the device of the module's parameters.
-        reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
-            "stack" returns one value per lane, and a function reduces that vector. A tuple, dict, or dataclass of these
-            matches a nested output; an entry in it also reduces a tensor without rows, such as a confusion matrix. By
-            default, numbers are refused.
-        join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
-            lanes as a list.
-        pad_value: What ``join="pad"`` fills with: a number for every output, or a tuple, dict, or dataclass of numbers that
-            matches a nested output, such as ``{"logits": 0.0, "mask": False, "labels": -100}``. By default, one output of
-            floating-point numbers is filled with 0, and other outputs are refused.
-        unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
-        workers: "thread" runs each lane in a thread. "process" runs each lane in a separate process, without a shared
-            interpreter lock, for inference only.
+        in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every
+            lane gets whole, or "items" for a sequence with one item per row. For a list without
+            tensors, 0 means the same as "items". A dict, tuple, or dataclass of these declares the
+            parts of an argument: ``{"batch": {"mask": None}}``. Name a tensor that has as many rows
+            as the batch by chance: ``{"weights": None}``.
+        out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every
+            lane, "items" a list with one item per row, and "ragged" any number of rows in order.
+            Give a tuple, dict, or dataclass of these to match a nested output: an LSTM has
+            ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
+        methods: The methods of a module that are parallel inside the block. `map`, `submit`, and
+            the call of the `Parallel` use the only one; with several, choose with
+            ``p.method(name)``.
+        output_device: The device of joined outputs; by default the device of the module's
+            parameters.
+        reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by
+            its rows, "sum" adds, "stack" returns one value per lane, and a function reduces that
+            vector. A tuple, dict, or dataclass of these matches a nested output; an entry in it
+            also reduces a tensor without rows, such as a confusion matrix. By default, numbers are
+            refused.
+        join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list"
+            returns the outputs of the lanes as a list.
+        pad_value: What ``join="pad"`` fills with: a number for every output, or a tuple, dict, or
+            dataclass of numbers that matches a nested output, such as ``{"logits": 0.0, "mask":
+            False, "labels": -100}``. By default, one output of floating-point numbers is filled
+            with 0, and other outputs are refused.
+        unit: The number of rows that stay together in one lane, such as the frames of a clip. The
+            batch must be a multiple.
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a separate
+            process, without a shared interpreter lock, for inference only.
         retries: With ``workers="process"``, how often a call runs again after its worker died.
 
     Raises:
         DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.
         DeviceUnavailableError: If this machine does not have one of `devices`.
-        ShardError: If `in_dims` or `methods` names a parameter or method that the target does not have; at the call, if an
-            argument cannot be cut, or if the target changes an argument and the change cannot be joined.
-        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
+        ShardError: If `in_dims` or `methods` names a parameter or method that the target does not
+            have; at the call, if an argument cannot be cut, or if the target changes an argument
+            and the change cannot be joined.
+        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an
+            output cannot be joined.
         ReplicaError: At the first call, if the module cannot be replicated.
 
     Example:
@@ -158,7 +178,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         on_cores = not is_platform(devices) and names_cores(devices)
         if on_cores:
             refuse_options_on_cores(workers, unit)
-            if out_dims is UNDECLARED:  # shapes of a compiled model are fixed, so sizes cannot prove the rows
+            # Shapes of a compiled model are fixed, so sizes cannot prove the rows
+            if out_dims is UNDECLARED:
                 out_dims = dim
         parameters = parameters_of(target, methods)
         in_dims = check_in_dims(in_dims, parameters.values(), target)
@@ -186,13 +207,17 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         else:
             self._devices = on = resolve_devices(devices)
             opens = partial(Session, target, on)
-        warns = rules.needs_proof and all(each is UNDECLARED or each == dim for each in entries_of(rules.out_dims))
+        warns = rules.needs_proof and all(
+            each is UNDECLARED or each == dim for each in entries_of(rules.out_dims)
+        )
         make_cutter = partial(Cutter, dim, in_dims, sizes=sizes, unit=unit, warns=warns)
         cutters = {method: make_cutter(taken) for method, taken in parameters.items()}
         self._new_session = partial(opens, cutters=cutters, rules=rules, output_device=output)
         self.target = target
         self._methods = tuple(dict.fromkeys(methods))
-        self._in_place = PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
+        self._in_place = (
+            PatchedMethods(target, self._methods) if isinstance(target, torch.nn.Module) else None
+        )
         self._lock = threading.RLock()
         self._session: Session | WorkerSession | None = None
         self._last: Session | WorkerSession | None = None  # for stats() after the block
@@ -202,7 +227,10 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
 
     def __del__(self) -> None:
         if not self._was_used and not sys.is_finalizing():
-            warnings.warn(f"{self!r} had no effect: open it with `with`, call it, or use it as a decorator", stacklevel=2)
+            warnings.warn(
+                f"{self!r} had no effect: open it with `with`, call it, or use it as a decorator",
+                stacklevel=2,
+            )
 
     @property
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
@@ -223,7 +251,12 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
             self.close()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         try:
             with self._lock:
                 self._leave()
@@ -233,12 +266,16 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
                     session.cancel()
                 session.close()
         except BaseException:
-            # After Ctrl-C in the middle, the model must not stay parallel. `close` does nothing twice
+            # After Ctrl-C in the middle, the model must not stay parallel. `close` does nothing
+            # twice
             self.close()
             raise
 
     def close(self) -> None:
-        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing."""
+        """Restore the model, wait for running tasks, and end the lanes.
+
+        A second call does nothing.
+        """
         self._was_used = True
         with self._lock:
             if self._depth and self._in_place is not None:
@@ -257,8 +294,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target, or the only method that `methods` names, in parallel.
 
-        Before the block is open, a function as the only argument of a block over a module is decorated instead: each call
-        of the function then runs inside the block.
+        Before the block is open, a function as the only argument of a block over a module is
+        decorated instead: each call of the function then runs inside the block.
         """
         if self._in_place is not None and self._session is None and not kwargs and len(args) == 1:
             (function,) = args
@@ -289,18 +326,23 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         if self._in_place is None or name not in self._methods:
             if self._in_place is None:
                 msg = (
-                    f"{name!r} is not a method of the target, which is not a module. Call, map, or submit the block itself"
+                    f"{name!r} is not a method of the target, which is not a module. Call, map, "
+                    "or submit the block itself"
                 )
             else:
-                msg = f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., methods=(..., {name!r}))"
+                msg = (
+                    f"methods={self._methods!r} does not name {name!r}. Name it in parallel(..., "
+                    f"methods=(..., {name!r}))"
+                )
             raise ShardError(msg)
         return ParallelMethod(self, name)
 
     def refresh(self) -> None:
         """Copy the model to the lanes again at the next call.
 
-        Inference calls reuse the copies on other devices until a tensor's version, its memory, or the model's structure
-        changes. An in-place write through ``tensor.data`` changes none of these, so call `refresh` after it.
+        Inference calls reuse the copies on other devices until a tensor's version, its memory, or
+        the model's structure changes. An in-place write through ``tensor.data`` changes none of
+        these, so call `refresh` after it.
 
         Example:
             >>> import torch
@@ -316,7 +358,10 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._open_session().renew()
 
     def stats(self) -> Stats:
-        """Return the counters of the open block, or of the last one if none is open. `print` shows them as a table."""
+        """Return the counters of the open block, or of the last one if none is open.
+
+        `print` shows them as a table.
+        """
         with self._lock:
             if self._session is None and self._last is not None:
                 return self._last.stats()
@@ -325,11 +370,12 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
     def trace(self, path: str | Path) -> Trace:
         """Record when each lane works, inside ``with p.trace("lanes.html") as trace:``.
 
-        At the end of the block, `path` holds a page for browsers (.html), or a trace for ui.perfetto.dev and
-        chrome://tracing (.json). ``trace.spans`` holds the same data.
+        At the end of the block, `path` holds a page for browsers (.html), or a trace for
+        ui.perfetto.dev and chrome://tracing (.json). ``trace.spans`` holds the same data.
 
         Raises:
-            ShardError: If no file can be written at `path`, or its name does not end with .html or .json.
+            ShardError: If no file can be written at `path`, or its name does not end with .html or
+                .json.
         """
         return self._open_session().trace(path)
 
@@ -354,12 +400,17 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         self._open_session()
         self._enter()
         try:
-            return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
+            if name == "forward":
+                return self.target(*args, **kwargs)
+            return _call_named(self.target, name, *args, **kwargs)
         finally:
             self._leave()
 
     def _detach_session(self) -> Session | WorkerSession | None:
-        """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
+        """Detach the session and return it.
+
+        Close it without holding the lock: lanes may still be running.
+        """
         session, self._session = self._session, None
         self._closed = True
         self._last = session or self._last
@@ -402,7 +453,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         if any(runs_later(function) for runs_later in _RUN_LATER):
             name = function.__qualname__
             msg = (
-                f"{name} is a coroutine or a generator, which would run after its block has ended. Open the block inside it"
+                f"{name} is a coroutine or a generator, which would run after its block has "
+                "ended. Open the block inside it"
             )
             raise ShardError(msg)
 
@@ -436,7 +488,8 @@ def _name_of(target: Any) -> str:
     if isinstance(target, partial):
         return f"partial of {_name_of(target.func)}"
     named = target if hasattr(target, "__qualname__") else type(target)
-    module = getattr(named, "__module__", None)  # a method of a C class, such as torch.Tensor.neg, has none
+    # A method of a C class, such as torch.Tensor.neg, has none
+    module = getattr(named, "__module__", None)
     return f"{module}.{named.__qualname__}"
 
 

@@ -15,25 +15,28 @@ _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 @public
 class ParallelWrapper(WrappedAttributes):
-    """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
+    """Move a model to a device, and split its calls over several devices with `DataParallel`.
 
-    Reading or setting an attribute reads or sets it on the model. A `ParallelWrapper` can be pickled and deep-copied. Calls
-    are thread-safe.
+    It splits them if "auto" or "cuda" finds several devices.
+
+    Reading or setting an attribute reads or sets it on the model. A `ParallelWrapper` can be
+    pickled and deep-copied. Calls are thread-safe.
 
     Args:
         model: Any module.
-        device: "auto", a string such as "cuda" or "cuda:1", or a torch device. "auto" uses every accelerator of the best
-            kind, or the CPU as one plain lane. A CUDA device uses every GPU, starting with that one. Any other device is
-            used alone.
+        device: "auto", a string such as "cuda" or "cuda:1", or a torch device. "auto" uses every
+            accelerator of the best kind, or the CPU as one plain lane. A CUDA device uses every
+            GPU, starting with that one. Any other device is used alone.
         use_data_parallel: False to use one device only.
 
     Attributes:
         model: The model, or the `DataParallel` around it.
-        device: The given device. "auto" and names that torch does not know, such as "gpu", are replaced by the model's
-            device.
+        device: The given device. "auto" and names that torch does not know, such as "gpu", are
+            replaced by the model's device.
 
     Raises:
-        DeviceUnavailableError: If this machine does not have the device. The message names the devices that it has.
+        DeviceUnavailableError: If this machine does not have the device. The message names the
+            devices that it has.
 
     Example:
         >>> import torch
@@ -43,7 +46,9 @@ class ParallelWrapper(WrappedAttributes):
         (torch.Size([3, 2]), 4, True)
     """
 
-    def __init__(self, model: torch.nn.Module, device: DeviceLike = "cuda", use_data_parallel: bool = True) -> None:
+    def __init__(
+        self, model: torch.nn.Module, device: DeviceLike = "cuda", use_data_parallel: bool = True
+    ) -> None:
         super().__init__()
         self.use_data_parallel = use_data_parallel
         self._place(model, device)
@@ -53,10 +58,11 @@ class ParallelWrapper(WrappedAttributes):
         return self.model(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move the model with the arguments of ``torch.nn.Module.to``, update `device`, and return self.
+        """Move the model as ``torch.nn.Module.to`` does, update `device`, and return self.
 
         Raises:
-            DeviceUnavailableError: If this machine does not have the device. The model does not move then.
+            DeviceUnavailableError: If this machine does not have the device. The model does not
+                move then.
         """
         given = kwargs.pop("device", None)
         if given is None and args and isinstance(args[0], (int, str, torch.device)):
@@ -76,8 +82,13 @@ class ParallelWrapper(WrappedAttributes):
         resolved = best_backend().device(None) if is_auto else resolve_device(device)
         model.to(resolved)
         spreads = self.use_data_parallel and (is_auto or resolved.type == "cuda")
-        # The first lane is on the model's device, because DataParallel requires the parameters there.
-        others = [each for each in backend_of(resolved.type).every_device() if each != resolved] if spreads else []
+        # The first lane is on the model's device, because DataParallel requires the parameters
+        # there.
+        others = (
+            [each for each in backend_of(resolved.type).every_device() if each != resolved]
+            if spreads
+            else []
+        )
         self.model = DataParallel(model, [resolved, *others]) if others else model
         is_torch_name = not isinstance(device, str) or device.partition(":")[0] == resolved.type
         self.device = device if is_torch_name else str(resolved)

@@ -1,4 +1,7 @@
-"""The four steps of data parallelism as functions with torch's signatures: scatter, replicate, parallel_apply, gather."""
+"""The steps of data parallelism with torch's signatures.
+
+They are `scatter`, `replicate`, `parallel_apply`, and `gather`.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,12 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any
         dim: The dim that the rows lie on.
 
     Returns:
-        A list with one part per device, each nested like `inputs`; a tuple if `inputs` is a tensor. Row counts differ by at
-        most one. With fewer rows than devices, there is one part per row.
+        A list with one part per device, each nested like `inputs`; a tuple if `inputs` is a tensor.
+        Row counts differ by at most one. With fewer rows than devices, there is one part per row.
 
     Raises:
-        ShardError: If the row counts of tensors disagree, or an object of an unknown class holds tensors.
+        ShardError: If the row counts of tensors disagree, or an object of an unknown class holds
+            tensors.
         DeviceListError: If `target_gpus` is empty.
 
     Example:
@@ -58,13 +62,14 @@ def scatter_kwargs(
 
     Args:
         inputs: A tuple or list of positional arguments, a single argument, or None.
-        kwargs: The keyword arguments. They are cut together with `inputs`, so both results have one entry per part.
+        kwargs: The keyword arguments. They are cut together with `inputs`, so both results have one
+            entry per part.
         target_gpus: The devices, as in `scatter`.
         dim: The dim that the rows lie on.
 
     Returns:
-        The positional and the keyword arguments of each part. A call without rows has one part per device, and a call
-        without arguments has one part.
+        The positional and the keyword arguments of each part. A call without rows has one part per
+        device, and a call without arguments has one part.
 
     Raises:
         ShardError, DeviceListError: As for `scatter`.
@@ -80,7 +85,9 @@ def scatter_kwargs(
         msg = "the list of devices is empty. Name at least one device"
         raise DeviceListError(msg)
     cutter = Cutter(dim, lists_are_shared=True)
-    args = () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    args = (
+        () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    )
     flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
     has_rows = plan.rows > 0 or any(dim is not None for dim in plan.dims)
@@ -95,9 +102,10 @@ def scatter_kwargs(
 def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -> list[T]:
     """Return one replica of a module per device, like torch.nn.parallel.replicate.
 
-    A replica on the module's device holds the module's own parameters. A replica on another device holds copies. Gradients
-    reach the module's parameters unless `detach` is True. If the first device is the module's, the first
-    replica has the module's own buffers. Other changes of replicas do not reach the module.
+    A replica on the module's device holds the module's own parameters. A replica on another device
+    holds copies. Gradients reach the module's parameters unless `detach` is True. If the first
+    device is the module's, the first replica has the module's own buffers. Other changes of
+    replicas do not reach the module.
 
     Raises:
         ReplicaError: If the module cannot be copied.
@@ -127,8 +135,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Call module i with input i, all at the same time, like torch.nn.parallel.parallel_apply.
 
-    Calls on one device share its random generator. A call that draws from it gets a warning, because a seed does not
-    reproduce the order of draws.
+    Calls on one device share its random generator. A call that draws from it gets a warning,
+    because a seed does not reproduce the order of draws.
 
     Args:
         modules: One callable per call.
@@ -137,7 +145,8 @@ def parallel_apply(
         devices: The device of each call. By default, the device of its first argument that has one.
 
     Raises:
-        BaseException: The error of the first call that failed, with a note that names the lane and the device.
+        BaseException: The error of the first call that failed, with a note that names the lane and
+            the device.
         ShardError: If the numbers of modules, inputs, keyword arguments, and devices differ.
 
     Example:
@@ -149,7 +158,11 @@ def parallel_apply(
     calls = as_calls(modules, inputs, kwargs_tup, devices)
     if not calls:
         return []
-    named = [None] * len(calls) if devices is None else [None if each is None else device_named(each) for each in devices]
+    named = (
+        [None] * len(calls)
+        if devices is None
+        else [None if each is None else device_named(each) for each in devices]
+    )
     places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
     lanes = Lanes(places)
     try:
@@ -163,7 +176,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     """Join nested values from several devices on one device, like torch.nn.parallel.gather.
 
     Args:
-        outputs: One value per device, all with the same structure. 0-d tensors become a vector, with a warning.
+        outputs: One value per device, all with the same structure. 0-d tensors become a vector,
+            with a warning.
         target_device: The device of the result; -1 is the CPU.
         dim: The dim that the rows lie on.
 
@@ -177,13 +191,21 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         torch.Size([3, 3])
     """
     if isinstance(outputs, Mapping | str | bytes):
-        msg = f"gather got a {type(outputs).__name__}, which is one output. Give a list with one output per device"
+        msg = (
+            f"gather got a {type(outputs).__name__}, which is one output. Give a list with one "
+            "output per device"
+        )
         raise GatherError(msg)
     return gather_shards(outputs, None, target_device, dim)
 
 
-def gather_shards(outputs: Sequence[Any], rows: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
-    """Join the outputs of shards, whose rows show if a list has one item per row. None: the rows are not known."""
+def gather_shards(
+    outputs: Sequence[Any], rows: Sequence[int] | None, target_device: DeviceLike, dim: int
+) -> Any:
+    """Join the outputs of shards, whose rows show if a list has one item per row.
+
+    None: the rows are not known.
+    """
     outputs, device = list(outputs), device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
@@ -194,18 +216,28 @@ def gather_shards(outputs: Sequence[Any], rows: Sequence[int] | None, target_dev
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:
-    """Return the vector of the shards' 0-d outputs, as torch.nn.DataParallel and torch_neuronx do, and warn about it."""
+    """Return the vector of the shards' 0-d outputs, as torch and torch_neuronx do, and warn."""
     warn_caller(
-        "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a vector with one value per "
+        "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a "
+        "vector with one value per "
         'shard. For their mean, use parallel(module, reduce="mean")'
     )
     return values
 
 
-def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:
-    """Return the calls of `parallel_apply`. An input that is not a tuple or list is the only argument of its call."""
+def as_calls(
+    modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None
+) -> list[partial[Any]]:
+    """Return the calls of `parallel_apply`.
+
+    An input that is not a tuple or list is the only argument of its call.
+    """
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
-    counts = {"modules": len(modules), "inputs": len(inputs), "dicts of keyword arguments": len(kwargs)}
+    counts = {
+        "modules": len(modules),
+        "inputs": len(inputs),
+        "dicts of keyword arguments": len(kwargs),
+    }
     if devices is not None:
         counts["devices"] = len(devices)
     if len(set(counts.values())) > 1:
@@ -213,7 +245,10 @@ def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices
         msg = f"parallel_apply got {found}. Give one of each per call"
         raise ShardError(msg)
     positional = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
-    return [partial(each, *args, **named) for each, args, named in zip(modules, positional, kwargs, strict=True)]
+    return [
+        partial(each, *args, **named)
+        for each, args, named in zip(modules, positional, kwargs, strict=True)
+    ]
 
 
 def device_named(device: Any) -> torch.device:

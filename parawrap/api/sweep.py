@@ -111,7 +111,9 @@ class Sweep(Iterator[RankResults[R] | Exception], Generic[R]):
         return "\n".join([*lines, preview(first)])
 
 
-def _launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Generator[RankResults[Any] | Exception, None, None]:
+def _launch_each(
+    jobs: Sequence[Job], max_parallel: int | None
+) -> Generator[RankResults[Any] | Exception, None, None]:
     """Launch the jobs, and yield the results or the exception of each launch in order.
 
     A launcher with job arrays (Slurm) gets all jobs at once. Other launchers run at most

@@ -1,4 +1,4 @@
-"""`TupleParallel` and `tuple_fn`: calls with arguments that are already cut into one part per device."""
+"""`TupleParallel` and `tuple_fn`: calls with arguments that are cut into one part per device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._containers import Parts, container_kind, is_container, is_list_per_row, items_of, rebuilt, transpose_rows
+from parawrap.api._containers import (
+    Parts,
+    container_kind,
+    is_container,
+    is_list_per_row,
+    items_of,
+    rebuilt,
+    transpose_rows,
+)
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import on_lane, recursive_to
 from parawrap.api.tuples import cat, cat_rows, tensors_beside_lists
@@ -29,7 +37,7 @@ T = TypeVar("T", bound=torch.nn.Module)
 
 @public
 class TupleParallel(DataParallel[T]):
-    """Run a module on arguments that are tuples with one part per device, and return a tuple of outputs.
+    """Run a module on tuples with one part per device, and return a tuple of outputs.
 
     Each argument has the format that `tp_collate` returns:
 
@@ -41,31 +49,35 @@ class TupleParallel(DataParallel[T]):
     a namedtuple ``Pair((x1, x2), (y1, y2))``    ``Pair(x1, y1)``
     ===========================================  ==========================================
 
-    Dicts and namedtuples may be nested. The outermost tuple or list always holds the parts, so a batch ``(xs, ys)`` is
-    passed as ``model(*batch)``. A part can be any value.
+    Dicts and namedtuples may be nested. The outermost tuple or list always holds the parts, so a
+    batch ``(xs, ys)`` is passed as ``model(*batch)``. A part can be any value.
 
-    If ``forward`` returns a tuple, or a list of tensors, the call returns one tuple of parts per output:
-    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. A list of texts or dicts has one item per row, and is one output.
-    Attributes of `module` are available on the `TupleParallel`.
+    If ``forward`` returns a tuple, or a list of tensors, the call returns one tuple of parts per
+    output: ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. A list of texts or dicts has one
+    item per row, and is one output. Attributes of `module` are available on the `TupleParallel`.
 
-    Fewer parts than devices, as in a short last batch, use fewer lanes. A call without arguments runs once per device. On a
-    machine without an accelerator, unless `device_ids` names the CPU, any number of parts runs one after another.
+    Fewer parts than devices, as in a short last batch, use fewer lanes. A call without arguments
+    runs once per device. On a machine without an accelerator, unless `device_ids` names the CPU,
+    any number of parts runs one after another.
 
-    Lanes start at the first call, and end when the `TupleParallel` is deleted, closed, or used as a context manager and
-    left. It is thread-safe.
+    Lanes start at the first call, and end when the `TupleParallel` is deleted, closed, or used as a
+    context manager and left. It is thread-safe.
 
     Args:
         module: The module to replicate. It moves to ``device_ids[0]``.
         device_ids: The devices of the lanes, as in `DataParallel`.
-        transfer_output: Move outputs to `output_device`. By default each output stays on its device.
-        transfer_input: Move each part to its device first. Use False if the parts are on their devices already.
+        transfer_output: Move outputs to `output_device`. By default each output stays on its
+            device.
+        transfer_input: Move each part to its device first. Use False if the parts are on their
+            devices already.
         reduction: A function of the tuple of outputs, such as `cat`.
         output_device: With `transfer_output`, the device of outputs; ``device_ids[0]`` by default.
         dim: Accepts only 0, because parts are not cut.
 
     Raises:
-        ShardError: If an option has a value that it does not take; at the call, if an argument does not have the format
-            above, if arguments have different numbers of parts, or if there are more parts than devices.
+        ShardError: If an option has a value that it does not take; at the call, if an argument does
+            not have the format above, if arguments have different numbers of parts, or if there are
+            more parts than devices.
         GatherError: At the call, if the module returns tuples of different lengths.
         DeviceListError, DeviceUnavailableError: As for `DataParallel`.
 
@@ -97,7 +109,9 @@ class TupleParallel(DataParallel[T]):
         if self._lanes:
             self.module.to(self._lanes[0])
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
         parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
         if not inputs and not kwargs:
@@ -123,13 +137,18 @@ class TupleParallel(DataParallel[T]):
         self.close()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
+        """Call `module` once per part, each in its own lane.
+
+        Return the tuple of outputs, or its reduction.
+        """
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            outputs, output_device = self._outputs(args, module_kwargs), self.output_device if self._lanes else None
+            outputs = self._outputs(args, module_kwargs)
+            output_device = self.output_device if self._lanes else None
             if self.reduction is not cat:
                 return self.gather(outputs, output_device)
-            return cat_rows(self._together(outputs, output_device), 0, _possible_rows(args, module_kwargs))
+            together = self._together(outputs, output_device)
+            return cat_rows(together, 0, _possible_rows(args, module_kwargs))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
@@ -137,7 +156,9 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _together(self, outputs: Sequence[Any], output_device: Any) -> Any:
-        return _together(recursive_to(list(outputs), output_device) if self.transfer_output and self._lanes else outputs)
+        if self.transfer_output and self._lanes:
+            outputs = recursive_to(list(outputs), output_device)
+        return _together(outputs)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         if not self._lanes or here.lane is not None or not self._session().is_ready():
@@ -147,7 +168,9 @@ class TupleParallel(DataParallel[T]):
 
 
 @overload
-def tuple_fn(fn: Callable[..., Any], *, parallel: bool = ..., devices: Devices = ...) -> Callable[..., Any]: ...
+def tuple_fn(
+    fn: Callable[..., Any], *, parallel: bool = ..., devices: Devices = ...
+) -> Callable[..., Any]: ...
 
 
 @overload
@@ -158,15 +181,16 @@ def tuple_fn(
 
 @public
 def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None) -> Any:
-    """Make a function accept tuples of parts as arguments and return a tuple of results, like `TupleParallel`.
+    """Make a function accept tuples of parts and return a tuple of results, like `TupleParallel`.
 
     Args:
         fn: The function. Without it, return a decorator: ``@tuple_fn(parallel=True)``.
-        parallel: Run the parts at the same time, in lanes. By default they run one after another. Lanes that share a device
-            also do if an argument requires gradients, so that a seed gives the same random numbers. Otherwise, a function
-            that draws random numbers gets a warning.
-        devices: The devices of the lanes; each part moves to its device. By default every visible accelerator. On a machine
-            without one, one CPU lane per part.
+        parallel: Run the parts at the same time, in lanes. By default they run one after another.
+            Lanes that share a device also do if an argument requires gradients, so that a seed
+            gives the same random numbers. Otherwise, a function that draws random numbers gets a
+            warning.
+        devices: The devices of the lanes; each part moves to its device. By default every visible
+            accelerator. On a machine without one, one CPU lane per part.
 
     Raises:
         ShardError: If `fn` is not callable; at the call, as for `TupleParallel`.
@@ -197,7 +221,7 @@ def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 class _InLanes:
-    """Runs the parts of a function's calls in lanes, each with its own copy of the function's state.
+    """Runs the parts of a function's calls in lanes. Each has a copy of the function's state.
 
     The lanes start at the first call and end with the function.
     """
@@ -208,7 +232,9 @@ class _InLanes:
         self._calls: Calls | None = None
         self._changing = threading.Lock()
 
-    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
         calls = self._calls_for(function, len(parts)) if parts else None
         if calls is None or not calls.is_ready():
@@ -219,12 +245,17 @@ class _InLanes:
         return _together(calls.apply_replicas(Entry(function), positional, named))
 
     def _calls_for(self, function: Callable[..., Any], parts: int) -> Calls:
-        """Return the lanes of a function; of another one if a method is called on another object."""
+        """Return the lanes of a function.
+
+        Of another one if a method is called on another object.
+        """
         with self._changing:
             calls = self._calls
             if calls is None or calls.lanes.count < parts or calls.target != function:
                 devices = best_backend().first(parts) if self._on_cpu else self._lanes
-                calls = self._calls = Calls(function, devices, cutters={None: Cutter()}, rules=JoinRules())
+                calls = self._calls = Calls(
+                    function, devices, cutters={None: Cutter()}, rules=JoinRules()
+                )
             return calls
 
 
@@ -245,44 +276,68 @@ def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> 
     count = _part_count(call) if call else 1
     if lanes is not None and count > lanes:
         msg = (
-            f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does. If "
-            "its collate function returns a tuple, pass each item as an argument: model(*batch)"
+            f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as "
+            f"tp_collate({lanes}) does. If its collate function returns a tuple, pass each item "
+            "as an argument: model(*batch)"
         )
         raise ShardError(msg)
-    return [(tuple(_part(a, i) for a in args), {k: _part(v, i) for k, v in kwargs.items()}) for i in range(count)]
+    return [
+        (tuple(_part(a, i) for a in args), {k: _part(v, i) for k, v in kwargs.items()})
+        for i in range(count)
+    ]
 
 
 def _part_count(call: dict[str, Any]) -> int:
     """Return the number of parts in the arguments, given by their places."""
-    counts = {place: len(parts) for name, value in call.items() for place, parts in _tuples_of_parts(value, name)}
+    counts = {
+        place: len(parts)
+        for name, value in call.items()
+        for place, parts in _tuples_of_parts(value, name)
+    }
     if not counts:
         place, value = next(iter(call.items()))
         kind = type(value).__qualname__
-        msg = f"{place} is an empty {kind}, so the number of parts is unknown. Give a tuple with one {kind} per device"
+        msg = (
+            f"{place} is an empty {kind}, so the number of parts is unknown. Give a tuple with one "
+            f"{kind} per device"
+        )
         raise ShardError(msg)
     if len(set(counts.values())) > 1:
-        msg = f"the arguments have different numbers of parts: {counts}. Give each argument one part per device"
+        msg = (
+            f"the arguments have different numbers of parts: {counts}. Give each argument one part "
+            "per device"
+        )
         raise ShardError(msg)
     return next(iter(counts.values()))
 
 
-def _tuples_of_parts(value: Any, place: str, around: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield each tuple or list of parts in an argument, with its place. `around` is the kind of container it is in."""
+def _tuples_of_parts(
+    value: Any, place: str, around: str = ""
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield each tuple or list of parts in an argument, with its place.
+
+    `around` is the kind of container it is in.
+    """
     if _has_fields(value):
         for key, item in items_of(value).items():
             yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
-    elif is_container(value) and not optree.is_structseq_instance(value):  # torch.max(x, 0) has fields, but no parts
+        return
+    # The result of torch.max(x, 0) has fields, but no parts
+    if is_container(value) and not optree.is_structseq_instance(value):
         if any(isinstance(item, Parts) for item in value):
             msg = (
-                f"{place} is a whole batch of {len(value)} arguments, each with its parts, as tp_collate and "
-                "default_collate return it. Pass each as an argument of its own: model(*batch)"
+                f"{place} is a whole batch of {len(value)} arguments, each with its parts, as "
+                "tp_collate and default_collate return it. Pass each as an argument of its own: "
+                "model(*batch)"
             )
             raise ShardError(msg)
         yield place, value
     else:
         cure = "Give a tuple or list with one part per device"
         if around:
-            cure += f". If the {around} itself is one part, give a tuple with one {around} per device"
+            cure += (
+                f". If the {around} itself is one part, give a tuple with one {around} per device"
+            )
         msg = f"{place} is a {type(value).__qualname__}. {cure}"
         raise ShardError(msg)
 
@@ -294,23 +349,30 @@ def _part(value: Any, index: int) -> Any:
 
 
 def _has_fields(value: Any) -> bool:
-    """True for mappings and namedtuples: they hold parts in their values. A tuple or list is one part per device."""
+    """True for mappings and namedtuples: they hold parts in their values.
+
+    A tuple or list is one part per device.
+    """
     return is_container(value) and container_kind(value) is not tuple
 
 
 def _together(outputs: Sequence[Any]) -> Any:
     """Return the outputs as a tuple, transposed if they are tuples or lists of tensors."""
-    are_sequences = all(is_container(output) and not isinstance(output, Mapping) for output in outputs)
+    are_sequences = all(
+        is_container(output) and not isinstance(output, Mapping) for output in outputs
+    )
     if outputs and are_sequences and not all(map(is_list_per_row, outputs)):
         return transpose_rows(outputs, "output", _refuse_outputs)
     return tuple(outputs)
 
 
 def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]] | None:
-    """Return what the rows of each part may be: the size of its tensors on dim 0, except of tensors in lists.
+    """Return the possible row counts of each part.
 
-    Lists alone may have one item per row or the rows in each item, so both counts are possible. Return None if the tensors
-    of a part differ in size.
+    They are the sizes of its tensors on dim 0, except of tensors in lists.
+
+    Lists alone may have one item per row or the rows in each item, so both counts are possible.
+    Return None if the tensors of a part differ in size.
     """
     found = []
     for part, named in zip(args, kwargs, strict=True):
@@ -325,7 +387,10 @@ def _possible_rows(args: Sequence[Any], kwargs: Sequence[Any]) -> list[set[int]]
 
 
 def _refuse_outputs(reason: str) -> NoReturn:
-    msg = f"the parts' outputs differ: {reason}. Return equally many items for every part; put other lists into a dict"
+    msg = (
+        f"the parts' outputs differ: {reason}. Return equally many items for every part; put other "
+        "lists into a dict"
+    )
     raise GatherError(msg)
 
 
@@ -335,16 +400,19 @@ def _check_options(net: TupleParallel[Any], output_device: object, dim: int) -> 
         value = getattr(net, name)
         if not isinstance(value, bool):
             msg = (
-                f"{name}={value!r} is not True or False. Parts move to device_ids. To name the device of outputs, use "
-                f"transfer_output=True, output_device={value!r}"
+                f"{name}={value!r} is not True or False. Parts move to device_ids. To name the "
+                f"device of outputs, use transfer_output=True, output_device={value!r}"
             )
             raise ShardError(msg)
     if output_device is not None and not net.transfer_output:
-        msg = f"output_device={output_device!r} has no effect without transfer_output=True. Give both, or none"
+        msg = (
+            f"output_device={output_device!r} has no effect without transfer_output=True. Give "
+            "both, or none"
+        )
         raise ShardError(msg)
     if dim != 0:
         msg = (
-            f"dim={dim!r} has no effect: parts are not cut. Leave it out. To join outputs on another dim, use "
-            f"reduction=functools.partial(parawrap.cat, dim={dim!r})"
+            f"dim={dim!r} has no effect: parts are not cut. Leave it out. To join outputs on "
+            f"another dim, use reduction=functools.partial(parawrap.cat, dim={dim!r})"
         )
         raise ShardError(msg)

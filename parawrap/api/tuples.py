@@ -48,20 +48,21 @@ def cat(returns: Any, dim: int = 0) -> Any:
     ``(["a", "b"], ["c"])``                    ``["a", "b", "c"]``
     =========================================  ==============================================
 
-    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. Tuples are joined item by
-    item. Lists are joined item by item if all their tensors have the rows of their part, as the levels of a feature pyramid
-    or the auxiliary outputs of DETR. Other lists have one item per row, such as the texts or the boxes of each image: they
-    are put together. The rows of a part are those of the arguments of `TupleParallel`, or of the tensors beside the lists.
-    Each joined tensor is on the device of its first part. None stays None. Other values are not joined: the result holds
-    the tuple of their parts.
+    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules.
+    Tuples are joined item by item. Lists are joined item by item if all their tensors have the rows
+    of their part, as the levels of a feature pyramid or the auxiliary outputs of DETR. Other lists
+    have one item per row, such as the texts or the boxes of each image: they are put together. The
+    rows of a part are those of the arguments of `TupleParallel`, or of the tensors beside the
+    lists. Each joined tensor is on the device of its first part. None stays None. Other values are
+    not joined: the result holds the tuple of their parts.
 
     Args:
         returns: The parts.
         dim: The dim that the rows lie on.
 
     Raises:
-        GatherError: If the parts differ in structure, if the shapes of tensors differ beyond ``dim``, or if lists may have
-            one item per row or the rows in each item.
+        GatherError: If the parts differ in structure, if the shapes of tensors differ beyond
+            ``dim``, or if lists may have one item per row or the rows in each item.
 
     >>> rows = torch.zeros(3, 4), torch.zeros(2, 4)
     >>> losses = torch.tensor(1.0), torch.tensor(2.0)
@@ -72,7 +73,10 @@ def cat(returns: Any, dim: int = 0) -> Any:
 
 
 def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
-    """Join parts like `cat`. `rows` has the possible row counts of each part; None if they are unknown."""
+    """Join parts like `cat`.
+
+    `rows` has the possible row counts of each part; None if they are unknown.
+    """
     parts = _parts_of(plain_tuple(returns)) if _is_transposed(returns) else tuple(returns)
     return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
 
@@ -97,7 +101,9 @@ def transpose(rows: Iterable[Any]) -> Any:
     rows = tuple(rows)
     for position, row in enumerate(rows):
         if not is_container(row):
-            _refuse_row(f"row {position} is {describe(row)}. Give every row as a tuple, a list, or a dict")
+            _refuse_row(
+                f"row {position} is {describe(row)}. Give every row as a tuple, a list, or a dict"
+            )
     return transpose_rows(rows, "row", _refuse_row) if rows else ()
 
 
@@ -110,7 +116,11 @@ def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
-    return len(returns) > 0 and container_kind(returns[0]) is tuple and not all(map(is_list_per_row, returns))
+    return (
+        len(returns) > 0
+        and container_kind(returns[0]) is tuple
+        and not all(map(is_list_per_row, returns))
+    )
 
 
 def _parts_of(returns: Any) -> tuple[Any, ...]:
@@ -118,18 +128,32 @@ def _parts_of(returns: Any) -> tuple[Any, ...]:
     items = items_of(returns)
     for key, parts in items.items():
         if container_kind(parts) is not tuple:
-            msg = f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
+            msg = (
+                f"cannot join output[{key!r}]: it is {describe(parts)}. Give the tuple of its parts"
+            )
             raise GatherError(msg)
     counts = {key: len(parts) for key, parts in items.items()}
     if len(set(counts.values())) > 1:
-        msg = f"cannot join outputs with different numbers of parts: {counts}. Return one part per device for each output"
+        msg = (
+            f"cannot join outputs with different numbers of parts: {counts}. Return one part per "
+            "device for each output"
+        )
         raise GatherError(msg)
-    return tuple(rebuilt(returns, dict(zip(items, row, strict=True))) for row in zip(*items.values(), strict=True))
+    return tuple(
+        rebuilt(returns, dict(zip(items, row, strict=True)))
+        for row in zip(*items.values(), strict=True)
+    )
 
 
 def _rows_beside_lists(parts: Sequence[Any], dim: int) -> list[set[int]] | None:
-    """Return the rows of each part by its tensors outside of lists. None if a part has none, or if they differ."""
-    sizes = [{each.shape[dim] for each in tensors_beside_lists(part) if _has_dim(each, dim)} for part in parts]
+    """Return the rows of each part by its tensors outside of lists.
+
+    None if a part has none, or if they differ.
+    """
+    sizes = [
+        {each.shape[dim] for each in tensors_beside_lists(part) if _has_dim(each, dim)}
+        for part in parts
+    ]
     return sizes if all(len(each) == 1 for each in sizes) else None
 
 
@@ -144,13 +168,18 @@ def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
 
 
 class _Join:
-    """Joins parts along a dim. `rows` has the possible row counts of each part; None if they are unknown."""
+    """Joins parts along a dim.
+
+    `rows` has the possible row counts of each part; None if they are unknown.
+    """
 
     def __init__(self, dim: int, rows: Sequence[set[int]] | None) -> None:
         self._dim = dim
         self._rows = rows
 
-    def join(self, parts: tuple[Any, ...], place: str, beside: Mapping[Any, Any] | None = None) -> Any:
+    def join(
+        self, parts: tuple[Any, ...], place: str, beside: Mapping[Any, Any] | None = None
+    ) -> Any:
         """Join parts. `beside` holds the first parts of the values in the same dict, by key."""
 
         def refuse(reason: str) -> NoReturn:
@@ -166,32 +195,49 @@ class _Join:
             return _join_tensors(parts, self._dim, place)
         if all(type(part) is list for part in parts):
             if self._has_rows_in_items(parts, place, beside or {}):
-                return [self.join(items, f"{place}[{index}]") for index, items in enumerate(zip(*parts, strict=True))]
+                return [
+                    self.join(items, f"{place}[{index}]")
+                    for index, items in enumerate(zip(*parts, strict=True))
+                ]
             device = next((tensor.device for tensor in tensors_in(parts)), None)
-            return [item if device is None else recursive_to(item, device) for part in parts for item in part]
+            return [
+                item if device is None else recursive_to(item, device)
+                for part in parts
+                for item in part
+            ]
         if is_container(first):
             items, firsts = columns(parts, "part", refuse), items_of(first)
-            return rebuilt(first, {key: self.join(each, f"{place}[{key!r}]", firsts) for key, each in items.items()})
+            return rebuilt(
+                first,
+                {key: self.join(each, f"{place}[{key!r}]", firsts) for key, each in items.items()},
+            )
         return None if first is None else parts
 
-    def _has_rows_in_items(self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]) -> bool:
+    def _has_rows_in_items(
+        self, parts: tuple[list[Any], ...], place: str, beside: Mapping[Any, Any]
+    ) -> bool:
         """True if each item of the lists has all rows; False if there is one item per row."""
         found = [[*tensors_in(part)] for part in parts]
         if not all(found) or len(set(map(len, parts))) > 1:
             return False
-        sizes = [{each.shape[self._dim] if _has_dim(each, self._dim) else -1 for each in tensors} for tensors in found]
+        sizes = [
+            {each.shape[self._dim] if _has_dim(each, self._dim) else -1 for each in tensors}
+            for tensors in found
+        ]
         if any(len(each) > 1 or -1 in each for each in sizes):
             return False
         if self._rows is not None and not all(map(set.issubset, sizes, self._rows)):
             return False
         if are_auxiliary(parts[0], beside):
             return True
-        if self._rows is None or all(len(part) in rows for part, rows in zip(parts, self._rows, strict=True)):
+        if self._rows is None or all(
+            len(part) in rows for part, rows in zip(parts, self._rows, strict=True)
+        ):
             counts = ", ".join(str(each.pop()) for each in sizes)
             msg = (
-                f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose tensors have {counts} rows: one "
-                "item per row, or all rows in each item. Return a tuple to join its items, or a tensor instead of one "
-                "item per row"
+                f"cannot join {place}: its parts are lists of {len(parts[0])} items, whose "
+                f"tensors have {counts} rows: one item per row, or all rows in each item. Return "
+                "a tuple to join its items, or a tensor instead of one item per row"
             )
             raise GatherError(msg)
         return True
@@ -199,15 +245,24 @@ class _Join:
 
 def _join_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
     if len({(part.dim(), other_sizes(part.shape, dim)) for part in parts}) > 1:
-        msg = f"cannot join {place}: shapes {shapes_of(parts)} differ beyond dim {dim}. Pad them, or do not join them"
+        msg = (
+            f"cannot join {place}: shapes {shapes_of(parts)} differ beyond dim {dim}. Pad them, or "
+            "do not join them"
+        )
         raise GatherError(msg)
     here = [part.to(parts[0].device) for part in parts]
     if here[0].is_quantized:
-        msg = f"cannot join {place}: the parts are quantized, and may have different scales. Return tensor.dequantize()"
+        msg = (
+            f"cannot join {place}: the parts are quantized, and may have different scales. Return "
+            "tensor.dequantize()"
+        )
         raise GatherError(msg)
     if here[0].dim() == 0:
         return torch.stack(here)
     if not -here[0].dim() <= dim < here[0].dim():
-        msg = f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}. Give a dim that it has"
+        msg = (
+            f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}. Give a dim that "
+            "it has"
+        )
         raise GatherError(msg)
     return torch.cat(here, dim)

@@ -12,9 +12,10 @@ from parawrap._public import public
 class Tuplewise:
     """A sequence that forwards attribute access, indexing, and calls to each of its items.
 
-    Each operation returns a new `Tuplewise` of the results. It equals the list of the results. Setting an attribute sets
-    it on each item. A call passes the same arguments to each item. ``iter`` and ``len`` apply to the sequence itself:
-    ``list(t)[1]`` is the second item. Names of the form ``__x__`` are not forwarded.
+    Each operation returns a new `Tuplewise` of the results. It equals the list of the results.
+    Setting an attribute sets it on each item. A call passes the same arguments to each item.
+    ``iter`` and ``len`` apply to the sequence itself: ``list(t)[1]`` is the second item. Names of
+    the form ``__x__`` are not forwarded.
 
     A `Tuplewise` is thread-safe, picklable, and copyable if its items are.
 
@@ -33,7 +34,9 @@ class Tuplewise:
 
     def __getattr__(self, name: str) -> Tuplewise:
         if (name.startswith("__") and name.endswith("__")) or name == "_Tuplewise__seq":
-            raise AttributeError(name)  # copy and pickle look these up, also before __init__ has run
+            raise AttributeError(
+                name
+            )  # copy and pickle look these up, also before __init__ has run
         return self.__each(lambda item: getattr(item, name))
 
     def __setattr__(self, name: str, value: Any) -> None:

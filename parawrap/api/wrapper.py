@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 
 class Launchable(Decorated, Generic[P, R]):
-    """A function or bound method decorated with ``@wrapper(platform)``. It has no state and is thread-safe."""
+    """A function or bound method decorated with ``@wrapper(platform)``.
+
+    It has no state and is thread-safe.
+    """
 
     @property
     def platform(self) -> Platform:
@@ -74,10 +77,11 @@ class Launchable(Decorated, Generic[P, R]):
 
         Args:
             configs: The items. All are read before the first launch.
-            max_parallel: The number of launches that run at the same time. By default one on this machine, and all of them
-                on a cluster. On Slurm, the launches form one job array. On this machine, each launch that runs has
-                accelerators of its own, or on the CPU cores of its own; the next one gets those that became free.
-                ``map(...).dry_run()`` shows them.
+            max_parallel: The number of launches that run at the same time. By default one on this
+                machine, and all of them on a cluster. On Slurm, the launches form one job array. On
+                this machine, each launch that runs has accelerators of its own, or on the CPU cores
+                of its own; the next one gets those that became free. ``map(...).dry_run()`` shows
+                them.
 
         Raises:
             ValueError: If `max_parallel` is less than 1.
@@ -90,15 +94,20 @@ class Launchable(Decorated, Generic[P, R]):
         [RankResults(2.0, 2.0), ZeroDivisionError('division by zero'), RankResults(10.0, 10.0)]
         """
         if max_parallel is not None and max_parallel < 1:
-            msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
+            msg = (
+                f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
+            )
             raise ValueError(msg)
-        jobs = [replace(self._job((config,), {}), number=number) for number, config in enumerate(configs)]
+        jobs = [
+            replace(self._job((config,), {}), number=number)
+            for number, config in enumerate(configs)
+        ]
         for job in jobs:
             _check(job)
         return Sweep(jobs, max_parallel)
 
     def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Describe the launch without starting it: its ranks, where they meet, and for Slurm the batch script."""
+        """Describe the launch without starting it: its ranks, and on Slurm the script."""
         return preview(self._job(args, kwargs))
 
     def inline(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
@@ -110,7 +119,9 @@ class Launchable(Decorated, Generic[P, R]):
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Launchable[P, R]: ...
     @overload
-    def __get__(self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Launchable[Q, R]: ...
+    def __get__(
+        self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None
+    ) -> Launchable[Q, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return super().__get__(instance, owner)
 
@@ -119,18 +130,24 @@ class Launchable(Decorated, Generic[P, R]):
         return f"<{name} on {self.platform.world_size} ranks of {self.platform.device}>"
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """Return one call. A method is sent as its function and its object, because a rank would decorate it again."""
+        """Return one call.
+
+        A method is sent as its function and its object, because a rank would decorate it again.
+        """
         function: Any = self.__wrapped__
         bound_to: tuple[Any, ...] = ()
         if isinstance(function, types.MethodType):
             function, bound_to = function.__func__, (function.__self__,)
-        return Job(self.platform, function, args, kwargs, _Undecorated.of(self._defined or self), bound_to)
+        return Job(
+            self.platform, function, args, kwargs, _Undecorated.of(self._defined or self), bound_to
+        )
 
 
 class _Undecorated:
     """A stand-in for the function inside a global decorated one. It unpickles as that function.
 
-    Pickled by value, the function would take along every global that it uses, such as locks and open files.
+    Pickled by value, the function would take along every global that it uses, such as locks and
+    open files.
     """
 
     def __init__(self, decorated: Decorated) -> None:
@@ -138,9 +155,16 @@ class _Undecorated:
 
     @classmethod
     def of(cls, decorated: Decorated) -> _Undecorated | None:
-        """Return a stand-in, or None if another process cannot import the function or should receive it by value."""
+        """Return a stand-in; None if another process should receive the function by value.
+
+        It should if it cannot import the function.
+        """
         module = decorated.__module__
-        if module == "__main__" or not is_global(decorated) or not goes_by_name(sys.modules[module]):
+        if (
+            module == "__main__"
+            or not is_global(decorated)
+            or not goes_by_name(sys.modules[module])
+        ):
             return None
         return cls(decorated) if is_importable(module) else None
 
@@ -160,12 +184,12 @@ DECORATED[Launchable] = Launchable._job
 def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     """Run the decorated function once per rank of `platform`, and return the value of each rank.
 
-    Any function works: global or local, a lambda, a method, a function of a notebook cell. cloudpickle sends the function,
-    its arguments, and its results. Tensors arrive on the CPU.
+    Any function works: global or local, a lambda, a method, a function of a notebook cell.
+    cloudpickle sends the function, its arguments, and its results. Tensors arrive on the CPU.
 
-    Inside the function, ``current_rank()`` describes the rank, and torch.distributed works. When a rank fails, parawrap
-    ends the other ranks. The exception of the rank that failed first is raised here with its own type, and with the remote
-    traceback in its notes.
+    Inside the function, ``current_rank()`` describes the rank, and torch.distributed works. When a
+    rank fails, parawrap ends the other ranks. The exception of the rank that failed first is raised
+    here with its own type, and with the remote traceback in its notes.
 
     The decorated function has these methods and attributes:
 
@@ -181,10 +205,11 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     Raises:
         PlatformError: If `platform` is not a `Platform`.
         TypeError: If the decorated object is not callable, or is a coroutine or generator function.
-        UnsendableError: At the call, if the function, an argument, or a result cannot be sent. The message names the part
-            that cannot.
+        UnsendableError: At the call, if the function, an argument, or a result cannot be sent. The
+            message names the part that cannot.
         RankDiedError: At the call, if a rank was killed, or exited without returning.
-        LaunchTimeoutError: At the call, if ranks exceed the platform's ``timeout_min`` or ``hang_timeout_s``.
+        LaunchTimeoutError: At the call, if ranks exceed the platform's ``timeout_min`` or
+            ``hang_timeout_s``.
         LaunchError: At the call, if it is made inside a rank, or the ranks cannot be started.
 
     Example:
@@ -239,7 +264,7 @@ class Wrapper:
         task: Callable[[int, int, ProcessGroup | None, tuple[Any, ...] | None], T],
         args: tuple[Any, ...] | None = None,
     ) -> RankResults[T]:
-        """Run ``task(global_rank, local_rank, process_group, args)`` once per rank, and return the value of each rank.
+        """Run the task once per rank, and return the value of each rank.
 
         Args:
             task: The function to run. Its fourth argument is `args`, or None without `args`.
@@ -251,7 +276,10 @@ class Wrapper:
         """
         check_function(task, "Wrapper.start cannot run")
         if args is not None and not isinstance(args, (tuple, list)):
-            msg = f"args={args!r} is not a tuple. Give Wrapper.start the task's arguments as a tuple: ({args!r},)"
+            msg = (
+                f"args={args!r} is not a tuple. Give Wrapper.start the task's arguments as a "
+                f"tuple: ({args!r},)"
+            )
             raise TypeError(msg)
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job, f"{job.name}(...)")
@@ -282,7 +310,10 @@ def _check(job: Job) -> None:
 
 
 def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
-    """Raise if a rank launches a job. `plain_call` is the code that runs its function in the rank."""
+    """Raise if a rank launches a job.
+
+    `plain_call` is the code that runs its function in the rank.
+    """
     if imports_main():
         msg = (
             f"{job.name} was launched while a process of multiprocessing, such as a spawned loader "
@@ -293,8 +324,9 @@ def _refuse_in_a_rank(job: Job, plain_call: str | None = None) -> None:
     if inside_a_rank():
         rank = current_rank()
         msg = (
-            f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank cannot launch ranks. "
-            f"Call {plain_call or f'{job.name}.__wrapped__(...)'} to run it in this rank only"
+            f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank "
+            f"cannot launch ranks. Call {plain_call or f'{job.name}.__wrapped__(...)'} to run it "
+            "in this rank only"
         )
         raise LaunchError(msg)
 
