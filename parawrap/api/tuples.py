@@ -78,7 +78,7 @@ def cat_rows(returns: Any, dim: int, rows: Sequence[set[int]] | None) -> Any:
     `rows` has the possible row counts of each part; None if they are unknown.
     """
     parts = _parts_of(plain_tuple(returns)) if _is_transposed(returns) else tuple(returns)
-    return _Join(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
+    return _PartJoin(dim, rows or _rows_beside_lists(parts, dim)).join(parts, "output")
 
 
 @public
@@ -167,7 +167,7 @@ def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim
 
 
-class _Join:
+class _PartJoin:
     """Joins parts along a dim.
 
     `rows` has the possible row counts of each part; None if they are unknown.

@@ -11,7 +11,7 @@ from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
-from parawrap.launch._world import Place
+from parawrap.launch._world import RankPlace
 from parawrap.launch.inline import run_inline
 from parawrap.launch.launch import Launch, cancel_launches
 from parawrap.launch.preview import describe_device, preview
@@ -25,10 +25,10 @@ __all__ = [
     "Job",
     "Launch",
     "OneRank",
-    "Place",
     "Platform",
     "PlatformFields",
     "Rank",
+    "RankPlace",
     "RankResults",
     "Ranks",
     "Share",

@@ -18,7 +18,7 @@ _PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank's numbers in its world. `ranks_per_node` is 0 if it is unknown."""
 
     global_rank: int
@@ -29,7 +29,7 @@ class Place:
     restart: int = 0
 
     @classmethod
-    def of(cls, rank: int, ranks_per_node: int, n_nodes: int, restart: int = 0) -> Place:
+    def of(cls, rank: int, ranks_per_node: int, n_nodes: int, restart: int = 0) -> RankPlace:
         """Return the place of a rank on equal nodes with consecutive ranks."""
         node, local_rank = divmod(rank, ranks_per_node)
         return cls(rank, local_rank, node, n_nodes * ranks_per_node, ranks_per_node, restart)
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(Place):
+class World(RankPlace):
     """One process's place in a world that another launcher started.
 
     Attributes:
@@ -64,7 +64,7 @@ class World(Place):
     has_launcher: bool
 
 
-class _Table(NamedTuple):
+class _LauncherVariables(NamedTuple):
     name: str
     global_rank: str
     world_size: str
@@ -77,19 +77,21 @@ class _Table(NamedTuple):
 # srun sets SLURM_STEP_NUM_TASKS in every step. An sbatch script or a salloc shell is at most a step
 # of one task. MPICH sets no variable that identifies a job.
 _TABLES = (
-    _Table(
+    _LauncherVariables(
         "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
         ("TORCHELASTIC_RUN_ID",),
     ),
-    _Table(
+    _LauncherVariables(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", None, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
-    _Table(
+    _LauncherVariables(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
         "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    _Table("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None, ()),
+    _LauncherVariables(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None, (),
+    ),
 )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World | None:
     return None
 
 
-def _world(table: _Table, environ: Mapping[str, str]) -> World:
+def _world(table: _LauncherVariables, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
     node = None if table.node is None else _number(environ, table.node, 0)
     per_node = 1 if world_size == 1 else _ranks_on(node or 0, environ.get(table.local_size, ""))
@@ -163,7 +165,7 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def _common_port(table: _Table, environ: Mapping[str, str]) -> int | None:
+def _common_port(table: _LauncherVariables, environ: Mapping[str, str]) -> int | None:
     """Derive a port from the job's identifier, so that all ranks choose the same one."""
     job = "/".join(environ.get(name, "") for name in table.job)
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job.strip("/") else None

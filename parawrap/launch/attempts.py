@@ -15,7 +15,7 @@ from dataclasses import replace
 from parawrap.errors import LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._world import Place
+from parawrap.launch._world import RankPlace
 from parawrap.launch.machines import Hosts, Machines
 from parawrap.launch.run import Run, RunOutput
 from parawrap.launch.set_up import RankSetUp
@@ -100,7 +100,7 @@ class PoolRun(Run):
         variables = platform.device_variables
         assignments = []
         for rank in range(platform.world_size):
-            place = Place.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
+            place = RankPlace.of(rank, platform.ranks_per_node, platform.n_nodes, restart)
             set_up = RankSetUp(sent, place, hosts.store, variables, self.job.cores)
             assignments.append(
                 Assignment(self._settings, set_up.enter, set_up.regroup, platform.grace_s, stays)

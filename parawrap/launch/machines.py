@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.processes.fork_server import fork_server
-from parawrap.processes.members import Starter
+from parawrap.processes.members import RankStarter
 from parawrap.processes.process_groups import (
     LOOPBACK,
     StoreAddress,
@@ -22,7 +22,7 @@ from parawrap.processes.settings import Settings
 class Hosts(NamedTuple):
     """The machines of one attempt: what starts the ranks, and the store where they meet."""
 
-    starter: Starter
+    starter: RankStarter
     store: StoreAddress
 
 

@@ -30,7 +30,7 @@ from parawrap.processes.latch import Latch
 from parawrap.processes.outcomes import Ending, values_of
 from parawrap.processes.pool import Call, Pool
 from parawrap.processes.script_globals import SentScript
-from parawrap.processes.settings import Surroundings
+from parawrap.processes.settings import SentSurroundings
 
 LABEL = "ranks that stay"
 _LOOK_S = 1.0  # between two looks whether the ranks have ended without a word on a call
@@ -113,7 +113,7 @@ class RanksRun(PoolRun):
     def __init__(self, platform: PlatformFields, machines: Machines) -> None:
         super().__init__(Job(platform, _stay), machines, RunOutput.of(platform, LABEL))
         self.script = SentScript(imports=True)
-        self.surroundings = Surroundings()
+        self.surroundings = SentSurroundings()
         # From the pickle of a call to its place in the queue: the calls must keep that order. Code
         # that pickling runs may call the ranks
         self.packing = threading.RLock()

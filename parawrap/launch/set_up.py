@@ -21,7 +21,7 @@ from parawrap.launch._devices import Device, make_current, selects_cores, take_c
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch._rank import Rank, become, current_rank
 from parawrap.launch._seeds import seed
-from parawrap.launch._world import Place
+from parawrap.launch._world import RankPlace
 from parawrap.launch.inheritance import show_variables
 from parawrap.launch.shares import CoreShare
 from parawrap.processes.preemption import Preemption
@@ -54,7 +54,7 @@ class RankSetUp:
     """
 
     platform: PlatformFields
-    place: Place
+    place: RankPlace
     store: StoreAddress | None
     device_variables: Mapping[str, str] = field(default_factory=dict)
     cores: CoreShare | None = None
@@ -133,7 +133,9 @@ def groups_of(platform: PlatformFields, *, is_on_one_machine: bool) -> Groups:
     )
 
 
-def set_up(place: Place, platform: PlatformFields, preemption: Preemption | None = None) -> Rank:
+def set_up(
+    place: RankPlace, platform: PlatformFields, preemption: Preemption | None = None
+) -> Rank:
     """Set the device and the seeds of this process, and return its rank, without process groups.
 
     Raises:

@@ -470,7 +470,7 @@ def _socket_pair(
 class ForkServer:
     """The launching process's handle of the server. Any thread may use it.
 
-    Implements `Starter` of the pool.
+    Implements `RankStarter` of the pool.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ _PIECE = 1 << 16  # the size of a pipe in Linux
 _log = logging.getLogger("parawrap.launch")
 
 
-class Starter(Protocol):
+class RankStarter(Protocol):
     """Starts the ranks of a launch, on this machine or on others."""
 
     def start(self, rank: int) -> Connections:
@@ -104,7 +104,7 @@ class Members:
     """
 
     def __init__(
-        self, starter: Starter, events: Events, listener: Listener, grace_s: float
+        self, starter: RankStarter, events: Events, listener: Listener, grace_s: float
     ) -> None:
         self._starter = starter
         self._events = events

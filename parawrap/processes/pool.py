@@ -29,7 +29,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError, SessionError
 from parawrap.processes.events import NEVER, Events
-from parawrap.processes.members import Member, Members, Starter
+from parawrap.processes.members import Member, Members, RankStarter
 from parawrap.processes.outcomes import (
     Died,
     Ended,
@@ -44,7 +44,7 @@ from parawrap.processes.outcomes import (
 from parawrap.processes.output import Transcript
 from parawrap.processes.rank_process import Answer, Assignment, CallHead
 from parawrap.processes.script_globals import PackedCall
-from parawrap.processes.settings import Changes
+from parawrap.processes.settings import ChangedSettings
 from parawrap.processes.wire import LOST, Letter, Message, Wire
 
 STILL_S = 60.0
@@ -85,7 +85,7 @@ class Call:
     name: str  # of the function
     ranks: Sequence[int]  # that call it; the others take the globals that come with it
     packed: PackedCall | None = None  # None once it was sent
-    changes: Changes | None = None  # of the script's settings, for ranks that stay
+    changes: ChangedSettings | None = None  # of the script's settings, for ranks that stay
     transcripts: Mapping[int, Transcript] = field(default_factory=dict)  # get a copy of the output
     is_cancelled: bool = False  # it is to have no results
     outcomes: dict[int, Outcome] = field(default_factory=dict)  # of the ranks that have ended it
@@ -134,7 +134,7 @@ class Pool:
 
     def __init__(
         self,
-        starter: Starter,
+        starter: RankStarter,
         assignments: Sequence[Assignment],
         transcripts: Sequence[Transcript],
         *,

@@ -46,7 +46,7 @@ from parawrap.processes.packing import Packer
 from parawrap.processes.preemption import Preemption, RequeueRequested
 from parawrap.processes.process_groups import break_links, count_operations
 from parawrap.processes.script_globals import ScriptOfRank
-from parawrap.processes.settings import Changes, Settings
+from parawrap.processes.settings import ChangedSettings, Settings
 from parawrap.processes.wire import Message, Wire
 
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
@@ -77,7 +77,7 @@ class CallHead(NamedTuple):
     """The part of a call that is not pickled as the user's values."""
 
     number: int  # from 1; the set-up has number 0
-    changes: Changes | None  # of the script's settings, for ranks that stay
+    changes: ChangedSettings | None  # of the script's settings, for ranks that stay
     is_for_this_rank: bool  # False if the rank only takes the globals that come with the call
     # of the process groups to join before the call; None keeps those of the rank
     generation: int | None
@@ -110,7 +110,7 @@ def run_rank(data: socket.socket, control: socket.socket, streams: Sequence[int]
     assignment: Assignment = message.body
     orders = Control(Wire(control, waits=True), assignment.grace_s)
     with contextlib.suppress(EndOrdered):  # between two calls
-        return _Rank(wire, orders, assignment).run()
+        return _CallLoop(wire, orders, assignment).run()
     return _FORCED
 
 
@@ -165,7 +165,7 @@ def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     raise LaunchError(msg)
 
 
-class _Rank:
+class _CallLoop:
     """Answers calls. Used by the main thread."""
 
     def __init__(self, wire: Wire, control: Control, assignment: Assignment) -> None:

@@ -164,7 +164,7 @@ class SentScript:
         # by id; the dicts stay, so that ids are not reused
         self._spaces: dict[int, tuple[str, dict[str, Any]]] = {}
         # the object, and the contents of a container
-        self._sent: dict[Name, tuple[Any, _Contents | _ModuleContents | None]] = {}
+        self._sent: dict[Name, tuple[Any, _ContainerContents | _ModuleContents | None]] = {}
         self._owned: set[Name] = set()
         self._kept = _KeptFunctions()
         self._by_value = modules_of_user()
@@ -342,7 +342,7 @@ class SentScript:
                 ]
 
 
-class _Contents:
+class _ContainerContents:
     """The contents of a small container, to compare them later; of a larger one its length."""
 
     def __init__(self, value: Any) -> None:
@@ -354,7 +354,7 @@ class _Contents:
         """True if the container has other contents now."""
         if self._read is None or len(value) != self._length:
             return len(value) != self._length
-        return bool(_Contents(value)._read != self._read)
+        return bool(_ContainerContents(value)._read != self._read)
 
     def _read_contents(self, value: Any) -> Any:
         stream = io.BytesIO()
@@ -396,10 +396,10 @@ class _ModuleContents:
         return found
 
 
-def _contents_of(value: Any) -> _Contents | _ModuleContents | None:
+def _contents_of(value: Any) -> _ContainerContents | _ModuleContents | None:
     if isinstance(value, types.ModuleType):
         return None if goes_by_name(value) else _ModuleContents(value)
-    return _Contents(value) if isinstance(value, _CONTAINERS) else None
+    return _ContainerContents(value) if isinstance(value, _CONTAINERS) else None
 
 
 def _definitions_in(value: Any) -> Iterator[Any]:

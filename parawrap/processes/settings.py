@@ -79,7 +79,7 @@ class Settings:
             differs = {
                 name: value for name, value in self.environ.items() if os.environ.get(name) != value
             }
-            Changes(gone | differs, self.cwd, self.path).apply()
+            ChangedSettings(gone | differs, self.cwd, self.path).apply()
         sys.argv[:] = self.argv
         sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
@@ -99,7 +99,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Changes:
+class ChangedSettings:
     """What a script changed between two calls of ranks that stay."""
 
     environ: dict[str, str | None]  # None for variables that are gone
@@ -122,25 +122,27 @@ class Changes:
             sys.path[:] = self.path
 
 
-class _Surroundings(NamedTuple):
+class Surroundings(NamedTuple):
+    """The environment, the folder, and the import path of a process."""
+
     raw: dict[bytes, bytes]
     environ: dict[str, str]
     cwd: str
     path: list[str]
 
     @classmethod
-    def here(cls) -> _Surroundings:
+    def here(cls) -> Surroundings:
         # os.getcwd takes a tenth of the time of Path.cwd
         return cls(dict(raw_environ), dict(os.environ), os.getcwd(), list(sys.path))  # noqa: PTH109
 
 
-class Surroundings:
+class SentSurroundings:
     """The environment, the folder, and the import path that ranks had at their last call."""
 
     def __init__(self) -> None:
-        self._sent = self._next = _Surroundings.here()
+        self._sent = self._next = Surroundings.here()
 
-    def changes(self) -> Changes | None:
+    def changes(self) -> ChangedSettings | None:
         """Return what changed since the last call; None if nothing has.
 
         Costs 2 us without changes.
@@ -149,20 +151,20 @@ class Surroundings:
         cwd = os.getcwd()  # noqa: PTH109 (a tenth of the time of Path.cwd)
         if raw_environ == sent.raw and cwd == sent.cwd and sys.path == sent.path:
             return None
-        self._next = now = _Surroundings.here()
+        self._next = now = Surroundings.here()
         names = sent.environ | now.environ
         changed = {
             name: now.environ.get(name)
             for name in names
             if now.environ.get(name) != sent.environ.get(name)
         }
-        return Changes(
+        return ChangedSettings(
             changed,
             now.cwd if now.cwd != sent.cwd else None,
             now.path if now.path != sent.path else None,
         )
 
-    def note_sent(self, changes: Changes | None) -> None:
+    def note_sent(self, changes: ChangedSettings | None) -> None:
         """Note that the ranks get the last changes."""
         if changes is not None:
             self._sent = self._next

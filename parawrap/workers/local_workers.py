@@ -27,7 +27,7 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import LaunchError, RankDiedError, SessionError, add_note
-from parawrap.launch import Place, Platform
+from parawrap.launch import Platform, RankPlace
 from parawrap.launch.set_up import RankSetUp
 from parawrap.processes.events import Events
 from parawrap.processes.fork_server import fork_server
@@ -41,7 +41,7 @@ from parawrap.processes.pickling import Packed
 from parawrap.processes.rank_process import Assignment
 from parawrap.processes.settings import Settings
 from parawrap.processes.wire import LOST, Message, Wire
-from parawrap.workers.worker import Form, Server
+from parawrap.workers.worker import Form, ModelServer
 
 _LAST_S = 5.0  # for the end of a process that closed its connection
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
@@ -71,7 +71,7 @@ class LocalWorkers:
         platform = Platform(
             device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, name=name
         )
-        set_up = RankSetUp(platform, Place.of(0, 1, 1), store=None)
+        set_up = RankSetUp(platform, RankPlace.of(0, 1, 1), store=None)
         serving = functools.partial(serve, str(self.devices[lane]), self._threads, seed)
         settings = Settings.here()
         assignment = Assignment(
@@ -317,7 +317,7 @@ def serve(device: str, threads: int, seed: int, wire: Wire) -> None:
     torch.manual_seed(seed)
     _keep_memory()
     wire.lend_all()
-    server = Server(torch.device(device))
+    server = ModelServer(torch.device(device))
     failure: Exception | None = None  # of the model: this process could not take it
     while (message := wire.receive()) is not None:
         if message.word == "model":

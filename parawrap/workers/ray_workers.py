@@ -22,7 +22,7 @@ from parawrap.launch.ray.reservation import Reservation
 from parawrap.processes.packing import Packer
 from parawrap.processes.pickling import Packed
 from parawrap.processes.shared_memory import aligned_copy
-from parawrap.workers.worker import Form, Server
+from parawrap.workers.worker import Form, ModelServer
 
 _PLACING_S = 60.0  # for the start of an actor
 # the fields that a block uses
@@ -251,7 +251,7 @@ class Actor:
         sys.path[:0] = [each for each in path if each not in sys.path]
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
-        self._server = Server(torch.device(device))
+        self._server = ModelServer(torch.device(device))
 
     def started(self) -> None:
         """Do nothing: the actor runs."""

@@ -35,7 +35,7 @@ from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, pack, unpack
 from parawrap.tree import WholeLeaf, flatten, unflatten
 from parawrap.workers.model import GENERATOR_STAYS, Build
-from parawrap.workers.writes import Contents, Written
+from parawrap.workers.writes import PickledContents, Written
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
@@ -98,7 +98,7 @@ class Form(NamedTuple):
     model: Packed | None
 
 
-class Answer(NamedTuple):
+class WorkerAnswer(NamedTuple):
     """The answer to one call.
 
     Attributes:
@@ -119,10 +119,10 @@ class Answer(NamedTuple):
 
 
 Answers = tuple[list[tuple[Any, ...]], Packer]
-"""The fields of the `Answer` to each call of a message, and the block of their items."""
+"""The fields of the `WorkerAnswer` to each call of a message, and the block of their items."""
 
 
-class Server:
+class ModelServer:
     """The model of one worker. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -168,7 +168,8 @@ class Server:
     def fail(self, items: list[Any], error: BaseException) -> Answers:
         """Answer each call of a message with an error."""
         now = perf_counter_ns()
-        return [tuple(Answer(None, None, _describe(error), None, now, now))] * len(items), Packer()
+        failed = WorkerAnswer(None, None, _describe(error), None, now, now)
+        return [tuple(failed)] * len(items), Packer()
 
     def _make_model(self, sent: dict[str, Any]) -> None:
         """Take the model that was sent, or build it, with the same seed in every worker."""
@@ -184,7 +185,7 @@ class Server:
         self._replicas = Replicas(target, [self._device])
         self._is_changed = True
 
-    def _answer(self, form: Form, item: Any, block: memoryview, packer: Packer) -> Answer:
+    def _answer(self, form: Form, item: Any, block: memoryview, packer: Packer) -> WorkerAnswer:
         start = perf_counter_ns()
         output_item = written_item = failure = None
         try:
@@ -198,7 +199,7 @@ class Server:
             failure = _describe(error)
         warned = pack(self._warned, "a warning").to_bytes() if self._warned else None
         self._warned.clear()
-        return Answer(output_item, written_item, failure, warned, start, perf_counter_ns())
+        return WorkerAnswer(output_item, written_item, failure, warned, start, perf_counter_ns())
 
     def _call(
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_plain: bool
@@ -213,7 +214,7 @@ class Server:
         # What `prepare` computes stays here, and nobody waits for it
         is_lent = not is_plain and form.prepare is None
         loan = _lend_all((args, kwargs), given) if is_lent else NOTHING
-        contents = Contents(given) if is_lent else None
+        contents = PickledContents(given) if is_lent else None
         versions = [*map(_version_of, given)]
         made = self._run(form, args, kwargs)
         output = mark_arguments(made, loan)
@@ -313,7 +314,7 @@ def _has_other_buffers(replicas: Replicas) -> bool:
 def _lend_all(call: Any, given: Sequence[Any]) -> Loan:
     """Note the copies of the caller's containers and objects.
 
-    Objects without rules are in `Contents`.
+    Objects without rules are in `PickledContents`.
     """
     objects = [index for index, leaf in enumerate(given) if isinstance(leaf, WholeLeaf)]
     leaves = [leaf.value if isinstance(leaf, WholeLeaf) else leaf for leaf in given]

@@ -40,7 +40,7 @@ from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers
 from parawrap.workers.model import SEEDS
 from parawrap.workers.ray_workers import RayWorker, RayWorkers
-from parawrap.workers.worker import Answer, Form
+from parawrap.workers.worker import Form, WorkerAnswer
 from parawrap.workers.writes import Written, write_back
 
 _LOOK_S = 1.0  # between two looks for a signal that arrived at the begin of a wait
@@ -55,7 +55,7 @@ _request_numbers = count()
 _given_warnings: dict[str, dict[Any, Any]] = {}
 
 
-class Call:
+class WorkerCall:
     """A call in a message.
 
     `place` is its position there; `request` changes if the call is sent again alone.
@@ -122,7 +122,7 @@ class Call:
         try:
             if request.failure is not None:
                 raise copy.deepcopy(request.failure)  # each call of the message adds its own notes
-            answer = Answer(*request.answers[self.place])
+            answer = WorkerAnswer(*request.answers[self.place])
             for text, category, filename, line in (
                 [] if answer.warned is None else unpack(answer.warned)
             ):
@@ -170,7 +170,7 @@ class Request:
     def __init__(self, form: Form, packer: Packer | None = None) -> None:
         self.form = form
         self.number = next(_request_numbers)  # comes back with the answers
-        self.calls: list[Call] = []
+        self.calls: list[WorkerCall] = []
         self.items: list[Any] = []
         self.packer = packer or Packer()
         self.lane: WorkerLane | None = None  # the last one that got it
@@ -184,7 +184,7 @@ class Request:
     def is_done(self) -> bool:
         return bool(self.answers) or self.failure is not None
 
-    def add(self, call: Call) -> None:
+    def add(self, call: WorkerCall) -> None:
         """Add a call, and pack its arguments.
 
         Raises:

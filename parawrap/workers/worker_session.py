@@ -41,7 +41,7 @@ from parawrap.workers.local_workers import LocalWorkers
 from parawrap.workers.model import Build, SentModel, refuse_generators
 from parawrap.workers.ray_workers import RayWorkers
 from parawrap.workers.worker import GRADIENTS, Form, pack_modes
-from parawrap.workers.worker_lanes import Call, Request, WorkerLanes
+from parawrap.workers.worker_lanes import Request, WorkerCall, WorkerLanes
 
 _CPU = torch.device("cpu")
 _LOOK_NS = 200_000  # between two looks for answers while the caller works
@@ -79,7 +79,7 @@ class _WorkerFuture(Future[Any]):
         return None if timeout is None else max(0.0, until - monotonic())
 
 
-class _SubmittedCall(Call):
+class _SubmittedCall(WorkerCall):
     """A whole call with a future.
 
     `finish` takes the output of the worker, and returns the caller's.
@@ -91,7 +91,7 @@ class _SubmittedCall(Call):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        finish: Callable[[Any, Call], Any],
+        finish: Callable[[Any, WorkerCall], Any],
         lanes: WorkerLanes,
     ) -> None:
         super().__init__(args, kwargs)
@@ -218,7 +218,7 @@ class WorkerSession:
 
         All have ended when an error is raised.
         """
-        parts = [Call(tuple(shard.args), dict(shard.kwargs)) for shard in shards]
+        parts = [WorkerCall(tuple(shard.args), dict(shard.kwargs)) for shard in shards]
         outputs: list[Any] = []
         errors: list[tuple[int, BaseException]] = []
         for part, rows in zip(parts, plan.sizes, strict=True):
@@ -310,7 +310,7 @@ class WorkerSession:
             self._plain_calls += 1
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    def add_whole(self, request: Request, call: Call, entry: Entry) -> None:
+    def add_whole(self, request: Request, call: WorkerCall, entry: Entry) -> None:
         """Put a whole call into a message.
 
         Raises:
@@ -329,7 +329,7 @@ class WorkerSession:
             rows = cutter.whole(call.args, call.kwargs or {})[0].rows
         self._add(request, call, entry, rows)
 
-    def finish(self, output: Any, call: Call) -> Any:
+    def finish(self, output: Any, call: WorkerCall) -> Any:
         """Return the caller's output of a whole call, and count the call."""
         device = self._output_device(())
         if device is not None or not self.rules.keep_single:
@@ -428,13 +428,13 @@ class WorkerSession:
             self.lanes.start()
         return Form(pack_modes(modes), modes.inference, method, is_whole, packed, model)
 
-    def _add(self, request: Request, call: Call, entry: Entry, rows: int | None) -> None:
+    def _add(self, request: Request, call: WorkerCall, entry: Entry, rows: int | None) -> None:
         call.rows = rows or 0
         if self.recorder.traces:
             call.record = partial(self.recorder.record, entry.method, entry.batch, rows)
         request.add(call)
 
-    def _count(self, parts: Sequence[Call]) -> None:
+    def _count(self, parts: Sequence[WorkerCall]) -> None:
         with self._counting:
             self._calls += 1
             for part in parts:
@@ -464,7 +464,7 @@ def _is_on_cpu(leaf: Any) -> bool:
 # Streams of whole calls
 
 
-class StreamCall(Call):
+class StreamCall(WorkerCall):
     """A batch of a stream. Its output is loaded when it is read.
 
     It refers to the stream weakly: the generator holds the stream, and a message in flight must not

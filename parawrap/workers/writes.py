@@ -42,7 +42,7 @@ class Written(NamedTuple):
     is_returned: bool
 
 
-class Contents:
+class PickledContents:
     """The contents of objects of unknown classes among arguments, which cannot be given back.
 
     They are compared by their pickles, with tensors, classes, and functions by identity. An object

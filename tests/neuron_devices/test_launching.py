@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.launch import Place
+from parawrap.launch import RankPlace
 from parawrap.launch.set_up import set_up
 
 
@@ -43,7 +43,7 @@ def test_one_rank_per_device():
 
 def test_rank_without_its_device():
     """The error names the device, the node's count, and what to check."""
-    place = Place(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
+    place = RankPlace(global_rank=5, local_rank=5, node=0, world_size=6, ranks_per_node=6)
     with pytest.raises(PlatformError, match=r"rank 5 needs neuron:5 .* sees 4 .*reduce n_gpus"):
         set_up(place, Platform(device="neuron"), None)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, PlatformError, current_rank, wrapper
-from parawrap.launch import Place
+from parawrap.launch import RankPlace
 from parawrap.launch.set_up import set_up
 from tests.helpers.processes import failure_of, notes_of, ranks
 from tests.helpers.waiting import PATIENCE_S
@@ -26,7 +26,7 @@ from tests.helpers.waiting import PATIENCE_S
 def test_a_node_without_cuda(monkeypatch):
     """A GPU rank on a node without GPUs raises PlatformError with what to install."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    place = Place(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
+    place = RankPlace(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
     with pytest.raises(PlatformError, match=r"rank 0 needs cuda:0 .* sees 0 device.*install a torch"):
         set_up(place, Platform(device="slurm", n_gpus=1))
 

@@ -74,7 +74,7 @@ class RayMachines(Machines):
             store = open_tcp_store(
                 platform.master_addr or host, platform.master_port, everywhere=not is_local
             )
-            starting = _Starter(ray, platform, nodes, host, is_cancelled)
+            starting = _ActorStarter(ray, platform, nodes, host, is_cancelled)
             with store as address, starting as starter:
                 yield Hosts(starter, address)
         finally:
@@ -135,10 +135,10 @@ class _Node:
             return True
 
 
-class _Starter:
+class _ActorStarter:
     """Starts the ranks of one attempt, which connect to a port.
 
-    Implements `Starter` of the pool.
+    Implements `RankStarter` of the pool.
     """
 
     def __init__(

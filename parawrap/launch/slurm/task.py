@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform_fields import PlatformFields
-from parawrap.launch._world import Place
+from parawrap.launch._world import RankPlace
 from parawrap.launch.agreement import Agreement
 from parawrap.launch.set_up import RankSetUp
 from parawrap.launch.slurm.commands import requeue_job
@@ -86,7 +86,7 @@ class _Task:
         self._platform = platform
         self._settings = settings
         self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._place = Place.of(
+        self._place = RankPlace.of(
             job.global_rank, platform.ranks_per_node, platform.n_nodes, self._start
         )
         self._file = Path(job.paths.result_pickle)

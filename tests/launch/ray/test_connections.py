@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from parawrap import LaunchError, Platform
-from parawrap.launch.ray.ray_machines import _Starter
+from parawrap.launch.ray.ray_machines import _ActorStarter
 
 NODE = SimpleNamespace(number=0, host="a-host", is_lost=threading.Event())
 
 
 def starter(*, is_cancelled=lambda: False, **fields):
     platform = Platform(launcher="ray", device="cpu", n_cpus=2, **fields)
-    return _Starter(None, platform, [NODE], "127.0.0.1", is_cancelled)
+    return _ActorStarter(None, platform, [NODE], "127.0.0.1", is_cancelled)
 
 
 def fail_to_start(starting):
