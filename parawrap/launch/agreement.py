@@ -17,10 +17,10 @@ import torch.distributed as dist
 from parawrap.processes.main_thread import stacks
 from parawrap.processes.preemption import Preemption
 
-_LOOK_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
+_POLL_S = 0.2  # all ranks look at one store; a guess that no test has contradicted
 _SHORT_S = 0.01  # ranks block until the agreement, which all of them make at this moment
 _JOIN_S = 5.0  # a call to a living store takes milliseconds
-_STACKS_S = 1.0  # rank 0 lists a folder on a file system that many nodes share
+_STORE_STACKS_S = 1.0  # rank 0 lists a folder on a file system that many nodes share
 _REQUESTED = "requested"
 _STACKS = "stacks"  # the number of the last request
 
@@ -95,7 +95,7 @@ class Agreement:
                 self._has_answered.set()
             while self._requests is not None:
                 self._pass_stacks(store)
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def _agree(self, store: dist.Store) -> None:
         """Wait for a request to save, and agree on the step."""
@@ -120,7 +120,7 @@ class Agreement:
             if store.check([_REQUESTED]):
                 return True
             self._pass_stacks(store)
-            if self._function_ended.wait(_LOOK_S):
+            if self._function_ended.wait(_POLL_S):
                 return False
         return True
 
@@ -128,7 +128,7 @@ class Agreement:
         """Answer a request for stacks, about once per second. Rank 0 passes it to the others."""
         if self._requests is None or time.monotonic() < self._next_stacks:
             return
-        self._next_stacks = time.monotonic() + _STACKS_S
+        self._next_stacks = time.monotonic() + _STORE_STACKS_S
         # The file system may fail for a moment, and the launch may have removed its folder. Neither
         # may end the thread that the agreement needs.
         with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import SentSurroundings
 
 LABEL = "ranks that stay"
-_LOOK_S = 1.0  # between two looks whether the ranks have ended without a word on a call
+_POLL_S = 1.0  # between two looks whether the ranks have ended without a word on a call
 _NO_OUTPUT = RunOutput()  # of calls without a handle: the run of the ranks has it
 
 
@@ -86,7 +86,7 @@ class RanksCall(Run):
 
     def wait_for_end(self) -> None:
         """Wait for the end, also if nothing is left that could report it."""
-        while not self._ended.wait(_LOOK_S):
+        while not self._ended.wait(_POLL_S):
             self._ranks_run.end_if_over(self)
 
     def ending(self) -> Ending:

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from itertools import count
 from typing import Any
@@ -45,16 +44,16 @@ from parawrap.processes.pickling import pack, unpack
 from parawrap.processes.preemption import RequeueRequested, at_signal
 from parawrap.processes.process_groups import (
     INTERFACE_VARIABLES,
+    LINGER_S,
+    NO_LIMIT,
     break_links,
     leave_groups,
     stay_on_loopback,
 )
 
-# for ranks in a collective of the function to end it before this one, which has returned, leaves it
-_LINGER_S = 1.0
 _SHORT_S = 0.01
-_ECHO_S = 2.0  # torchrun looks at its processes every 0.1 s, but may be late on a busy machine
-_LONG = timedelta(days=365)  # a rank may take any time for the function
+# torchrun looks at its processes every 0.1 s, but may be late on a busy machine
+_LAUNCHER_NOTICE_S = 2.0
 _NOT_OURS = {"max_restarts": 0, "timeout_min": None, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
@@ -159,7 +158,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException | None:
         if is_echo(error):
             # An exit now may come before the launcher of the world has noticed the rank that died,
             # and it would report this one
-            time.sleep(_ECHO_S)
+            time.sleep(_LAUNCHER_NOTICE_S)
         return error
     finally:
         if has_own_groups:
@@ -284,13 +283,13 @@ class _Meeting:
                 store = dist.PrefixStore(
                     f"{self._prefix}/meeting/{next(self._generations)}", self._store
                 )
-                store.set_timeout(_LONG)
+                store.set_timeout(NO_LIMIT)
                 self._group = dist.ProcessGroupGloo(
-                    store, self._rank, self._world_size, timeout=_LONG
+                    store, self._rank, self._world_size, timeout=NO_LIMIT
                 )
             work = self._group.allgather([sizes], [torch.tensor([len(data)])])
             if while_waiting is not None:
-                until = time.monotonic() + _LINGER_S
+                until = time.monotonic() + LINGER_S
                 while not work.is_completed() and time.monotonic() < until:
                     time.sleep(_SHORT_S)
                 while_waiting()

@@ -65,18 +65,17 @@ All torch optimizers and DistributedDataParallel import the first, and
 torch.use_deterministic_algorithms the second.
 """
 
-_FILES = (
-    5  # attached to a request: the status pipe, two sockets, standard output, and standard error
-)
-_PATIENCE_S = (
-    1.0  # for a leftover process to end after SIGTERM: a resource tracker frees shared memory then
-)
-_LAST_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
-_LOOK_S = 0.02  # a leftover process ends soon after its signal
+# Attached to a request: the status pipe, two sockets, standard output, and standard error
+_SENT_FILES = 5
+# For a leftover process to end after SIGTERM: a resource tracker frees shared memory then
+_TERMINATE_S = 1.0
+_CLEAN_UP_S = 30.0  # for ranks to notice the end of the launching process, and to clean up
+_POLL_S = 0.02  # a leftover process ends soon after its signal
 _EXIT_S = 1.0  # between the end of the server's connections and its exit
 _STOP_S = 60.0  # the server ends its ranks first; a guess that no test has contradicted
 _MOST_IDLE = 16  # keepers; each has little memory of its own. A guess
-_IDLE_S = 0.25  # that they wait: for launches in a loop, and so that nothing stays after a launch
+# That they wait: for launches in a loop, and so that nothing stays after a launch
+_KEEPER_IDLE_S = 0.25
 _TAKE_S = 20.0  # for the server to take a request: it forks one rank in milliseconds
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
@@ -147,9 +146,9 @@ class _Server:
             if is_open:
                 poll.register(self._requests, select.POLLIN)
             if not is_open:
-                wait_s: float | None = _LOOK_S
+                wait_s: float | None = _POLL_S
             else:
-                wait_s = _IDLE_S if self._idle else None
+                wait_s = _KEEPER_IDLE_S if self._idle else None
             ready = {number for number, _ in poll.poll(None if wait_s is None else 1000 * wait_s)}
             if not ready:  # no launch follows the last one at once
                 self._dismiss(self._idle)
@@ -161,7 +160,7 @@ class _Server:
                 self._load()
             if is_open and self._requests.fileno() in ready:
                 is_open = self._take_request()
-                kill_at = time.monotonic() + _LAST_S
+                kill_at = time.monotonic() + _CLEAN_UP_S
             if not is_open:
                 self._dismiss(self._idle)
                 if time.monotonic() >= kill_at:
@@ -175,7 +174,7 @@ class _Server:
         Return False if the launching process closed the connection, or died.
         """
         try:
-            request, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
+            request, files, _, _ = socket.recv_fds(self._requests, 1, _SENT_FILES + 1)
         except OSError:
             return False
         if not request:
@@ -183,7 +182,7 @@ class _Server:
         if request == CONTINUE:
             for pid in self._keepers:
                 send_signal(os.kill, pid, signal.SIGCONT)
-        elif len(files) == _FILES + (request == WITH_TRACKER):
+        elif len(files) == _SENT_FILES + (request == WITH_TRACKER):
             self._hand_over(files)
         # else the kernel dropped descriptors: this process has reached its limit on open files
         for file in files:
@@ -308,7 +307,7 @@ class _Keeper:
                 os._exit(1)
         while not self._is_ordered:
             try:
-                _, files, _, _ = socket.recv_fds(self._requests, 1, _FILES + 1)
+                _, files, _, _ = socket.recv_fds(self._requests, 1, _SENT_FILES + 1)
             except OSError:  # the server was killed before it had read the last answer
                 break
             if not files:  # the server has ended, or lets this keeper go
@@ -388,13 +387,13 @@ class _Keeper:
         which are children of this process.
         """
         send_signal(os.killpg, group, signal.SIGTERM)
-        kill_at = time.monotonic() + _PATIENCE_S
+        kill_at = time.monotonic() + _TERMINATE_S
         while self._has_children() or send_signal(os.killpg, group, 0):
             if time.monotonic() >= kill_at:
                 send_signal(os.killpg, group, signal.SIGKILL)
                 for pid in children_of(self._pid):
                     send_signal(os.kill, pid, signal.SIGKILL)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _has_children(self) -> bool:
         """Reap the children that have exited. Return True if there are others."""

@@ -6,7 +6,8 @@ import contextlib
 import threading
 import time
 
-_LOOK_S = 1.0  # between two looks for a signal that arrived at the begin of a wait
+SIGNAL_POLL_S = 1.0
+"""Seconds between two looks for a signal that arrived at the begin of a wait."""
 
 
 class Latch:
@@ -36,7 +37,7 @@ class Latch:
         """Wait for `set`, for at most `timeout` seconds. Return False if the time is over."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_set:
-            wait_s = min(_LOOK_S, until - time.monotonic())
+            wait_s = min(SIGNAL_POLL_S, until - time.monotonic())
             if wait_s <= 0:
                 return False
             if self._lock.acquire(timeout=wait_s):

@@ -28,7 +28,7 @@ _LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _LAST_WORDS = 4000  # bytes, enough for a traceback
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 _ESCAPE_CODE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colors and movements of the cursor
-_PATIENCE_S = 1.0  # for a terminal that takes no output; supervision goes on then
+_TERMINAL_S = 1.0  # for a terminal that takes no output; supervision goes on then
 
 
 class Printer:
@@ -53,7 +53,7 @@ class Printer:
     def flush(self) -> None:
         """Wait until the output so far is printed, for at most a second."""
         if self._last is not None:
-            wait([self._last], _PATIENCE_S)
+            wait([self._last], _TERMINAL_S)
 
     def finish(self) -> None:
         """Print all output, and end the thread then. Wait for it for at most a second."""

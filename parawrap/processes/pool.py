@@ -42,6 +42,7 @@ from parawrap.processes.outcomes import (
     first_failure,
 )
 from parawrap.processes.output import Transcript
+from parawrap.processes.process_groups import LINGER_S
 from parawrap.processes.rank_process import Answer, Assignment, CallHead
 from parawrap.processes.script_globals import PackedCall
 from parawrap.processes.settings import ChangedSettings
@@ -53,17 +54,14 @@ STILL_S = 60.0
 STUCK_S = 20.0
 """Seconds that ranks may wait in collectives for ranks that do not take part."""
 
-_LOOK_S = 1.0  # between two looks at the ranks: often enough for limits of a few seconds
+_POLL_S = 1.0  # between two looks at the ranks: often enough for limits of a few seconds
 _ECHO_S = 1.0  # for the original failure to arrive after an echo of it
 _BREAK_S = 1.0  # for a rank to end its call after an interrupt, before its connections are closed
-_LINGER_S = (
-    1.0  # that a rank which has returned stays for the others, as docs/launching.md promises
-)
 _STACKS_S = 1.0  # a rank answers at once, unless C code holds the GIL
 # For the exit handlers of ranks that have returned, such as uploads of experiment trackers. A guess
 _EXIT_HANDLERS_S = 600.0
 _PLACES_S = 0.5  # for ranks to say where they are: who presses Ctrl-C waits for it
-_LATE_S = 1.0  # a longer delay of this thread means that this process itself was stopped
+_STOPPED_S = 1.0  # a longer delay of this thread means that this process itself was stopped
 _TRIM_S = 3.0  # without a call, after which large slabs are freed
 _MOST_COPIED = 256 << 20  # bytes of one call in the slabs of all ranks; beyond, they share a file
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
@@ -152,7 +150,7 @@ class Pool:
         self._up_at = up_at
         self._hang_s = hang_s
         self._stays = assignments[0].stays
-        self._look_s = _LOOK_S if hang_s is None else min(_LOOK_S, hang_s / 4)
+        self._look_s = _POLL_S if hang_s is None else min(_POLL_S, hang_s / 4)
         self._call: Call | None = None  # that runs
         self._number = 0  # of the last call
         self._generation = 0  # of the process groups
@@ -553,7 +551,7 @@ class Pool:
         assert call is not None
         self._timers[self._look] = now + self._look_s
         if (
-            now - call.looked_at > self._look_s + _LATE_S
+            now - call.looked_at > self._look_s + _STOPPED_S
         ):  # this process itself was stopped, and has read nothing since
             call.last_sign = now
         call.looked_at = now
@@ -674,7 +672,7 @@ class Pool:
                 not self._stays and call.number > 0
             ):  # so that collectives of the others raise an error
                 drop = partial(self._members.drop, member.wire)
-                self._timers[drop] = time.monotonic() + _LINGER_S
+                self._timers[drop] = time.monotonic() + LINGER_S
         elif isinstance(outcome, Ended) and not (self.is_ending or call.halt is not None):
             outcome = Died(outcome.at, member.pid, -signal.SIGTERM)  # by a signal from outside
         self._settle(member, outcome)

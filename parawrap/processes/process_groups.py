@@ -22,6 +22,15 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACES = ("lo", "lo0")  # of Linux and of macOS
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _EVERYWHERE = "0.0.0.0"
+LINGER_S = 1.0
+"""Seconds that a rank which has returned stays for the others, as docs/launching.md promises.
+
+Ranks in a collective end it before this one breaks its connections.
+"""
+
+NO_LIMIT = timedelta(days=365)
+"""For waits whose end depends on the function: others limit it, such as the time of a job."""
+
 _BACKLOG = 4096  # the most that Linux queues by default: all ranks connect at once
 _OPEN_FILES = Path("/dev/fd")
 _has_joined = False  # process groups; set once. The function may have destroyed them since

@@ -52,7 +52,7 @@ _TRUNCATED = int(socket.MSG_CTRUNC)
 _MOST_NUMBERS = 1 << 12  # of slabs that one message names; others wait for the next
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ETOOMANYREFS)
 _EMPTY = memoryview(b"")
-_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
+_WIRE_IDLE_S = 3.0  # after which a rank returns large slabs; a guess: training steps are shorter
 
 NEWS = ""
 """The word of a message that only brings numbers of slabs."""
@@ -273,7 +273,7 @@ class Wire:
 
     def _read_or_trim(self) -> None:
         """Read, or return large slabs to the system if nothing comes."""
-        self._socket.settimeout(_IDLE_S)
+        self._socket.settimeout(_WIRE_IDLE_S)
         try:
             self._messages += self.read()
         except TimeoutError:

@@ -43,7 +43,7 @@ from parawrap.processes.settings import Settings
 from parawrap.processes.wire import LOST, Message, Wire
 from parawrap.workers.worker import Form, ModelServer
 
-_LAST_S = 5.0  # for the end of a process that closed its connection
+_CLOSE_S = 5.0  # for the end of a process that closed its connection
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # in malloc.h
 _log = logging.getLogger("parawrap.workers")
 
@@ -75,7 +75,7 @@ class LocalWorkers:
         serving = functools.partial(serve, str(self.devices[lane]), self._threads, seed)
         settings = Settings.here()
         assignment = Assignment(
-            settings, set_up.enter, set_up.regroup, _LAST_S, stays=True, serve=serving
+            settings, set_up.enter, set_up.regroup, _CLOSE_S, stays=True, serve=serving
         )
         # Ctrl-C must not leave a process that is half noted. A start takes milliseconds, and the
         # first one the time to import torch
@@ -128,7 +128,7 @@ class _Supervision:
 
     def __init__(self) -> None:
         self.events = Events()
-        self.members = Members(fork_server(), self.events, self, _LAST_S)
+        self.members = Members(fork_server(), self.events, self, _CLOSE_S)
         self.has_ended = False
         self._workers: dict[int, LocalWorker] = {}  # by the id of the member
         self.thread = threading.Thread(target=self._run, name="parawrap-workers", daemon=True)
@@ -257,7 +257,7 @@ class LocalWorker:
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""
         self.stop(at_once=False)
-        self._has_exited.wait(2 * _LAST_S)  # it is killed after the half
+        self._has_exited.wait(2 * _CLOSE_S)  # it is killed after the half
         died = self._end
         if not isinstance(died, Died) or self._set_up is not None:
             how = getattr(self._set_up or died, "summary", died)
@@ -282,14 +282,14 @@ class LocalWorker:
             if at_once:
                 members.tell(self._member, "end")
             late = functools.partial(members.kill, self._member)
-            events.timers[late] = time.monotonic() + _LAST_S
+            events.timers[late] = time.monotonic() + _CLOSE_S
             events.wake_in_time()
 
     def join(self) -> None:
         """Wait for the end of the process, and of those that it has started."""
         # where the garbage collector may end a block
         if self._supervision.thread is not threading.current_thread():
-            self._is_gone.wait(2 * _LAST_S)
+            self._is_gone.wait(2 * _CLOSE_S)
 
     def note_end(self, how: Outcome | BaseException | None) -> None:
         """Note how the process has ended. The first note holds."""

@@ -35,6 +35,7 @@ from parawrap.engine.borrowed import Given
 from parawrap.engine.lanes import Lane, here
 from parawrap.errors import LaunchError, SessionError, add_note
 from parawrap.processes.events import NEVER
+from parawrap.processes.latch import SIGNAL_POLL_S
 from parawrap.processes.packing import Packer, restore
 from parawrap.processes.pickling import Packed, unpack
 from parawrap.workers.local_workers import LocalWorker, LocalWorkers
@@ -43,11 +44,10 @@ from parawrap.workers.ray_workers import RayWorker, RayWorkers
 from parawrap.workers.worker import Form, WorkerAnswer
 from parawrap.workers.writes import Written, write_back
 
-_LOOK_S = 1.0  # between two looks for a signal that arrived at the begin of a wait
 # that the receiving thread stays without a call: to start another takes longer than a small call
-_LINGER_S = 1.0
+_RECEIVER_IDLE_S = 1.0
 # that it leaves an answer to the caller of `result`, if such callers received the last ones
-_PATIENCE_S = 0.005
+_UNREAD_S = 0.005
 _PIECE_S = 0.2  # of a wait for answers, after which other threads' changes are seen
 _AHEAD = 2  # messages per worker, so that the next one has arrived when an answer leaves
 # by file: "once per line" holds for all workers together
@@ -303,7 +303,7 @@ class WorkerLanes:
                         wait_s = until - monotonic()
                         if wait_s <= 0:
                             return
-                        self._changed.wait(min(wait_s, _LOOK_S))
+                        self._changed.wait(min(wait_s, SIGNAL_POLL_S))
                     if is_done() or until <= monotonic():
                         return
                     self._has_reader = is_reader = True  # Ctrl-C cannot come between the two
@@ -531,7 +531,7 @@ class WorkerLanes:
         such callers are seen, the thread only looks from time to time for futures that nobody waits
         for.
         """
-        leave_at = monotonic() + _LINGER_S
+        leave_at = monotonic() + _RECEIVER_IDLE_S
         while True:
             with self._lock:
                 is_idle = self.is_idle()
@@ -542,14 +542,14 @@ class WorkerLanes:
                     return
                 elif is_idle or self._has_reader:
                     self._callers_read = self._callers_read or self._has_reader
-                    self._unread.wait(_PATIENCE_S if self._callers_read else _LINGER_S)
+                    self._unread.wait(_UNREAD_S if self._callers_read else _RECEIVER_IDLE_S)
                     continue
                 else:
                     self._callers_read = False
             self._end_requests()
             with suppress(BaseException):  # the requests that failed have the error
                 self.wait(lambda: self.is_idle() or bool(self._for_receiver))
-            leave_at = monotonic() + _LINGER_S
+            leave_at = monotonic() + _RECEIVER_IDLE_S
 
     def _fail(self, request: Request, error: BaseException) -> None:
         if not request.is_done:

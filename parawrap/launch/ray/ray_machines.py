@@ -31,10 +31,10 @@ from parawrap.processes.settings import Settings
 
 _TOKEN_BYTES = 32
 _HELLO_BYTES = _TOKEN_BYTES + 5  # the token, the rank, and the kind of connection
-_CONNECT_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
-_LOOK_S = 0.2  # between two looks whether the launch was cancelled
+_ARRIVAL_S = 60.0  # for a connection to arrive; a guess that no test has contradicted
+_POLL_S = 0.2  # between two looks whether the launch was cancelled
 _NOTICE_S = 8.0  # Ray reports the loss of a node after about five seconds
-_LEAVING_S = 10.0  # for the servers to end, which have no ranks left
+_SERVER_EXIT_S = 10.0  # for the servers to end, which have no ranks left
 # Ray may place an actor on a lost node, because it notices a loss only after some seconds
 _MOST_TRIES = 3
 _log = logging.getLogger("parawrap.launch")
@@ -82,7 +82,7 @@ class RayMachines(Machines):
                 ray.wait(
                     [node.actor.close.remote() for node in nodes],
                     num_returns=len(nodes),
-                    timeout=_LEAVING_S,
+                    timeout=_SERVER_EXIT_S,
                 )
                 for node in nodes:
                     ray.kill(node.actor)
@@ -153,7 +153,7 @@ class _ActorStarter:
         self._is_cancelled = is_cancelled
         # For all ranks together. The time limit of the launch counts from its start, so from here
         limit_s = math.inf if platform.timeout_min is None else 60 * platform.timeout_min
-        self._until = time.monotonic() + min(_CONNECT_S, limit_s)
+        self._until = time.monotonic() + min(_ARRIVAL_S, limit_s)
         self._per_node = platform.ranks_per_node
         self._nodes = nodes
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -194,7 +194,7 @@ class _ActorStarter:
                     "between the nodes may be the reason, or a very busy node"
                 )
                 raise LaunchError(msg)
-            self._accept(_LOOK_S)
+            self._accept(_POLL_S)
         status, data, control, *streams = (
             each for _, each in sorted(self._arrived.pop(rank).items())
         )

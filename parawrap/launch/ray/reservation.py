@@ -15,7 +15,7 @@ from parawrap.launch._devices import Device
 from parawrap.launch._platform_fields import PlatformFields
 from parawrap.launch.ray import _node_actor
 
-_LOOK_S = 0.2  # short against the seconds in which Ray starts an actor
+_POLL_S = 0.2  # short against the seconds in which Ray starts an actor
 _ANSWER_S = 5.0  # a head node in the same network answers in milliseconds
 _GB = 1 << 30  # bytes
 _ACTOR_THREADS = 4  # one waits for the end of the actor
@@ -114,7 +114,7 @@ class Reservation:
         if not self.ray.is_initialized():
             msg = "ray.shutdown() was called before the nodes of the launch were ready"
             raise LaunchError(msg)
-        ready, _ = self.ray.wait([reference], timeout=_LOOK_S)
+        ready, _ = self.ray.wait([reference], timeout=_POLL_S)
         return bool(ready)
 
     def start_actor(self, node: int) -> Any:

@@ -45,12 +45,14 @@ from parawrap.processes.outcomes import (
 )
 from parawrap.processes.settings import Settings
 
-_LOOK_S = 0.3  # pause between two reads of the folder, on a file system that many nodes share
+# Pause between two reads of the folder, on a file system that many nodes share
+_FOLDER_POLL_S = 0.3
 # Pause between two calls of scontrol. It grows with time, as most failures come early.
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
-_LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
-_LEAVING_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
+# A file written at the job's end may appear this much later on a network file system
+_FILE_DELAY_S = 5.0
+_TASK_EXIT_S = 60.0  # for the tasks to exit; Slurm kills them after KillWait, usually 30 seconds
 # Rank 0 looks for requests once per second, and the other ranks once per second for its word. The
 # rest is for a file system that shows new files late.
 _STACKS_S = 5.0
@@ -153,7 +155,7 @@ class BatchRun(Run):
         with contextlib.suppress(OSError):  # the launch ends, and removes its folder
             request = self._folder.request_stacks(self._start, number)
             while (missing := running - {*answers} - {*outcomes}) and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+                time.sleep(_FOLDER_POLL_S)
                 answers |= self._folder.answers(number, missing)
             request.unlink()
         running -= {*outcomes} - {*answers}
@@ -211,7 +213,7 @@ class BatchRun(Run):
                 if ending is not None:
                     return ending
                 polled_at = time.monotonic()  # scontrol may take long
-            time.sleep(_LOOK_S)
+            time.sleep(_FOLDER_POLL_S)
 
     def _take_output(self) -> None:
         """Add the new output of the tasks to the transcripts."""
@@ -291,12 +293,12 @@ class BatchRun(Run):
         self._see_hosts(state)
         if state.starts > self._start:
             return self._go_on(state.starts)
-        has_no_answer = state.name == "UNKNOWN" and time.monotonic() > self._ended_at + _LEAVING_S
+        has_no_answer = state.name == "UNKNOWN" and time.monotonic() > self._ended_at + _TASK_EXIT_S
         if not (state.is_over or has_no_answer):
             return None
         self._take_outcomes()
         if not self._has_ended():
-            time.sleep(_LATE_S)
+            time.sleep(_FILE_DELAY_S)
             self._take_outcomes()
         self._take_output()
         failures = self._failures(self._start)
@@ -346,11 +348,11 @@ class BatchRun(Run):
         """
         earlier = self._failures(self._start)
         # Slurm counts the start before slurmstepd has written why it ended the last one.
-        until = time.monotonic() + _LATE_S
+        until = time.monotonic() + _FILE_DELAY_S
         while (failures := self._failures(starts)) > earlier and not self._has_lost_node():
             if time.monotonic() > until:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_FOLDER_POLL_S)
         if failures > earlier:
             if failures > self._platform.max_restarts:
                 return self._complete(self._lost())
@@ -369,9 +371,9 @@ class BatchRun(Run):
         """End the job if it has not ended, and take its last output."""
         if not commands.job_state(self.number).is_over:
             commands.cancel_job(self.number)
-            until = time.monotonic() + _LEAVING_S
+            until = time.monotonic() + _TASK_EXIT_S
             while not commands.job_state(self.number).is_over and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+                time.sleep(_FOLDER_POLL_S)
         self._take_output()
 
     # -- from the files and the state of a job to an ending

@@ -23,7 +23,7 @@ _ENDED = [
     "PREEMPTED",
     "TIMEOUT",
 ]
-_PATIENCE_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
+_COMMAND_S = 60.0  # a busy controller answers late; a guess that no test has contradicted
 
 
 class JobState(NamedTuple):
@@ -104,7 +104,7 @@ def _run(*command: str) -> tuple[int, str]:
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+            command, capture_output=True, text=True, check=False, timeout=_COMMAND_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)

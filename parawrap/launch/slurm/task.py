@@ -39,7 +39,14 @@ from parawrap.launch.slurm.launch_folder import Folder
 from parawrap.processes.outcomes import Ended, Outcome, Raised, Requeued, Returned, outcome_of
 from parawrap.processes.pickling import pack
 from parawrap.processes.preemption import RequeueRequested
-from parawrap.processes.process_groups import LOOPBACK, StoreAddress, break_links, open_tcp_store
+from parawrap.processes.process_groups import (
+    LINGER_S,
+    LOOPBACK,
+    NO_LIMIT,
+    StoreAddress,
+    break_links,
+    open_tcp_store,
+)
 from parawrap.processes.rank_process import (
     EndOrdered,
     finish_function,
@@ -52,13 +59,10 @@ from parawrap.processes.script_globals import ScriptOfRank
 from parawrap.processes.settings import Settings
 
 _ARRIVAL_S = 300.0  # importing torch from a busy network file system takes minutes
-_LOOK_S = 0.05
-_REACTION_S = 1.0  # of Python code to SIGTERM
+_POLL_S = 0.05  # of ranks that wait for the address of rank 0 in the launch folder
+_SIGTERM_S = 1.0  # of Python code to SIGTERM
 _REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
-_ECHO_S = 2.0  # for srun to report the death that broke a connection
-# For ranks in a collective to end it before this one, which has returned, breaks its connections.
-_LINGER_S = 1.0
-_LONG = timedelta(days=365)  # Slurm limits the job
+_LAUNCHER_NOTICE_S = 2.0  # for srun to report the death that broke a connection
 _REQUEUED = "requeued"
 
 
@@ -111,7 +115,7 @@ class _Task:
             return self._end_together()
         if isinstance(outcome, Raised) and outcome.is_echo:
             # An exit now would end the rank with the cause, or hide a death.
-            time.sleep(self._platform.grace_s + _ECHO_S)
+            time.sleep(self._platform.grace_s + _LAUNCHER_NOTICE_S)
         return 1
 
     def _call(self) -> Outcome:
@@ -184,7 +188,7 @@ class _Task:
             if time.monotonic() > until:
                 msg = f"rank 0 did not publish its address within {_ARRIVAL_S:g} seconds"
                 raise LaunchError(msg)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return address
 
     def _messages(self, address: StoreAddress) -> dist.Store:
@@ -241,7 +245,7 @@ class _Task:
         """
         while numbers.recv(1)[0] != signal.SIGTERM:
             pass
-        time.sleep(_REACTION_S)
+        time.sleep(_SIGTERM_S)
         if not self._is_ending:
             break_links()
 
@@ -292,10 +296,10 @@ class _Task:
             if store.add("ended", 1) == self._place.world_size:
                 store.set("all ended", "")
             try:
-                store.wait(["all ended"], timedelta(seconds=_LINGER_S))
+                store.wait(["all ended"], timedelta(seconds=LINGER_S))
             except dist.DistStoreError:  # others may wait for this rank in a collective
                 break_links()
-                store.wait(["all ended"], _LONG)
+                store.wait(["all ended"], NO_LIMIT)
             if store.check([_REQUEUED]):
                 return self._requeue()
         return 0

@@ -43,7 +43,7 @@ def ends_as(tmp_path, monkeypatch):
 def _replace_slurm(tmp_path, monkeypatch, state, *, restarts=0, log="", down=""):
     """Slurm restarted the job so often, wrote this log, and reports a node as down."""
     monkeypatch.setattr(batch_run, "_POLL_S", 0.1)
-    monkeypatch.setattr(batch_run, "_LATE_S", 0.1)
+    monkeypatch.setattr(batch_run, "_FILE_DELAY_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts={restarts} TimeLimit=01:00:00"
     shown += " NodeList=node[0-1] Command=no"
     answer = f"case $* in *hostnames*\\[*) echo node0 node1;; *hostnames*) echo $3;; *) echo '{shown}';; esac"
