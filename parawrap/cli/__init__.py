@@ -1,4 +1,7 @@
-"""The command ``parawrap``: its parser, its exit codes, and ``timeline``. Imports torch only where it is needed."""
+"""The command ``parawrap``: its parser, its exit codes, and ``timeline``.
+
+Imports torch only where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["main"]
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _EXAMPLES = """examples:
   parawrap doctor                                         # check this machine
-  parawrap run train:main --device cpu --n 2 -- --lr 0.1  # call main(lr=0.1) of train.py in two ranks
+  parawrap run train:main --device cpu --n 2 -- --lr 0.1  # main(lr=0.1) of train.py in two ranks
   parawrap timeline lanes.json                            # make a page of a recorded trace
 """
 _TIMELINE_EXAMPLES = """examples:
@@ -27,7 +30,10 @@ _TIMELINE_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run a subcommand, and return the exit code.
+
+    It is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     parser = _parser()
@@ -36,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if strays:
         msg = f"unrecognized arguments: {' '.join(strays)}"
         if given.command == "run":
-            msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
+            cure = f"parawrap run {given.target} -- {' '.join(strays)}"
+            msg += f". Put arguments of the function after --: {cure}"
         parser.error(msg)
     try:
         code: int = given.run(given)
@@ -50,25 +57,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    options: dict[str, Any] = {
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
     description = "Run PyTorch code in parallel, check a machine, and look at timelines."
-    parser = argparse.ArgumentParser("parawrap", description=description, epilog=_EXAMPLES, **options)
+    parser = argparse.ArgumentParser(
+        "parawrap", description=description, epilog=_EXAMPLES, **options
+    )
     parser.add_argument("--version", action="version", version=f"parawrap {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
 
     text = "Check what this machine has, and try a block on two lanes and a launch of two ranks"
-    doctor = commands.add_parser("doctor", help=text, description=f"{text}.", epilog=_doctor.EXAMPLES, **options)
+    doctor = commands.add_parser(
+        "doctor", help=text, description=f"{text}.", epilog=_doctor.EXAMPLES, **options
+    )
     doctor.set_defaults(run=_doctor.run)
 
     text = "Launch a function, and print the result of each rank"
-    run = commands.add_parser("run", help=text, description=f"{text}.", epilog=_run_command.EXAMPLES, **options)
+    run = commands.add_parser(
+        "run", help=text, description=f"{text}.", epilog=_run_command.EXAMPLES, **options
+    )
     _run_command.add_options(run)
     run.set_defaults(run=_run_command.run)
 
     text = "Make a page of a recorded trace, and say where it is"
-    timeline = commands.add_parser("timeline", help=text, description=f"{text}.", epilog=_TIMELINE_EXAMPLES, **options)
+    timeline = commands.add_parser(
+        "timeline", help=text, description=f"{text}.", epilog=_TIMELINE_EXAMPLES, **options
+    )
     timeline.add_argument("file", type=Path, metavar="FILE", help="a .json file of p.trace")
-    timeline.add_argument("-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html")
+    timeline.add_argument(
+        "-o", "--output", type=Path, metavar="PAGE", help="the page; by default FILE with .html"
+    )
     timeline.set_defaults(run=_make_page)
     return parser
 

@@ -1,4 +1,4 @@
-"""``parawrap doctor``: facts about a machine, the limits that matter, and a trial of lanes and of ranks."""
+"""``parawrap doctor``: the limits of a machine that matter, and a trial of lanes and of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _TRIAL_MIN = 1.0  # two ranks start in a second
 
 
 def run(_given: argparse.Namespace) -> int:
-    """Print the report of torch.utils.collect_env, and one line per check. Return 1 if a check raises."""
+    """Print the report of torch.utils.collect_env, and one line per check.
+
+    Return 1 if a check raises.
+    """
     from torch.utils.collect_env import get_pretty_env_info
 
     print(f"parawrap {__version__}", flush=True)
@@ -37,12 +40,18 @@ def run(_given: argparse.Namespace) -> int:
             detail, below = check()
             state = "warning" if below else "ok"
         except Exception as error:  # noqa: BLE001 (drivers of the machine may fail in any way)
-            state, detail, below = "problem", f"{type(error).__name__}: {error}", traceback.format_exc()
+            state, detail, below = (
+                "problem",
+                f"{type(error).__name__}: {error}",
+                traceback.format_exc(),
+            )
         counts[state] += 1
         print(f"{state:>7}  {name:<19}  {detail}", flush=True)
         if below:
             print(textwrap.indent(below, " " * 30))
-    problems, warnings = (f"{counts[state]} {state}{'s' * (counts[state] != 1)}" for state in ("problem", "warning"))
+    problems, warnings = (
+        f"{counts[state]} {state}{'s' * (counts[state] != 1)}" for state in ("problem", "warning")
+    )
     print(f"\n{problems}, {warnings}, {counts['ok']} ok")
     return int(counts["problem"] > 0)
 
@@ -61,7 +70,10 @@ def _check_shared_memory(folder: Path = Path("/dev/shm")) -> tuple[str, str]:
         return f"this system has no {folder}", ""
     usage = shutil.disk_usage(folder)
     found = f"{folder}: {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
-    cure = "DataLoader workers need more: start the container with --shm-size=1g. parawrap's own workers do not use it"
+    cure = (
+        "DataLoader workers need more: start the container with --shm-size=1g. parawrap's own "
+        "workers do not use it"
+    )
     return found, cure if usage.total <= _SMALL_SHM else ""
 
 
@@ -79,7 +91,10 @@ def _check_accelerators() -> tuple[str, str]:
         return f"{torch.accelerator.device_count()} of kind {kind}", ""
     if shutil.which("nvidia-smi") is None:
         return "no device", ""
-    cure = "Compare the driver's version in nvidia-smi with that of torch, and check CUDA_VISIBLE_DEVICES"
+    cure = (
+        "Compare the driver's version in nvidia-smi with that of torch, and check "
+        "CUDA_VISIBLE_DEVICES"
+    )
     if torch.version.cuda is None:
         cure = "Install a CUDA build of torch: https://pytorch.org/get-started/locally"
     return "this machine has nvidia-smi, but torch sees no device", cure
@@ -106,7 +121,9 @@ def _try_lanes() -> tuple[str, str]:
 def _try_ranks() -> tuple[str, str]:
     from parawrap import Platform, wrapper
 
-    platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False, timeout_min=_TRIAL_MIN)
+    platform = Platform(
+        device="cpu", n_cpus=2, launcher="local", verbose=False, timeout_min=_TRIAL_MIN
+    )
     found = list(wrapper(platform)(_sum_over_ranks)())
     if found != [1, 1]:
         msg = f"the ranks summed their numbers to {found} instead of [1, 1]"

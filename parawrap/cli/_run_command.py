@@ -21,9 +21,9 @@ from parawrap.errors import PlatformError
 if TYPE_CHECKING:
     from parawrap.api.wrapper import Launchable
 
-EXAMPLES = """The annotations and defaults of the function convert the arguments after --; other arguments are strings. A
-function without parameters finds the arguments in sys.argv. If the function is decorated with @wrapper, the options
-change the fields of its platform.
+EXAMPLES = """The annotations and defaults of the function convert the arguments after --; other
+arguments are strings. A function without parameters finds the arguments in sys.argv. If the
+function is decorated with @wrapper, the options change the fields of its platform.
 
 examples:
   parawrap run train:main --device cpu --n 2 -- --lr 0.1 --epochs 3
@@ -38,20 +38,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subcommand."""
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a module, and a function in it")
     parser.add_argument("--device", help="cpu, gpu, mps, neuron, slurm, or ray")
-    parser.add_argument("--n", type=int, help="ranks per node: n_cpus of a CPU platform, n_gpus of others")
-    parser.add_argument("--nodes", type=int, help="the number of machines: n_nodes")
-    parser.add_argument("--local", action="store_true", help="start the ranks of a cluster function on this machine")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field of Platform; may be repeated"
+        "--n", type=int, help="ranks per node: n_cpus of a CPU platform, n_gpus of others"
+    )
+    parser.add_argument("--nodes", type=int, help="the number of machines: n_nodes")
+    parser.add_argument(
+        "--local", action="store_true", help="start the ranks of a cluster function on this machine"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any other field of Platform; may be repeated",
     )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="describe the launch, and start nothing")
-    instead.add_argument("--inline", action="store_true", help="run in this process as rank 0 of 1, for a debugger")
+    instead.add_argument(
+        "--dry-run", action="store_true", help="describe the launch, and start nothing"
+    )
+    instead.add_argument(
+        "--inline", action="store_true", help="run in this process as rank 0 of 1, for a debugger"
+    )
 
 
 def run(given: argparse.Namespace) -> int:
-    """Launch the function. An exception of a rank is printed with its traceback, and gives exit code 1."""
-    sys.argv = [given.target.rpartition(":")[0], *given.rest]  # as a script would see; ranks see it too
+    """Launch the function, and return the exit code.
+
+    An exception of a rank is printed with its traceback, and gives exit code 1.
+    """
+    # As a script would see it. Ranks see it too
+    sys.argv = [given.target.rpartition(":")[0], *given.rest]
     try:
         function = _find_function(given.target)
         call = _read_arguments(given.target, function, given.rest)
@@ -61,8 +77,8 @@ def run(given: argparse.Namespace) -> int:
         raise
     except SystemExit as error:
         print(
-            f"parawrap run: sys.exit({error.code!r}) was called, so there are no results. Put the script of a module under "
-            "if __name__ == '__main__':",
+            f"parawrap run: sys.exit({error.code!r}) was called, so there are no results. Put the "
+            "script of a module under if __name__ == '__main__':",
             file=sys.stderr,
         )
         return 1
@@ -72,7 +88,9 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _launch(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _launch(
+    given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
     """Launch the function, or describe the launch. Return the text to print."""
     from parawrap.launch import check_signature
 
@@ -81,7 +99,8 @@ def _launch(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwa
         launchable = _decorate(function, given)
         if given.dry_run:
             return launchable.dry_run(*args, **kwargs)
-    except (PlatformError, TypeError) as error:  # TypeError: wrong arguments, or a coroutine function, for example
+    # TypeError: wrong arguments, or a coroutine function, for example
+    except (PlatformError, TypeError) as error:
         msg = f"{given.target}: {error}"
         raise argparse.ArgumentError(None, msg) from error
     results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
@@ -99,7 +118,10 @@ def _find_function(target: str) -> Any:
     """
     place, _, name = target.rpartition(":")
     if not (name and place) or place.endswith(".py"):
-        msg = f"{target!r} does not name a function. Give MODULE:FUNCTION, such as jobs.train:main for jobs/train.py"
+        msg = (
+            f"{target!r} does not name a function. Give MODULE:FUNCTION, such as jobs.train:main "
+            "for jobs/train.py"
+        )
         raise argparse.ArgumentError(None, msg)
     sys.path.insert(0, str(Path.cwd()))  # ranks get it too
     try:
@@ -117,8 +139,12 @@ def _find_function(target: str) -> Any:
     return function
 
 
-def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return positional and keyword arguments, as cyclopts converts them; None after ``--help``, which prints them.
+def _read_arguments(
+    target: str, function: Any, words: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return positional and keyword arguments, as cyclopts converts them.
+
+    Return None if the words are ``--help``. It prints the parameters.
 
     Raises:
         ArgumentError: If the words do not match the parameters.
@@ -131,13 +157,20 @@ def _read_arguments(target: str, function: Any, words: list[str]) -> tuple[tuple
     except ImportError as error:
         msg = "arguments after -- need the package cyclopts. Run pip install 'parawrap-torch[cli]'"
         raise argparse.ArgumentError(None, msg) from error
-    lists = Parameter(consume_multiple=True, json_list=True, negative_iterable=())  # --sizes 1 2, or --sizes '[1, 2]'
-    app = App(f"parawrap run {target} --", version_flags=(), help_formatter="plain", default_parameter=lists)
+    # --sizes 1 2, or --sizes '[1, 2]'
+    lists = Parameter(consume_multiple=True, json_list=True, negative_iterable=())
+    app = App(
+        f"parawrap run {target} --",
+        version_flags=(),
+        help_formatter="plain",
+        default_parameter=lists,
+    )
     undecorated = getattr(function, "__wrapped__", function)
     try:
         app.default(undecorated)
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
-    except Exception as error:  # cyclopts raises errors of several kinds for annotations that it does not support
+    # cyclopts raises errors of several kinds for annotations that it does not support
+    except Exception as error:
         msg = f"{target}: {error}"
         raise argparse.ArgumentError(None, msg) from error
     if command is undecorated:
@@ -154,8 +187,14 @@ def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     from parawrap.api.wrapper import Launchable, wrapper
     from parawrap.launch import Platform
 
-    options = {"device": given.device, "n_nodes": given.nodes, "launcher": "local" if given.local else None}
-    changes: dict[str, Any] = {field: value for field, value in options.items() if value is not None}
+    options = {
+        "device": given.device,
+        "n_nodes": given.nodes,
+        "launcher": "local" if given.local else None,
+    }
+    changes: dict[str, Any] = {
+        field: value for field, value in options.items() if value is not None
+    }
     if given.device == "cpu":
         changes["n_gpus"] = None  # of the platform that the function has
     for text in given.set:
