@@ -38,9 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subcommand."""
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="a module, and a function in it")
     parser.add_argument("--device", help="cpu, gpu, mps, neuron, slurm, or ray")
-    parser.add_argument(
-        "--n", type=int, help="ranks per node: n_cpus of a CPU platform, n_gpus of others"
-    )
+    parser.add_argument("--n", type=int, help="ranks per node")
     parser.add_argument("--nodes", type=int, help="the number of machines: n_nodes")
     parser.add_argument(
         "--local", action="store_true", help="start the ranks of a cluster function on this machine"
@@ -50,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="any other field of Platform; may be repeated",
+        help="any field of Platform; may be repeated",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -185,29 +183,56 @@ def _read_arguments(
 def _decorate(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
     """Return the decorated function. Options change the platform that it has, or make one."""
     from parawrap.api.wrapper import Launchable, wrapper
-    from parawrap.launch import Platform
+    from parawrap.launch import Device, Platform, rank_count_field, resolve_device
 
-    options = {
-        "device": given.device,
-        "n_nodes": given.nodes,
-        "launcher": "local" if given.local else None,
-    }
-    changes: dict[str, Any] = {
-        field: value for field, value in options.items() if value is not None
-    }
-    if given.device == "cpu":
-        changes["n_gpus"] = None  # of the platform that the function has
-    for text in given.set:
+    changes: dict[str, Any] = {}
+    if given.device is not None:
+        changes["device"] = given.device
+    if given.nodes is not None:
+        changes["n_nodes"] = given.nodes
+    if given.local:
+        changes["launcher"] = "local"
+    fields_set = _read_fields(given.set)
+    changes |= fields_set
+    make_platform: Callable[..., Platform] = Platform
+    old: Platform | type[Platform] = Platform  # a dataclass has its defaults as attributes
+    if isinstance(function, Launchable):
+        old, make_platform = function.platform, partial(replace, function.platform)
+        function = function.__wrapped__
+
+    # Decided without making a platform: it might be refused for a number that --n replaces
+    device, launcher, n_gpus = (
+        changes.get(name, getattr(old, name)) for name in ("device", "launcher", "n_gpus")
+    )
+    count_field = rank_count_field(resolve_device(device, launcher, n_gpus))
+    if isinstance(old, Platform) and rank_count_field(Device(old.device)) != count_field:
+        # The counts of the decorator mean other things now: n_cpus is the ranks on CPUs, but the
+        # threads of each rank on accelerators
+        changes = {"n_gpus": Platform.n_gpus, "n_cpus": Platform.n_cpus} | changes
+    if given.n is not None:
+        if count_field in fields_set:
+            msg = (
+                f"--n {given.n} and --set {count_field}={fields_set[count_field]!r} both give the "
+                "ranks per node: leave one of them out"
+            )
+            raise argparse.ArgumentError(None, msg)
+        changes[count_field] = given.n
+    return wrapper(make_platform(**changes))(function)
+
+
+def _read_fields(texts: list[str]) -> dict[str, Any]:
+    """Return the fields that FIELD=VALUE texts set. Other values than literals stay texts.
+
+    Raises:
+        ArgumentError: If a text has no equals sign.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
         field, equals, value = text.partition("=")
         if not equals:
             msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
             raise argparse.ArgumentError(None, msg)
-        changes[field] = value
-        with contextlib.suppress(ValueError, SyntaxError):  # not a literal, but text
-            changes[field] = ast.literal_eval(value)
-    make_platform: Callable[..., Platform] = Platform
-    if isinstance(function, Launchable):
-        function, make_platform = function.__wrapped__, partial(replace, function.platform)
-    if given.n is not None:
-        changes["n_cpus" if make_platform(**changes).device == "cpu" else "n_gpus"] = given.n
-    return wrapper(make_platform(**changes))(function)
+        found[field] = value
+        with contextlib.suppress(ValueError, SyntaxError):
+            found[field] = ast.literal_eval(value)
+    return found

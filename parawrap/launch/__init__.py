@@ -7,7 +7,7 @@ from parawrap.launch._devices import Device, make_current
 from parawrap.launch._job import DECORATED, Job, check_function, check_signature
 from parawrap.launch._launcher import launch, launch_array, launcher_name
 from parawrap.launch._platform import Platform
-from parawrap.launch._platform_fields import PlatformFields
+from parawrap.launch._platform_fields import PlatformFields, rank_count_field, resolve_device
 from parawrap.launch._rank import Rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed_all
@@ -45,7 +45,9 @@ __all__ = [
     "make_current",
     "preserved_generators",
     "preview",
+    "rank_count_field",
     "report_places",
+    "resolve_device",
     "run_inline",
     "running",
     "seed_all",

@@ -25,6 +25,7 @@ from parawrap.launch.inheritance import is_inherited
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
+_CLUSTERS = (Device.SLURM, Device.RAY)  # values of `device` that name a launcher
 
 
 @dataclass(frozen=True)
@@ -86,13 +87,11 @@ class PlatformFields:
     @property
     def ranks_per_node(self) -> int:
         """The number of ranks on each node."""
-        if self.device == Device.CPU:
-            return self.n_cpus
-        if self.n_gpus is not None:
-            return self.n_gpus
-        if self.device_ids is not None:
-            return len(set(self.device_ids))
-        return visible(Device(self.device))
+        kind = Device(self.device)
+        count: int | None = getattr(self, rank_count_field(kind))
+        if count is not None:
+            return count
+        return visible(kind) if self.device_ids is None else len(set(self.device_ids))
 
     @property
     def own_device_ids(self) -> tuple[int, ...]:
@@ -231,27 +230,38 @@ Other fields are checked where they are used.
 """
 
 
-def _set_device(platform: PlatformFields) -> None:
-    """Set device and launcher. ``device`` may also name a launcher."""
+def resolve_device(device: str, launcher: str | None, n_gpus: int | None) -> Device:
+    """Return the kind of device that each rank gets, from the fields that decide it."""
     try:
-        kind = Device.from_str(str(platform.device))
+        named = Device.from_str(str(device))
     except ValueError:
         *kinds, last = Device
-        _refuse("device", platform.device, f"give {', '.join(kinds)} or {last}")
-    is_cluster = kind in (Device.SLURM, Device.RAY)
-    if is_cluster:
-        if platform.launcher not in (None, kind.value, "local"):
+        _refuse("device", device, f"give {', '.join(kinds)} or {last}")
+    if named in _CLUSTERS or (named is Device.AUTO and launcher in _ELSEWHERE):
+        return Device.CPU if n_gpus is None else Device.GPU
+    if named is Device.AUTO:
+        return next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
+    return named
+
+
+def rank_count_field(kind: Device) -> Literal["n_cpus", "n_gpus"]:
+    """Return the field with the number of ranks per node, if each rank gets this kind of device."""
+    return "n_cpus" if kind is Device.CPU else "n_gpus"
+
+
+def _set_device(platform: PlatformFields) -> None:
+    """Set device and launcher. ``device`` may also name a launcher."""
+    kind = resolve_device(platform.device, platform.launcher, platform.n_gpus)
+    named = Device.from_str(str(platform.device))
+    if named in _CLUSTERS:
+        if platform.launcher not in (None, named.value, "local"):
             _refuse(
                 "launcher",
                 platform.launcher,
                 f"device={str(platform.device)!r} names the launcher already: leave one of them "
                 "out, or give 'local' to start the ranks on this machine",
             )
-        _set(platform, "launcher", platform.launcher or kind.value)
-    if is_cluster or (kind is Device.AUTO and platform.launcher in _ELSEWHERE):
-        kind = Device.CPU if platform.n_gpus is None else Device.GPU
-    elif kind is Device.AUTO:
-        kind = next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
+        _set(platform, "launcher", platform.launcher or named.value)
     _set(platform, "device", kind)
 
 

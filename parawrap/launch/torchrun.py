@@ -31,6 +31,7 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._devices import Device
 from parawrap.launch._job import Job
+from parawrap.launch._platform_fields import rank_count_field
 from parawrap.launch._rank import Rank, acting_as
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
@@ -125,7 +126,7 @@ def fit_job(job: Job, world: World) -> Job:
     if world.world_size % per_node:  # unequal nodes
         per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
-    object.__setattr__(fitted, "n_cpus" if platform.device == Device.CPU else "n_gpus", per_node)
+    object.__setattr__(fitted, rank_count_field(Device(platform.device)), per_node)
     return replace(job, platform=fitted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 
 def test_each_rank_gets_arguments(here):
@@ -33,6 +34,87 @@ def test_cluster_functions_run_here(here):
     assert tried.stdout == "".join(f"rank {rank}: '{rank} of 4'\n" for rank in range(4))
     shown = here("run", "train:on_slurm", "--device", "slurm", "--dry-run")
     assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
+
+
+CPUS, GPUS = ["cpu", "cpu"], ["cuda:0", "cuda:1"]
+COUNTS = [
+    # the platform of the decorator, if any; the options; and the devices of the ranks of a node
+    (None, "--n 2", GPUS),
+    (None, "--device auto --n 2", GPUS),
+    (None, "--device gpu --n 2", GPUS),
+    (None, "--device gpu --n 2 --set n_cpus=8", GPUS),
+    (None, "--device mps --n 1", ["mps"]),
+    (None, "--device neuron --n 2", CPUS),
+    (None, "--device CPU --n 2", CPUS),
+    (None, "--device slurm --n 2", CPUS),
+    (None, "--device slurm --n 2 --set print_ranks=(1,)", CPUS),
+    (None, "--device ray --n 2", CPUS),
+    (None, "--device gpu --n 2 --set launcher=ray", GPUS),
+    ("device='cpu', n_cpus=8", "--n 2", CPUS),
+    ("device='cpu', n_cpus=8", "--device gpu --n 2", GPUS),
+    ("device='slurm', n_cpus=8", "--n 2", CPUS),
+    ("device='slurm', n_gpus=8, n_cpus=8", "--n 2", GPUS),
+    ("device='slurm', n_gpus=8, n_cpus=8", "--n 2 --device slurm --set n_cpus=4", GPUS),
+    ("device='slurm', n_gpus=8, n_cpus=8", "--n 2 --local", GPUS),
+    ("device='slurm', n_gpus=8, n_cpus=8", "--n 2 --device cpu", CPUS),
+    ("device='ray', n_cpus=8", "--n 2", CPUS),
+    ("device='ray', n_gpus=8, n_cpus=8", "--n 2", GPUS),
+    ("device='neuron', n_gpus=1, n_cpus=8", "--n 2", CPUS),
+]
+
+
+def use_four_gpus(monkeypatch):
+    """Let this machine seem to have four GPUs, the one of a Mac, and two NeuronCores."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+
+
+def make_job(folder, platform):
+    decorator = "" if platform is None else f"@wrapper(Platform({platform}))\n"
+    text = f"from parawrap import Platform, wrapper\n{decorator}def main(): ...\n"
+    (folder / "job.py").write_text(text)
+
+
+@pytest.mark.parametrize(("platform", "options", "devices"), COUNTS)
+def test_n_means_ranks_per_node(here, folder, monkeypatch, platform, options, devices):
+    """--n is the number of ranks on each node of every platform."""
+    use_four_gpus(monkeypatch)
+    make_job(folder, platform)
+    shown = here("run", "job:main", *options.split(), "--dry-run")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("rank ")]
+    assert [line.rpartition(", ")[2] for line in lines] == devices
+
+
+def test_auto_takes_what_this_machine_has(here, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for options in ["--n", "2"], ["--device", "auto", "--n", "2"]:
+        shown = here("run", "train:tried", *options, "--dry-run")
+        assert "rank 1: node 0, local rank 1, cpu" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "tasks", "cores"),
+    [
+        ("device='slurm', n_gpus=4, n_cpus=8", "--n 2", 2, 8),
+        ("device='slurm', n_gpus=4, n_cpus=8", "--device cpu --n 2", 2, 1),
+        ("device='slurm', n_gpus=4, n_cpus=8", "--device cpu", 1, 1),
+        ("device='slurm', n_gpus=4, n_cpus=8", "--device cpu --set n_cpus=3", 3, 1),
+        ("device='slurm', n_cpus=8", "--device slurm --set n_gpus=4", 4, 1),
+        ("device='slurm', n_cpus=8", "--device gpu --set n_gpus=4 --set n_cpus=3", 4, 3),
+    ],
+)
+def test_threads_are_not_taken_for_ranks(here, folder, platform, options, tasks, cores):
+    """`n_cpus` counts the cores of a GPU rank, or CPU ranks.
+
+    Options that move the ranks from GPUs to CPUs, or back, drop it.
+    """
+    make_job(folder, platform)
+    shown = here("run", "job:main", *options.split(), "--dry-run")
+    assert f"#SBATCH --ntasks-per-node={tasks}\n" in shown.stdout
+    assert f"#SBATCH --cpus-per-task={cores}\n" in shown.stdout
 
 
 def test_dry_run_starts_nothing(here, folder):
@@ -66,6 +148,17 @@ WRONG = [
     ("train:gone", "'train' has no function 'gone'", "train:tried"),
     ("train:tried --set sed=1", "unexpected keyword argument 'sed'", "train:tried --set seed=1"),
     ("train:tried --set seed", "--set seed: give FIELD=VALUE, such as --set seed=1", "train:tried --set seed=1"),
+    (
+        "train:tried --device cpu --n 2 --set n_cpus=3",
+        "--n 2 and --set n_cpus=3 both give the ranks per node: leave one of them out",
+        "train:tried --n 2",
+    ),
+    (
+        "train:tried --device slurm --n 2 --set n_gpus=4",
+        "--n 2 and --set n_gpus=4 both give the ranks per node",
+        "train:tried --n 2",
+    ),
+    ("train:tried --device gpus --n 2", "device='gpus': give auto, cpu, ", "train:tried --n 2"),
     (
         "train:typed --lr 0.1",
         "Put arguments of the function after --: parawrap run train:typed -- --lr 0.1",
