@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help=text, description=f"{text}.", epilog=_doctor.EXAMPLES, **options
     )
+    _doctor.add_options(doctor)
     doctor.set_defaults(run=_doctor.run)
 
     text = "Launch a function, and print the result of each rank"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import resource
 import shutil
 import textwrap
@@ -17,7 +18,7 @@ EXAMPLES = """exit code 1 means that something that should work does not.
 
 examples:
   parawrap doctor
-  parawrap doctor > machine.txt    # for a bug report
+  parawrap doctor --all > machine.txt    # for a bug report
 """
 _FEW_FILES = 1024  # the usual default
 _SMALL_SHM = 64 << 20  # the default of docker
@@ -25,26 +26,32 @@ _GIB = 1 << 30  # bytes
 _TRIAL_MIN = 1.0  # two ranks start in a second
 
 
-def run(_given: argparse.Namespace) -> int:
-    """Print the report of torch.utils.collect_env, and one line per check.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this subcommand."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="then print the report of torch.utils.collect_env, for a bug report",
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the versions, a line per check, and a summary; with --all, torch's report too.
 
     Return 1 if a check raises.
     """
-    from torch.utils.collect_env import get_pretty_env_info
+    import torch
 
-    print(f"parawrap {__version__}", flush=True)
-    print(get_pretty_env_info(), end="\n\n")
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"parawrap {__version__}, {versions}", flush=True)
     counts: Counter[str] = Counter()
     for name, check in _CHECKS.items():
         try:
             detail, below = check()
             state = "warning" if below else "ok"
         except Exception as error:  # noqa: BLE001 (drivers of the machine may fail in any way)
-            state, detail, below = (
-                "problem",
-                f"{type(error).__name__}: {error}",
-                traceback.format_exc(),
-            )
+            state, detail = "problem", f"{type(error).__name__}: {error}"
+            below = traceback.format_exc()
         counts[state] += 1
         print(f"{state:>7}  {name:<19}  {detail}", flush=True)
         if below:
@@ -52,7 +59,12 @@ def run(_given: argparse.Namespace) -> int:
     problems, warnings = (
         f"{counts[state]} {state}{'s' * (counts[state] != 1)}" for state in ("problem", "warning")
     )
-    print(f"\n{problems}, {warnings}, {counts['ok']} ok")
+    print(f"\n{problems}, {warnings}, {counts['ok']} ok", flush=True)
+    if given.all:
+        # It takes seconds. The lines above are shown before it
+        from torch.utils.collect_env import get_pretty_env_info
+
+        print(f"\n{get_pretty_env_info()}")
     return int(counts["problem"] > 0)
 
 

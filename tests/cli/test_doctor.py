@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 
 import torch
 
+from parawrap import __version__
 from parawrap.cli import _doctor, main
 
 
 def test_machine_has_no_problem(here):
-    """The trials run here, too."""
+    """It prints the versions, six checks, and a summary. The trials run here, too."""
     shown = here("doctor")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for part in (
-        f"PyTorch version: {torch.__version__}",
-        "gave the output of the plain call",
-        "two processes met",
-        "\n0 problems, ",
-    ):
-        assert part in shown.stdout
+    versions, *checks, empty, summary = shown.stdout.splitlines()
+    python = platform.python_version()
+    assert versions == f"parawrap {__version__}, torch {torch.__version__}, Python {python}"
+    states = [line.split()[0] for line in checks]
+    assert states.count("ok") + states.count("warning") == 6  # a warning has a line below it
+    assert "gave the output of the plain call" in shown.stdout
+    assert "two processes met" in shown.stdout
+    assert (empty, summary.startswith("0 problems, ")) == ("", True)
 
 
 def test_each_state_has_a_line(monkeypatch, capsys):
     """A check that raises is a problem, with its traceback, and gives exit code 1."""
     checks = {"a": lambda: ("big", ""), "b": lambda: ("small", "Enlarge it"), "c": lambda: 1 / 0}
-    monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "facts")
     monkeypatch.setattr(_doctor, "_CHECKS", checks)
     assert main(["doctor"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert lines[:7] == [
-        "facts",
-        "",
+    assert lines[:5] == [
         "ok a big",
         "warning b small",
         "Enlarge it",
         "problem c ZeroDivisionError: division by zero",
         "Traceback (most recent call last):",
     ]
-    assert lines[-1] == "1 problem, 1 warning, 1 ok"
+    assert lines[-2:] == ["", "1 problem, 1 warning, 1 ok"]
+
+
+def test_all_ends_with_the_report_of_torch(monkeypatch, capsys):
+    """The report of torch comes last, so that a bug report has it and the checks stand first."""
+    monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "facts\nmore")
+    monkeypatch.setattr(_doctor, "_CHECKS", {"a": lambda: ("big", "")})
+    assert main(["doctor", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines == ["", "0 problems, 0 warnings, 1 ok", "", "facts", "more"]
+    assert main(["doctor"]) == 0
+    assert "facts" not in capsys.readouterr().out
 
 
 def test_limits_are_warnings(monkeypatch, tmp_path):
