@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parawrap.api.compare import difference
+from parawrap.api.compare import difference, rounding_of
 from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine.join import is_array
@@ -180,11 +180,11 @@ def _problems(found: dict[str, Any], expected: dict[str, Any], rtol: float | Non
                 yield f"{name} is {ours!r}, not {plain!r}"
             continue
         gap = difference([ours], [plain])
-        tolerance = 0.0
-        if plain.is_floating_point() or plain.is_complex():
-            tolerance = torch.finfo(plain.dtype).eps ** 0.5 if rtol is None else rtol
+        allowed = rounding_of(plain.dtype)
+        if rtol is not None and allowed:  # integers must be equal
+            allowed = rtol
         if ours.shape != plain.shape:
             yield f"{name} has shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
-        elif gap.relative > tolerance:
+        elif gap.relative > allowed:
             size = f"{gap.absolute:.1e}, {gap.relative:.1e} of its largest value"
             yield f"{name} differs by up to {size}"

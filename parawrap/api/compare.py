@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap._public import public
+from parawrap.api._check_arguments import is_platform
+from parawrap.api.other_programs import describe_other_programs, read_core_times
 from parawrap.api.parallel import Parallel, parallel
 from parawrap.backends import Devices, backend_of, ignore_speed_warnings
 from parawrap.displays import Table
@@ -23,14 +25,35 @@ from parawrap.errors import ShardError, add_note
 from parawrap.tree import WholeLeaf, flatten, tensors_in
 
 _ONE_THREAD = "plain, 1 thread"
-_HEADER = "way", "median ms", "middle half ms", "speed-up", "outputs differ", "gradients differ"
+_WORTH_A_SETTING = 1.2
+"""The gain from which the setting of one thread is recommended. It holds for the whole process.
+
+Small calls in one thread seem up to 1.1 times as fast because "plain" comes first in a round, right
+after the threads of lanes have ended.
+"""
+_HEADER = (
+    "way",
+    "median ms",
+    "middle half ms",
+    "speed-up",
+    "outputs differ",
+    "gradients differ",
+)
 
 
 class Difference(NamedTuple):
-    """The greatest difference from the plain way: absolute, and relative to the largest value of the same tensor."""
+    """The greatest difference from the plain way.
+
+    Attributes:
+        absolute: The difference itself.
+        relative: The difference in relation to the largest value of the same output, or to the
+            largest value of all gradients.
+        exceeds_rounding: True if a tensor differs by more than rounding explains.
+    """
 
     absolute: float
     relative: float
+    exceeds_rounding: bool = False
 
     def __str__(self) -> str:
         return f"{self.absolute:.1e} ({self.relative:.1e})" if self.absolute else "0"
@@ -44,7 +67,8 @@ class Way:
         name: "plain", "plain, 1 thread", "map", or "lanes".
         seconds: The time per call, or per batch of `map`, in each round.
         outputs: The greatest difference of the outputs from the plain way.
-        gradients: The greatest difference of the gradients from the plain way; None without `train`.
+        gradients: The greatest difference of the gradients from the plain way; None without
+            `train`.
     """
 
     name: str
@@ -57,6 +81,22 @@ class Way:
         """The quartiles of the times in seconds. The second one is the median."""
         return statistics.quantiles(self.seconds, n=4, method="inclusive")
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the call runs without a block."""
+        return self.name in ("plain", _ONE_THREAD)
+
+    def is_faster_than(self, other: Way) -> bool:
+        """True if this way is faster, and the middle halves of the times do not overlap."""
+        return self.quartiles[2] < other.quartiles[0]
+
+    def name_changes(self) -> str:
+        """Return "outputs" or "gradients" if they differ by more than rounding, or ""."""
+        if self.outputs.exceeds_rounding:
+            return "outputs"
+        has_changed = self.gradients is not None and self.gradients.exceeds_rounding
+        return "gradients" if has_changed else ""
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
@@ -65,13 +105,17 @@ class Comparison:
     Attributes:
         title: The block, the mode, and the number of rounds and calls.
         ways: A `Way` for each row of the table.
+        conclusion: A sentence that names the way to write. More lines follow it if a faster way
+            changes the results, or if other programs used the machine during the measurement.
     """
 
     title: str
     ways: tuple[Way, ...]
+    conclusion: str = ""
 
     def __repr__(self) -> str:
-        return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
+        medians = (f"{way.name} {1e3 * way.quartiles[1]:.3g} ms" for way in self.ways)
+        return f"<Comparison: {', '.join(medians)}. {' '.join(self.conclusion.splitlines())}>"
 
     def __str__(self) -> str:
         return str(self._table())
@@ -81,32 +125,133 @@ class Comparison:
 
     def _table(self) -> Table:
         rows = []
-        fastest = min(way.quartiles[1] for way in self.ways if way.name.startswith("plain"))
+        fastest = _fastest_plain(self.ways).quartiles[1]
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
-            speed_up = f"{fastest / way.quartiles[1]:.2f}"
-            rows.append((way.name, median, f"{low} to {high}", speed_up, str(way.outputs), str(way.gradients)))
+            times = median, f"{low} to {high}", f"{fastest / way.quartiles[1]:.2f}"
+            rows.append((way.name, *times, str(way.outputs), str(way.gradients)))
         columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
-        return Table(self.title, _HEADER[:columns], [row[:columns] for row in rows])
+        shown = [row[:columns] for row in rows]
+        return Table(self.title, _HEADER[:columns], shown, footer=self.conclusion)
 
 
-def difference(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Difference:
-    """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ."""
+def conclude(ways: Sequence[Way], places: str) -> str:
+    """Return a sentence that names the way to write.
+
+    A way that changes the results is not that way. If it is faster than the plain ways, another
+    line says so.
+
+    Args:
+        ways: The measurements.
+        places: "lanes" or "workers".
+    """
+    plain = _fastest_plain(ways)
+    call = "call" if ways[0].gradients is None else "training step"
+    subjects = {
+        "plain": f"the plain {call}",
+        _ONE_THREAD: f"the plain {call} with 1 thread",
+        "map": f"map over {places}",
+        "lanes": f"a {call} cut over {places}",
+    }
+    lines = {"map": "write p.map(batches)", "lanes": f"write the {call} inside the block"}
+    keep = f"keep the plain {call}"
+    gain = _median(ways[0]) / _median(plain)
+    if gain > _WORTH_A_SETTING and plain.is_faster_than(ways[0]) and not plain.name_changes():
+        keep += " and write torch.set_num_threads(1) before it"
+
+    blocks = [way for way in ways if not way.is_plain]
+    faster = [way for way in blocks if way.is_faster_than(plain)]
+    usable = [way for way in blocks if not way.name_changes()]
+    best = min([way for way in faster if way in usable] or usable, key=_median, default=None)
+    if best is None:
+        sentences = [f"Every way changes the results: {keep}."]
+    elif best in faster:
+        speed_up = f"{_median(plain) / _median(best):.2f} times as fast"
+        than = f"the fastest plain way ({plain.name})"
+        sentences = [f"{subjects[best.name]} is {speed_up} as {than}: {lines[best.name]}."]
+    elif plain.is_faster_than(best):
+        no_way = "No way that keeps the results" if len(usable) < len(blocks) else "No way"
+        sentences = [f"{no_way} is faster than {subjects[plain.name]}: {keep}."]
+    else:
+        pair = f"{subjects[plain.name]} and {subjects[best.name]}"
+        found = f"no difference was found between {pair} (their middle halves overlap)"
+        sentences = [f"{found}: {keep}."]
+    for way in faster:
+        if changed := way.name_changes():
+            speed_up = f"{_median(plain) / _median(way):.2f} times as fast"
+            sentences.append(
+                f"{subjects[way.name]} is {speed_up}, but changes the {changed} by more than "
+                "rounding: find out why before you use it."
+            )
+    return "\n".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+def _median(way: Way) -> float:
+    return way.quartiles[1]
+
+
+def _fastest_plain(ways: Sequence[Way]) -> Way:
+    return min((way for way in ways if way.is_plain), key=_median)
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return the largest relative difference that rounding explains.
+
+    Half of the digits of a number agree then. Integers must be equal.
+    """
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    return 0.0 if is_exact else torch.finfo(dtype).eps ** 0.5
+
+
+def largest_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the largest finite magnitude in tensors on the CPU, or 0 without one."""
+    largest = 0.0
+    for tensor in tensors:
+        values = _as_double(tensor.to_dense()).abs().nan_to_num(0.0, posinf=0.0)
+        largest = max(largest, float(values.max()) if values.numel() else 0.0)
+    return largest
+
+
+def difference(
+    ours: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    *,
+    largest: float | None = None,
+) -> Difference:
+    """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ.
+
+    Args:
+        ours: Tensors.
+        plain: The tensors to compare them with.
+        largest: The value that differences are in relation to; by default the largest value of the
+            same tensor in `plain`.
+    """
     if [(each.shape, each.dtype) for each in ours] != [(each.shape, each.dtype) for each in plain]:
-        return Difference(math.inf, math.inf)
+        return Difference(math.inf, math.inf, exceeds_rounding=True)
     greatest = Difference(0.0, 0.0)
     for pair in zip(ours, plain, strict=True):
         dense = [each.cpu().to_dense() for each in pair]
-        one, other = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in dense)
-        is_exact = not (dense[0].is_floating_point() or dense[0].is_complex())  # large integers are rounded in float64
-        is_same = dense[0] == dense[1] if is_exact else (one == other) | (one.isnan() & other.isnan())
+        one, other = map(_as_double, dense)
+        rounding = rounding_of(dense[0].dtype)
+        is_exact = rounding == 0  # large integers would be rounded in float64
+        both_nan = one.isnan() & other.isnan()
+        is_same = dense[0] == dense[1] if is_exact else (one == other) | both_nan
         if not is_same.all():
-            gaps = (one - other).abs().nan_to_num(math.inf, math.inf).clamp(min=1.0 if is_exact else 0.0)
+            gaps = (one - other).abs().nan_to_num(math.inf, math.inf)
+            gaps = gaps.clamp(min=1.0 if is_exact else 0.0)
             gap = float(gaps.masked_fill(is_same, 0.0).max())
-            largest = float(other.abs().nan_to_num(0.0, posinf=0.0).max())
-            relative = gap / largest if largest else math.inf
-            greatest = Difference(max(greatest.absolute, gap), max(greatest.relative, relative))
+            scale = largest_of([dense[1]]) if largest is None else largest
+            relative = gap / scale if scale else math.inf
+            greatest = Difference(
+                max(greatest.absolute, gap),
+                max(greatest.relative, relative),
+                greatest.exceeds_rounding or relative > rounding,
+            )
     return greatest
+
+
+def _as_double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 @public
@@ -122,32 +267,41 @@ def compare(
     show: bool = True,
     **options: Any,
 ) -> Comparison:
-    """Run a call plainly and in lanes, print a table of times and differences, and return the measurements.
+    """Run a call plainly and in lanes, and print a table of times and a conclusion.
 
-    In the table, "plain" is the call as torch runs it, "lanes" is the call inside ``parallel(model, devices, **options)``,
-    and "map" is a batch of its `map`, where each batch runs whole in one lane. On the CPU, "plain, 1 thread" is the plain
-    call with one thread per operator. Speed-ups are against the fastest plain way.
-    The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`, and torch random states,
-    and restores them at its end. Its first calls are not timed. Stop other programs before: they slow torch's threads more
-    than lanes.
+    In the table, "plain" is the call as torch runs it, "lanes" is the call inside
+    ``parallel(model, devices, **options)``, and "map" is a batch of its `map`, where each batch
+    runs whole in one lane. On the CPU, "plain, 1 thread" is the plain call with one thread per
+    operator. Speed-ups are against the fastest plain way.
 
-    The returned object has the fields `title` and `ways`. Each way has `name`, `seconds` (per call, in each round),
-    `quartiles` of these, `outputs`, and `gradients`.
+    The line below the table names the way to write. It says that no difference was found if the
+    middle halves of the times overlap, and it recommends no way that changes the results by more
+    than rounding. On Linux, another line says if other programs used the cores meanwhile: stop
+    them, because they slow torch's threads more than lanes.
+
+    The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`,
+    and torch random states, and restores them at its end. Its first calls are not timed.
+
+    The returned object has the fields `title`, `ways`, and `conclusion`. Each way has `name`,
+    `seconds` (per call, in each round), `quartiles` of these, `outputs`, and `gradients`.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
-        batch: The arguments, as in `Parallel.map`: a tuple is ``model(*batch)``, a dict ``model(**batch)``.
+        batch: The arguments, as in `Parallel.map`: a tuple is ``model(*batch)``, a dict
+            ``model(**batch)``.
         devices: The lanes, as in `parallel`.
-        train: Compare training steps (forward, loss, backward) instead of forward calls under `torch.no_grad`.
-        loss: A function that reduces the output to a scalar. By default the sum of all floating-point output tensors.
+        train: Compare training steps (forward, loss, backward) instead of forward calls under
+            `torch.no_grad`.
+        loss: A function that reduces the output to a scalar. By default the sum of all
+            floating-point output tensors.
         rounds: The number of turns of each way, at least 2.
         calls: The number of timed calls per turn.
         show: Print the table.
         **options: Options of `parallel`. `methods` names the one method to compare.
 
     Raises:
-        ShardError: If `rounds` or `calls` is too small, `methods` names several methods, or the output has no tensor for
-            the default loss.
+        ShardError: If `rounds` or `calls` is too small, `methods` names several methods, or the
+            output has no tensor for the default loss.
 
     Example:
         >>> import torch
@@ -157,28 +311,49 @@ def compare(
                     way  median ms ...
         >>> [way.name for way in comparison.ways]
         ['plain', 'plain, 1 thread', 'map', 'lanes']
+        >>> print(comparison.conclusion)
+        No ...: keep the plain call...
     """
     method, *others = options.get("methods", ("forward",))
     if rounds < 2 or calls < 1 or others:
-        msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {rounds=}, {calls=}, methods={[method, *others]}"
+        got = f"{rounds=}, {calls=}, methods={[method, *others]}"
+        msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {got}"
         raise ShardError(msg)
     block = parallel(model, devices, **options)
     compared = _Compared(model, method, batch, block, (loss or _sum) if train else None)
-    names = ["plain", *([_ONE_THREAD] if compared.is_on_cpu else []), *([] if train else ["map"]), "lanes"]
+    names = ["plain", "map", "lanes"]
+    if train:
+        names.remove("map")
+    if compared.is_on_cpu:
+        names.insert(1, _ONE_THREAD)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     answers: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    # Ray starts its workers itself: here they would look like other programs
+    start = None if is_platform(devices) else read_core_times()
     for _ in range(rounds):
         for name in names:
             with compared.turn(name), torch.set_grad_enabled(train):
                 answers[name] = compared.answer(name)
                 seconds[name].append(compared.time(name, calls))
-    rows = []
+    load = describe_other_programs(
+        start,
+        read_core_times(),
+        needs_all_cores=compared.is_on_cpu,
+    )
+    plain_outputs, plain_gradients = answers["plain"]
+    largest_gradient = largest_of(plain_gradients)
+    ways = []
     for name, times in seconds.items():
-        outputs, gradients = map(difference, answers[name], answers["plain"])
-        rows.append(Way(name, tuple(times), outputs, gradients if train else None))
+        outputs = difference(answers[name][0], plain_outputs)
+        gradients = difference(answers[name][1], plain_gradients, largest=largest_gradient)
+        ways.append(Way(name, tuple(times), outputs, gradients if train else None))
     given = "".join(f", {name}={value!r}" for name, value in options.items())
     title = f"{repr(block)[:-1]}{given}): {compared}, {rounds} rounds of {calls} calls"
-    comparison = Comparison(title, tuple(rows))
+    has_workers = is_platform(devices) or options.get("workers") == "process"
+    conclusion = conclude(ways, "workers" if has_workers else "lanes")
+    if load:
+        conclusion += f"\n{load}"
+    comparison = Comparison(title, tuple(ways), conclusion)
     if show:
         print(comparison)  # noqa: T201
     return comparison
@@ -207,18 +382,26 @@ class _Compared:
         held = [*self._module.parameters(), *_tensors([self._args, self._kwargs])]
         self._leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
         places = {tensor.device for tensor in (*held, *self._module.buffers())}.union(block.devices)
-        self._accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
+        devices = [place for place in places if isinstance(place, torch.device)]
+        self._accelerators = [device for device in devices if device.type != "cpu"]
         self.is_on_cpu = places == {torch.device("cpu")}
 
     def __str__(self) -> str:
-        mode = f" in {'training' if self._module.training else 'eval'} mode" if self._has_module else ""
-        return ("forward" if self._loss is None else "training step") + mode
+        call = "forward" if self._loss is None else "training step"
+        mode = "training" if self._module.training else "eval"
+        return f"{call} in {mode} mode" if self._has_module else call
 
     @contextlib.contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Prepare a way. Restore the state of the model and of torch's random numbers at the end."""
+        """Prepare a way.
+
+        Restore the state of the model and of torch's random numbers at the end.
+        """
         owners = [(owner, owner.training) for owner in self._module.modules()]
-        buffers = [(owner, key, old, old.clone()) for owner, _ in owners for key, old in owner.named_buffers(recurse=False)]
+        buffers = []
+        for owner, _ in owners:
+            for key, old in owner.named_buffers(recurse=False):
+                buffers.append((owner, key, old, old.clone()))
         gradients = [leaf.grad for leaf in self._leaves]
         backend = backend_of(self._accelerators[0].type if self._accelerators else "cpu")
         try:
@@ -248,22 +431,31 @@ class _Compared:
             *_, output = self._block.map([self._batch] * len(self._block.devices))
         else:
             output = self._call(name)
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        gradients = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad  # a leaf may be unused
+            for leaf in self._leaves
+        ]
         return _copies(_tensors(output)), _copies(gradients)
 
     def time(self, name: str, calls: int) -> float:
         """Return the seconds per call."""
         start = self._clock()
-        called = self._block.map([self._batch] * calls) if name == "map" else (self._call(name) for _ in range(calls))
-        for _ in called:
-            pass
+        if name == "map":
+            for _ in self._block.map([self._batch] * calls):
+                pass
+        else:
+            for _ in range(calls):
+                self._call(name)
         return (self._clock() - start) / calls
 
     def _call(self, name: str) -> Any:
         for leaf in self._leaves:
             leaf.grad = None
-        target: Any = self._model if self._module is self._model or name != "lanes" else self._block
-        output = (target if self._method == "forward" else getattr(target, self._method))(*self._args, **self._kwargs)
+        # A block changes a module in place. Other callables are called through the block
+        is_in_place = self._module is self._model
+        target: Any = self._block if name == "lanes" and not is_in_place else self._model
+        function = target if self._method == "forward" else getattr(target, self._method)
+        output = function(*self._args, **self._kwargs)
         if self._loss is not None:
             self._loss(output).backward()
         return output
@@ -278,7 +470,8 @@ def _tensors(value: object) -> list[torch.Tensor]:
     """Return the tensors in `value`, and its numbers as tensors."""
     leaves = flatten(value)[0]
     inside = (tensors_in(leaf.value) if isinstance(leaf, WholeLeaf) else (leaf,) for leaf in leaves)
-    return [torch.as_tensor(leaf) for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float))]
+    numeric = (leaf for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float)))
+    return [torch.as_tensor(leaf) for leaf in numeric]
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -286,8 +479,10 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sum(output: object) -> torch.Tensor:
-    parts = [tensor.sum() for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+    floats = (tensor for tensor in _tensors(output) if tensor.is_floating_point())
+    parts = [tensor.sum() for tensor in floats if tensor.requires_grad]
     if not parts:
-        msg = "the output has no floating-point tensor that requires gradients. Pass loss=, a function of the output"
+        cure = "Pass loss=, a function of the output"
+        msg = f"the output has no floating-point tensor that requires gradients. {cure}"
         raise ShardError(msg)
     return sum((part.to(parts[0].device) for part in parts[1:]), start=parts[0])

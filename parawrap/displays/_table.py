@@ -11,12 +11,16 @@ _DOTS = " ..."
 
 
 class Table(NamedTuple):
-    """A title, a header, and rows of texts. The columns named in `texts` are left-aligned; others hold numbers."""
+    """A title, a header, rows of texts, and a text below them.
+
+    The columns named in `texts` are left-aligned; others hold numbers.
+    """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     texts: Sequence[str] = ()
+    footer: str = ""
 
     def __str__(self) -> str:
         columns = list(zip(self.header, *self.rows, strict=True))
@@ -24,7 +28,8 @@ class Table(NamedTuple):
             [cell.ljust(width) if column[0] in self.texts else cell.rjust(width) for cell in column]
             for column, width in ((column, max(map(len, column))) for column in columns)
         ]
-        return "\n".join([self.title, *("  ".join(row).rstrip() for row in zip(*aligned, strict=True))])
+        lines = ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+        return "\n".join([self.title, *lines, *([self.footer] if self.footer else [])])
 
     def html(self) -> str:
         """Return a fragment without styles or scripts of the page, for dark and light notebooks."""
@@ -33,8 +38,12 @@ class Table(NamedTuple):
         return (
             '<div style="overflow-x:auto"><table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
             f'<caption style="text-align:left;white-space:pre-line;padding:2px 0">{escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{self._footer_html()}</div>"
         )
+
+    def _footer_html(self) -> str:
+        style = "white-space:pre-line;padding:2px 0"
+        return f'<div style="{style}">{escape(self.footer)}</div>' if self.footer else ""
 
     def _row(self, row: Sequence[str]) -> str:
         first, *others = zip(self.header, row, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import threading
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from parawrap import compare
-from parawrap.api.compare import Comparison, Difference, Way
+from parawrap.api.compare import Comparison, Difference, Way, conclude, difference
+from parawrap.api.other_programs import CoreTimes
 
 LANES = ["cpu", "cpu"]
 SHORT = {"rounds": 2, "calls": 1, "show": False}
@@ -25,13 +27,16 @@ FAST = dataclasses.replace(SLOW, name="lanes", seconds=(0.001, 0.002, 0.003))
 
 def test_the_table_has_a_row_per_way(capsys):
     comparison = compare(nn.Linear(3, 2).eval(), torch.randn(9, 3), LANES, rounds=2, calls=3)
-    title, _, *rows = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out
+    title, _, *rows = text.splitlines()
     assert title == "parallel(Linear, ['cpu', 'cpu']): forward in eval mode, 2 rounds of 3 calls"
     names = ["plain", "plain, 1 thread", "map", "lanes"]
     assert all(line.strip().startswith(name) for line, name in zip(rows[:4], names, strict=True))
     assert [way.name for way in comparison.ways] == names
     assert all(len(way.seconds) == 2 and min(way.seconds) > 0 for way in comparison.ways)
     assert repr(comparison).startswith("<Comparison: plain ")
+    assert text.endswith(f"\n{comparison.conclusion}\n")
+    assert comparison.conclusion.splitlines()[0] in repr(comparison)
     compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, **SHORT)
     assert capsys.readouterr().out == ""
 
@@ -48,6 +53,124 @@ def test_a_table_of_known_numbers():
         "lanes      2.000  1.500 to 2.500      2.00  5.0e-01 (2.5e-01)          inf (inf)\n"
         "lanes      2.000  1.500 to 2.500      2.00                  0  1.0e-07 (1.0e-08)"
     )
+
+
+# -- the conclusion
+
+
+def way(name, ms, outputs=SAME, gradients=None):
+    """Return a way whose middle half is from 1 % below to 1 % above a time."""
+    seconds = tuple(ms / 1000 * factor for factor in (0.98, 0.99, 1.0, 1.01, 1.02))
+    return Way(name, seconds, outputs, gradients)
+
+
+NO_DIFFERENCE = "No difference was found between the plain call and"
+THAN = "as the fastest plain way"
+FIND_OUT = "by more than rounding: find out why before you use it."
+MIXED = Difference(0.5, 0.25, exceeds_rounding=True)
+PLAIN, ONE = way("plain", 4), way("plain, 1 thread", 3)
+MAP, CUT = way("map", 2), way("lanes", 2.5)
+CONCLUSIONS = {
+    "map": (
+        (PLAIN, ONE, MAP, CUT),
+        f"Map over lanes is 1.50 times as fast {THAN} (plain, 1 thread): write p.map(batches).",
+    ),
+    "lanes": (
+        (PLAIN, way("map", 3), CUT),
+        f"A call cut over lanes is 1.60 times as fast {THAN} (plain): write the call inside the block.",
+    ),
+    "training": (
+        (way("plain", 4, SAME, SAME), way("lanes", 2, SAME, SAME)),
+        f"A training step cut over lanes is 2.00 times as fast {THAN} (plain): write the training step inside the block.",
+    ),
+    "slower": (
+        (PLAIN, way("plain, 1 thread", 5), way("map", 6), way("lanes", 7)),
+        "No way is faster than the plain call: keep the plain call.",
+    ),
+    "one thread": (
+        (PLAIN, ONE, way("map", 6), way("lanes", 7)),
+        (
+            "No way is faster than the plain call with 1 thread: "
+            "keep the plain call and write torch.set_num_threads(1) before it."
+        ),
+    ),
+    "one thread, hardly faster": (
+        (PLAIN, way("plain, 1 thread", 3.8), way("map", 6), way("lanes", 7)),
+        "No way is faster than the plain call with 1 thread: keep the plain call.",
+    ),
+    "overlap below": (
+        (PLAIN, way("map", 3.95), way("lanes", 7)),
+        f"{NO_DIFFERENCE} map over lanes (their middle halves overlap): keep the plain call.",
+    ),
+    "overlap above": (
+        (PLAIN, way("map", 7), way("lanes", 4.05)),
+        f"{NO_DIFFERENCE} a call cut over lanes (their middle halves overlap): keep the plain call.",
+    ),
+    "changed": (
+        (PLAIN, way("map", 3), way("lanes", 2, MIXED)),
+        (
+            f"Map over lanes is 1.33 times as fast {THAN} (plain): write p.map(batches).\n"
+            f"A call cut over lanes is 2.00 times as fast, but changes the outputs {FIND_OUT}"
+        ),
+    ),
+    "changed, and the others are slow": (
+        (PLAIN, way("map", 6), way("lanes", 2, MIXED)),
+        (
+            "No way that keeps the results is faster than the plain call: keep the plain call.\n"
+            f"A call cut over lanes is 2.00 times as fast, but changes the outputs {FIND_OUT}"
+        ),
+    ),
+    "all changed": (
+        (PLAIN, way("map", 6, MIXED), way("lanes", 7, MIXED)),
+        "Every way changes the results: keep the plain call.",
+    ),
+    "changed gradients": (
+        (way("plain", 4, SAME, SAME), way("lanes", 2, SAME, MIXED)),
+        (
+            "Every way changes the results: keep the plain training step.\n"
+            f"A training step cut over lanes is 2.00 times as fast, but changes the gradients {FIND_OUT}"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ways", "text"), CONCLUSIONS.values(), ids=CONCLUSIONS)
+def test_the_conclusion_of_known_times(ways, text):
+    """It names the way to write if that is faster by more than the spread and keeps the results."""
+    assert conclude(ways, "lanes") == text
+
+
+def test_the_conclusion_is_shown():
+    """It stands below the table, in the repr, and in a notebook, where markup is escaped."""
+    comparison = Comparison("title", (PLAIN, MAP), "First <b>.\nSecond.")
+    assert str(comparison).endswith("\nFirst <b>.\nSecond.")
+    assert repr(comparison) == "<Comparison: plain 4 ms, map 2 ms. First <b>. Second.>"
+    assert "</table><div" in comparison._repr_html_()
+    assert ">First &lt;b&gt;.\nSecond.</div></div>" in comparison._repr_html_()
+
+
+def test_mixed_rows_are_not_recommended():
+    """The conclusion of a model whose outputs change does not advise the cut call."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Softmax(0))
+    comparison = compare(model, torch.randn(9, 3), LANES, **SHORT)
+    assert comparison.ways[-1].name_changes() == "outputs"
+    assert "inside the block" not in comparison.conclusion
+
+
+def test_workers_are_called_workers():
+    comparison = compare(nn.Linear(3, 2), torch.randn(9, 3), ["cpu"], workers="process", **SHORT)
+    assert "lanes" not in comparison.conclusion
+
+
+@pytest.mark.parametrize(("busy_s", "is_said"), [(20, False), (150, True)])
+def test_other_programs_are_named(monkeypatch, busy_s, is_said):
+    """If they used the cores during the measurement, the last line says how many."""
+    second = os.sysconf("SC_CLK_TCK")
+    readings = [CoreTimes(0.0, 2, 0, {1: 0}), CoreTimes(100.0, 2, busy_s * second, {1: 0})]
+    monkeypatch.setattr("parawrap.api.compare.read_core_times", lambda: readings.pop(0))
+    comparison = compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, **SHORT)
+    said = "\nOther programs used 1.5 of 2 cores meanwhile: measure again on an idle machine."
+    assert comparison.conclusion.endswith(said) is is_said
 
 
 # -- calls
@@ -94,6 +217,41 @@ def test_differences_show_mixed_rows():
     assert lanes.outputs.absolute < 1e-4
     *_, lanes = compare(lambda x: (x - x) / 0, x, LANES, **SHORT).ways  # NaNs in the same places
     assert lanes.outputs == SAME
+
+
+def test_small_differences_are_rounding():
+    """Half of the digits of a dtype must agree. Integers must be equal."""
+    one = torch.ones(3)
+    assert not difference([one * (1 + 1e-5)], [one]).exceeds_rounding
+    assert difference([one * (1 + 1e-3)], [one]).exceeds_rounding
+    assert not difference([one.bfloat16() * 1.02], [one.bfloat16()]).exceeds_rounding
+    assert difference([torch.tensor([1000001])], [torch.tensor([1000000])]).exceeds_rounding
+    assert difference([one], [torch.ones(4)]).exceeds_rounding
+    assert not difference([one], [one]).exceeds_rounding
+
+
+def test_gradients_are_seen_next_to_the_largest_gradient():
+    """A gradient that is zero but for rounding, as of the bias of attention keys, is no change."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return (self.query(x) @ self.key(x).mT).softmax(-1) @ x
+
+    torch.manual_seed(0)
+    *_, lanes = compare(
+        Attention(),
+        torch.randn(9, 5, 8),
+        LANES,
+        train=True,
+        loss=lambda y: y.square().sum(),
+        **SHORT,
+    ).ways
+    assert lanes.gradients.relative < 1e-4
+    assert lanes.name_changes() == ""
 
 
 # -- the state afterwards

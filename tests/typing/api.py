@@ -80,6 +80,7 @@ def every_option(model: torch.nn.Module) -> None:
 def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
     comparison = parawrap.compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
     assert_type(comparison.ways[-1].quartiles, list[float])
+    assert_type(comparison.conclusion, str)
     with cpu.keep_freed_memory() as nothing:
         assert_type(nothing, None)
 
