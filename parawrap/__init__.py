@@ -41,14 +41,29 @@ if TYPE_CHECKING:
     from parawrap.api.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
     from parawrap.api.parallel import Parallel, parallel
     from parawrap.api.parallel_wrapper import ParallelWrapper
-    from parawrap.api.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
+    from parawrap.api.scatter_gather import (
+        gather,
+        parallel_apply,
+        replicate,
+        scatter,
+        scatter_kwargs,
+    )
     from parawrap.api.sweep import Sweep
     from parawrap.api.tuple_parallel import TupleParallel, tuple_fn
     from parawrap.api.tuples import cat, transpose
     from parawrap.api.tuplewise import Tuplewise
     from parawrap.api.wrapper import Wrapper, wrapper
     from parawrap.engine.rules.registry import register_split
-    from parawrap.launch import Device, Launch, OneRank, Platform, Rank, RankResults, Ranks, current_rank
+    from parawrap.launch import (
+        Device,
+        Launch,
+        OneRank,
+        Platform,
+        Rank,
+        RankResults,
+        Ranks,
+        current_rank,
+    )
     from parawrap.workers import build
 
 __all__ = [
@@ -119,7 +134,13 @@ _NAMES_IN = {
     "parawrap.api.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),
     "parawrap.api.parallel": ("Parallel", "parallel"),
     "parawrap.api.parallel_wrapper": ("ParallelWrapper",),
-    "parawrap.api.scatter_gather": ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"),
+    "parawrap.api.scatter_gather": (
+        "gather",
+        "parallel_apply",
+        "replicate",
+        "scatter",
+        "scatter_kwargs",
+    ),
     "parawrap.api.sweep": ("Sweep",),
     "parawrap.api.tuple_parallel": ("TupleParallel", "tuple_fn"),
     "parawrap.api.tuples": ("cat", "transpose"),
@@ -142,7 +163,10 @@ _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in na
 
 
 def __getattr__(name: str) -> object:
-    """Import a submodule when one of its names is first used. ``parawrap --help`` then does not wait for torch."""
+    """Import a submodule when one of its names is first used.
+
+    ``parawrap --help`` then does not wait for torch.
+    """
     if name in _MODULES:
         return importlib.import_module(f"parawrap.{name}")
     if name not in _MODULE_OF:

@@ -1,4 +1,7 @@
-"""The private names of torch, Python, and cloudpickle that parawrap uses. CONTRIBUTING.md lists them."""
+"""The private names of torch, Python, and cloudpickle that parawrap uses.
+
+CONTRIBUTING.md lists them.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,15 @@ def private_name(path: str) -> Any:
         return resolve_name(path)
     except (ImportError, AttributeError) as error:
         msg = (
-            f"parawrap needs {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
+            f"parawrap needs {path}, which Python {platform.python_version()} with torch "
+            f"{version('torch')} does not have. "
             'Install releases that the page "Tested releases" of the documentation lists'
         )
         raise ImportError(msg) from error
 
 
 def private_reader(path: str) -> Callable[[Any], Any]:
-    """Return a function that reads the attribute of a class, such as ``torch.Tensor._version``, from an instance."""
+    """Return a function that reads an attribute of instances, such as ``Tensor._version``."""
     private_name(path)
     return attrgetter(path.rpartition(".")[2])
 
@@ -54,7 +58,12 @@ PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 # Dictionaries that calls do not read. They stay shared.
 NOT_CALLED = frozenset(
     {
-        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+        *(
+            "_state_dict_hooks",
+            "_state_dict_pre_hooks",
+            "_load_state_dict_pre_hooks",
+            "_load_state_dict_post_hooks",
+        ),
         "_non_persistent_buffers_set",
     }
 )
@@ -67,7 +76,9 @@ PRE_HOOKS = "_forward_pre_hooks"
 pruned_name_of: Callable[[Any], Any] = attrgetter("_tensor_name")
 
 # Copies tensors into others, faster than a loop over `Tensor.copy_`
-copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_name("torch._foreach_copy_")
+copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private_name(
+    "torch._foreach_copy_"
+)
 
 # The hooks of all modules
 global_hooks: tuple[dict[int, Any], ...] = (
@@ -79,10 +90,14 @@ global_hooks: tuple[dict[int, Any], ...] = (
 
 # Modes and hooks of the calling thread
 DeviceContext: Any = private_name("torch.utils._device.DeviceContext")
-function_modes: Callable[[], list[Any]] = private_name("torch.overrides._get_current_function_mode_stack")
+function_modes: Callable[[], list[Any]] = private_name(
+    "torch.overrides._get_current_function_mode_stack"
+)
 count_function_modes: Callable[[], int] = private_name("torch._C._len_torch_function_stack")
 count_dispatch_modes: Callable[[], int] = private_name("torch._C._len_torch_dispatch_stack")
-saved_tensor_hooks: Callable[[bool], Any] = private_name("torch._C._autograd._top_saved_tensors_default_hooks")
+saved_tensor_hooks: Callable[[bool], Any] = private_name(
+    "torch._C._autograd._top_saved_tensors_default_hooks"
+)
 functorch_level: Callable[[], Any] = private_name("torch._C._functorch.peek_interpreter_stack")
 profiler_runs: Callable[[], bool] = private_name("torch._C._autograd._profiler_enabled")
 tracing_state: Callable[[], Any] = private_name("torch._C._get_tracing_state")
@@ -90,7 +105,9 @@ InferenceMode: Any = private_name("torch._C._InferenceMode")
 set_grad_enabled: Callable[[bool], None] = private_name("torch._C._set_grad_enabled")
 
 # The level of forward-mode autograd, -1 outside it. All threads share it.
-forward_ad_level: Callable[[], int] = partial(private_reader("torch.autograd.forward_ad._current_level"), forward_ad)
+forward_ad_level: Callable[[], int] = partial(
+    private_reader("torch.autograd.forward_ad._current_level"), forward_ad
+)
 
 # torch.compile
 COMPILED_CALL = "_compiled_call_impl"  # of a module whose `compile` was called
@@ -99,13 +116,18 @@ COMPILED = "_orig_mod"  # of a compiled module: the module that it was made from
 
 
 def compiler() -> Any:
-    """Return torch's compiler if the process has loaded it, as the first torch.compile does; else None."""
+    """Return torch's compiler if the process has loaded it, as the first torch.compile does.
+
+    Else None.
+    """
     return sys.modules.get("torch._dynamo")
 
 
 def is_compiled_module(value: Any) -> bool:
     """True for a module that torch.compile returned."""
-    return compiler() is not None and isinstance(value, private_name("torch._dynamo.OptimizedModule"))
+    return compiler() is not None and isinstance(
+        value, private_name("torch._dynamo.OptimizedModule")
+    )
 
 
 def is_compiled_function(function: Any) -> bool:
@@ -133,7 +155,8 @@ def uses_cuda_graphs(compiled: Any) -> bool:
 
 # Parts of tensors, batches, and modules
 
-# Of a sparse tensor. The public `Tensor.indices` and `Tensor.values` refuse a tensor that is not coalesced.
+# Of a sparse tensor. The public `Tensor.indices` and `Tensor.values` refuse a tensor that is not
+# coalesced.
 indices_of = private_reader("torch.Tensor._indices")
 values_of = private_reader("torch.Tensor._values")
 # Without it, `tree_map` of torch takes the parts of a batch as one leaf.
@@ -147,7 +170,10 @@ SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.ShardedTensor"
 
 
 def loaded_class(path: str) -> Any:
-    """Return a class if its module is loaded; else an empty tuple, of which nothing is an instance."""
+    """Return a class if its module is loaded.
+
+    Else an empty tuple, of which nothing is an instance.
+    """
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, ())
 
@@ -157,7 +183,8 @@ def loaded_class(path: str) -> Any:
 run_exit_handlers = private_name("atexit._run_exitfuncs")
 # Waits for non-daemon threads, and ends idle workers of thread pools
 join_threads = private_name("threading._shutdown")
-# Of cloudpickle: the globals of a code object; what goes by name; the makers in the reductions of classes that go by value
+# Of cloudpickle: the globals of a code object; what goes by name; the makers in the reductions of
+# classes that go by value
 names_in_code = private_name("cloudpickle.cloudpickle._extract_code_globals")
 goes_by_name = private_name("cloudpickle.cloudpickle._should_pickle_by_reference")
 make_class = private_name("cloudpickle.cloudpickle._make_skeleton_class")
@@ -166,12 +193,14 @@ id_of_class = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CL
 class_of_id = private_name("cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID")
 # Flags and warning filters of this interpreter
 interpreter_options = private_name("subprocess._args_from_interpreter_flags")
-raw_environ: Any = getattr(os.environ, "_data", os.environ)  # compared at each call, and decoded only if it changed
+# Compared at each call, and decoded only if it changed
+raw_environ: Any = getattr(os.environ, "_data", os.environ)
 # The settings that children of multiprocessing get, such as their authkey, with what has been added
 _of_process: Callable[[Any], dict[str, Any]] = attrgetter("_config")
 # The process that removes shared memory and semaphores that nothing has unlinked
 _tracker: Any = private_name("multiprocessing.resource_tracker._resource_tracker")
-_finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
+# Without it, ranks exit later
+_finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})
 
 
 def keep_finalizers_from_exits() -> None:

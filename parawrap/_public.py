@@ -9,9 +9,12 @@ T = TypeVar("T")
 
 
 def public(value: T) -> T:
-    """Let a class or function report ``parawrap`` as its module: users import it from there, and pickles refer to it.
+    """Let a class or function report ``parawrap`` as its module.
 
-    Annotations of a class are evaluated first, because `typing.get_type_hints` looks their names up in that module.
+    Users import it from there, and pickles refer to it.
+
+    Annotations of a class are evaluated first, because `typing.get_type_hints` looks their names up
+    in that module.
     """
     own = vars(value).get("__annotations__") if isinstance(value, type) else None
     if own:

@@ -18,9 +18,15 @@ _log = logging.getLogger("parawrap.cpu")
 
 _libc: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
-_KEEP_BELOW = 1 << 30  # above the activations of most models; glibc returns larger blocks to the kernel
+# Above the activations of most models; glibc returns larger blocks to the kernel
+_KEEP_BELOW = 1 << 30
 _GLIBC_LARGEST = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX in malloc.c
-_SETTINGS = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold"
+_SETTINGS = (
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "glibc.malloc.mmap_threshold",
+    "glibc.malloc.trim_threshold",
+)
 
 _lock = threading.RLock()  # reentrant: garbage collection may close an abandoned block at any line
 _open_blocks = 0
@@ -30,21 +36,24 @@ _open_blocks = 0
 def keep_freed_memory() -> Iterator[None]:
     """Keep freed buffers in the process inside the block, instead of returning them to the kernel.
 
-    By default glibc returns large freed buffers to the kernel, and each page of the next buffer costs a page fault. Inside
-    the block glibc reuses freed buffers. A convolution of 64 rows on the CPU ran 1.9 times as fast. Measure it on your
-    machine with ``python -m benchmarks memory_kept``. The cost is memory: the process keeps freed buffers.
+    By default glibc returns large freed buffers to the kernel, and each page of the next buffer
+    costs a page fault. Inside the block glibc reuses freed buffers. A convolution of 64 rows on the
+    CPU ran 1.9 times as fast. Measure it on your machine with ``python -m benchmarks memory_kept``.
+    The cost is memory: the process keeps freed buffers.
 
-    The block sets M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3) to 1 GiB for the whole process. Blocks may nest, and
-    may overlap in several threads. The first block sets the thresholds, the last one resets them, and the logger
-    ``parawrap.cpu`` reports both at level INFO. Threads other than the main one keep less: their heaps end at 64 MiB, and
-    glibc still returns larger buffers.
+    The block sets M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of mallopt(3) to 1 GiB for the whole
+    process. Blocks may nest, and may overlap in several threads. The first block sets the
+    thresholds, the last one resets them, and the logger ``parawrap.cpu`` reports both at level
+    INFO. Threads other than the main one keep less: their heaps end at 64 MiB, and glibc still
+    returns larger buffers.
 
-    The end of the last block returns free memory to the kernel. It sets the thresholds to 32 and 64 MiB, the largest values
-    that glibc's own adjustment reaches. One change stays: glibc no longer adjusts the thresholds.
+    The end of the last block returns free memory to the kernel. It sets the thresholds to 32 and 64
+    MiB, the largest values that glibc's own adjustment reaches. One change stays: glibc no longer
+    adjusts the thresholds.
 
-    The block only writes a log message if the C library is not glibc, or if the environment sets a threshold
-    (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, or ``GLIBC_TUNABLES``). It does not affect a preloaded
-    allocator such as jemalloc.
+    The block only writes a log message if the C library is not glibc, or if the environment sets a
+    threshold (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, or ``GLIBC_TUNABLES``). It
+    does not affect a preloaded allocator such as jemalloc.
 
     Example:
         >>> import torch

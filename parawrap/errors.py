@@ -1,7 +1,7 @@
 """The exceptions that parawrap raises.
 
-An exception that *your* code raises inside a lane keeps its type and traceback. parawrap adds a note that names the lane,
-the device, and the shard.
+An exception that *your* code raises inside a lane keeps its type and traceback. parawrap adds a
+note that names the lane, the device, and the shard.
 """
 
 from __future__ import annotations
@@ -28,38 +28,55 @@ def add_note(error: BaseException, note: str) -> None:
 class ParawrapError(Exception):
     """The base class of every exception that parawrap defines.
 
-    The text of an exception ends with its section in the documentation: its address, if the package was built with one,
-    or the title of the page.
+    The text of an exception ends with its section in the documentation: its address, if the package
+    was built with one, or the title of the page.
     """
 
-    def __init__(self, message: str) -> None:  # DataLoader raises errors of its workers again as ``kind(message=...)``
+    # DataLoader raises errors of its workers again as ``kind(message=...)``
+    def __init__(self, message: str) -> None:
         super().__init__(message)
 
     @property
     def message(self) -> str:
-        """The text without its place in the documentation, and without the places of errors that it quotes."""
+        """The text without its place in the documentation, and without those of quoted errors."""
         return _PLACES.sub("", super().__str__())
 
     def __str__(self) -> str:
         name = type(self).__name__
-        page = f"{ADDRESS}/errors.html#{name.lower()}" if ADDRESS else f'the page "Errors" of the documentation, {name}'
+        page = (
+            f"{ADDRESS}/errors.html#{name.lower()}"
+            if ADDRESS
+            else f'the page "Errors" of the documentation, {name}'
+        )
         return f"{self.message} ({page})"
 
 
 class ShardError(ParawrapError, ValueError):
-    """A call cannot be cut into shards. The message names the argument, its rows, and the remedy."""
+    """A call cannot be cut into shards.
+
+    The message names the argument, its rows, and the remedy.
+    """
 
 
 class GatherError(ParawrapError, ValueError):
-    """The outputs of several lanes cannot be joined. The message names the place in the output and the remedy."""
+    """The outputs of several lanes cannot be joined.
+
+    The message names the place in the output and the remedy.
+    """
 
 
 class VerifyError(ParawrapError, RuntimeError):
-    """A parallel output differs from the plain one by more than rounding. Raised by `parawrap.testing.check_rowwise`."""
+    """A parallel output differs from the plain one by more than rounding.
+
+    Raised by `parawrap.testing.check_rowwise`.
+    """
 
 
 class ShapeError(ParawrapError, ValueError):
-    """A compiled model does not accept a shape or dtype. The message names both the given and the compiled one."""
+    """A compiled model does not accept a shape or dtype.
+
+    The message names both the given and the compiled one.
+    """
 
 
 class ReplicaError(ParawrapError, RuntimeError):
@@ -67,15 +84,18 @@ class ReplicaError(ParawrapError, RuntimeError):
 
 
 class SessionError(ParawrapError, RuntimeError):
-    """A block or a trace is used after its end, or workers cannot make a call. The message names the remedy."""
+    """A block or a trace is used after its end, or workers cannot make a call.
+
+    The message names the remedy.
+    """
 
 
 class ResumeError(ParawrapError, RuntimeError):
-    """A stream cannot resume: the source, the target, or the folder is not the one of the earlier run."""
+    """A stream cannot resume: source, target, or folder is not that of the earlier run."""
 
 
 class DeviceListError(ParawrapError, ValueError):
-    """A device list is malformed on any machine: empty, of mixed types, or with an entry that is not a device."""
+    """A device list is malformed on any machine: empty, of mixed types, or with another entry."""
 
 
 class DeviceUnavailableError(ParawrapError, RuntimeError):
@@ -83,7 +103,10 @@ class DeviceUnavailableError(ParawrapError, RuntimeError):
 
 
 class PlatformError(ParawrapError, ValueError):
-    """A field of ``Platform`` has a value that is not allowed. The message names the field, the value, and valid values."""
+    """A field of ``Platform`` has a value that is not allowed.
+
+    The message names the field, the value, and valid values.
+    """
 
 
 class LaunchError(ParawrapError, RuntimeError):
@@ -95,12 +118,18 @@ class RankDiedError(LaunchError):
 
     Attributes:
         rank: The global rank.
-        signal: The signal that killed the rank, as a number if it has no name. None if the rank exited.
+        signal: The signal that killed the rank, as a number if it has no name. None if the rank
+            exited.
         exit_code: The exit code. None if a signal killed the rank.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, signal: Signals | int | None = None, exit_code: int | None = None
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        signal: Signals | int | None = None,
+        exit_code: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -125,4 +154,7 @@ class LaunchCancelledError(LaunchError):
 
 
 class UnsendableError(LaunchError, TypeError):
-    """An argument or a result cannot be sent to another process. The message names the part that cannot be sent."""
+    """An argument or a result cannot be sent to another process.
+
+    The message names the part that cannot be sent.
+    """

@@ -1,9 +1,10 @@
 """AWS NeuronCores: the API of torch_neuronx, on NeuronCores or on cores that parawrap emulates.
 
-The same code runs on inf2 and trn1, and on any other machine with emulated cores. On trn2 and trn3 with the newer
-torch_neuronx, NeuronCores are torch devices: use `parawrap.parallel` with ``"neuron:0"`` instead. The environment variable
-PARAWRAP_NEURON_RUNTIME names the runtime: torch_neuronx, torch_neuron, or host, which emulates cores on the CPU. By default
-parawrap uses the vendor's runtime that is installed, torch_neuronx first. Without either, it uses host and warns.
+The same code runs on inf2 and trn1, and on any other machine with emulated cores. On trn2 and trn3
+with the newer torch_neuronx, NeuronCores are torch devices: use `parawrap.parallel` with
+``"neuron:0"`` instead. The environment variable PARAWRAP_NEURON_RUNTIME names the runtime:
+torch_neuronx, torch_neuron, or host, which emulates cores on the CPU. By default parawrap uses the
+vendor's runtime that is installed, torch_neuronx first. Without either, it uses host and warns.
 
 >>> import torch
 >>> from parawrap import neuron, testing
@@ -31,8 +32,8 @@ __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", 
 def core_count() -> int:
     """Return the number of NeuronCores that are allocated to this process.
 
-    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets another number. If
-    NeuronCores are torch devices, it is the number of these devices.
+    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets
+    another number. If NeuronCores are torch devices, it is the number of these devices.
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed, or the cores cannot be counted.
@@ -52,21 +53,27 @@ def trace(
 ) -> torch.jit.ScriptModule:
     """Compile a module or function for NeuronCores, with the ``trace`` function of the runtime.
 
-    The compiled model accepts only tensors with the shapes and dtypes of the examples. `save` writes it to a file.
+    The compiled model accepts only tensors with the shapes and dtypes of the examples. `save`
+    writes it to a file.
 
-    With `example_kwarg_inputs`, the compiled model has these inputs and no others. Pass them by name.
+    With `example_kwarg_inputs`, the compiled model has these inputs and no others. Pass them by
+    name.
 
     Args:
         func: A module or function that ``torch.jit.trace`` accepts, usually in eval mode.
-        example_inputs: A tensor, or a tuple with one entry per argument. An entry may nest tuples, lists, and dicts.
-        example_kwarg_inputs: A dict with one entry per keyword argument, instead of `example_inputs`.
-        compiler: Options of the vendor's trace, such as ``compiler_args``. The emulated runtime ignores them.
+        example_inputs: A tensor, or a tuple with one entry per argument. An entry may nest tuples,
+            lists, and dicts.
+        example_kwarg_inputs: A dict with one entry per keyword argument, instead of
+            `example_inputs`.
+        compiler: Options of the vendor's trace, such as ``compiler_args``. The emulated runtime
+            ignores them.
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed.
-        TypeError: If both `example_inputs` and `example_kwarg_inputs` are given, if `example_inputs` is a dict, or if the
-            runtime's trace has no `example_kwarg_inputs`. On emulated cores, if an input or output holds values other than
-            tensors in tuples, lists, and dicts.
+        TypeError: If both `example_inputs` and `example_kwarg_inputs` are given, if
+            `example_inputs` is a dict, or if the runtime's trace has no `example_kwarg_inputs`. On
+            emulated cores, if an input or output holds values other than tensors in tuples, lists,
+            and dicts.
         Exception: Any error of the vendor's compiler or of the model.
 
     Example:
@@ -84,14 +91,17 @@ def trace(
         ...     model(mask=torch.tensor([[1.0, 0.0]]), x=torch.tensor([[3.0, 4.0]]))
         tensor([[3., 0.]])
     """
-    return runtime().trace(func, example_inputs, example_kwarg_inputs=example_kwarg_inputs, **compiler)
+    return runtime().trace(
+        func, example_inputs, example_kwarg_inputs=example_kwarg_inputs, **compiler
+    )
 
 
 def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
-    """Make a compiled model accept any number of rows on dim 0, like ``torch_neuronx.dynamic_batch``.
+    """Make a compiled model accept any number of rows, like ``torch_neuronx.dynamic_batch``.
 
-    The model processes the rows in chunks of the compiled size. `DataParallel` and `parallel` call this function
-    themselves. The guide "Run a model on NeuronCores" explains how a short last chunk runs.
+    The model processes the rows in chunks of the compiled size. `DataParallel` and `parallel` call
+    this function themselves. The guide "Run a model on NeuronCores" explains how a short last chunk
+    runs.
 
     Args:
         model: A model from `trace`, or a module that contains such models.
@@ -101,7 +111,8 @@ def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
 
     Raises:
         ReplicaError: If `model` was not traced for NeuronCores.
-        ShapeError: If an input or output has no dim 0, or its size on dim 0 differs from that of the others.
+        ShapeError: If an input or output has no dim 0, or its size on dim 0 differs from that of
+            the others.
 
     Example:
         >>> import torch
@@ -121,7 +132,8 @@ def load(file: str | os.PathLike[str] | IO[bytes]) -> torch.jit.ScriptModule:
         file: A path, or a file that is open for reading bytes.
 
     Returns:
-        The model. The runtime chooses its core; use `DataParallel` or `parallel` to choose cores yourself.
+        The model. The runtime chooses its core; use `DataParallel` or `parallel` to choose cores
+        yourself.
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed.

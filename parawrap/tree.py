@@ -1,8 +1,8 @@
 """Nested values: flatten containers to leaves, rebuild them, and give each leaf an address.
 
-optree does the work. It supports list, tuple, namedtuple, dict, OrderedDict, defaultdict, and deque. This module registers
-dataclasses and subclasses of Mapping, list, and tuple when it first meets each class, and rebuilds values as that class. It
-has no code for devices, rows, or modules.
+optree does the work. It supports list, tuple, namedtuple, dict, OrderedDict, defaultdict, and
+deque. This module registers dataclasses and subclasses of Mapping, list, and tuple when it first
+meets each class, and rebuilds values as that class. It has no code for devices, rows, or modules.
 """
 
 from __future__ import annotations
@@ -24,12 +24,34 @@ TreeSpec: TypeAlias = optree.PyTreeSpec
 
 _NAMESPACE = "parawrap"
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_SEALED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_SEALED = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
 _INSIDE = ...  # the step of a path from a container that is kept whole to its leaf
-_ITEMS_OF_ROWS = "_encodings"  # in a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
+# In a BatchEncoding of transformers, a UserDict: a list with one item per row, or None
+_ITEMS_OF_ROWS = "_encodings"
 
-# Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few and long-lived.
-_known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
+# Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few
+# and long-lived.
+_known_leaves: set[type] = {
+    torch.Tensor,
+    torch.nn.Parameter,
+    torch.Size,
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    type(None),
+}
 _nodes: set[type] = set()
 _whole: set[type] = set()  # of the nodes, those that are kept whole
 # All three are written with the lock held, and read without it: a look at one of them is one step
@@ -38,7 +60,10 @@ _claims: list[Callable[[type], bool]] = []
 
 
 class WholeLeaf:
-    """A leaf that stands for a whole container: a class with its own rules, or a sequence with one item per row."""
+    """A leaf that stands for a whole container.
+
+    It is of a class with its own rules, or a sequence with one item per row.
+    """
 
     __slots__ = ("value",)
 
@@ -52,13 +77,15 @@ _known_leaves.add(WholeLeaf)
 def flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
-    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`WholeLeaf`.
-    The outermost nodes that `is_leaf` accepts are leaves.
+    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped
+    in :class:`WholeLeaf`. The outermost nodes that `is_leaf` accepts are leaves.
     """
     leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
     if _known_leaves.issuperset(map(type, leaves)):
         return leaves, spec
-    strangers = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)} - _known_leaves
+    strangers = {
+        type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)
+    } - _known_leaves
     return flatten(value, is_leaf) if strangers and _learn(strangers) else (leaves, spec)
 
 
@@ -80,7 +107,10 @@ def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[
 
 
 def parts_below(value: Any) -> list[Any] | None:
-    """Return the values one level below a container; None for a leaf. The part of a class kept whole is a `WholeLeaf`."""
+    """Return the values one level below a container; None for a leaf.
+
+    The part of a class kept whole is a `WholeLeaf`.
+    """
     kind = type(value)
     if kind is dict:
         return [*value.values()]
@@ -98,7 +128,7 @@ def is_kept_whole(cls: type) -> bool:
 
 
 def keep_whole(cls: type) -> None:
-    """Treat every instance of `cls` as one leaf, wrapped in :class:`WholeLeaf`, even if `cls` is a container."""
+    """Treat each instance of `cls` as one leaf in a :class:`WholeLeaf`, also a container."""
     with _learning:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
@@ -111,7 +141,7 @@ def keep_whole_if(claim: Callable[[type], bool]) -> None:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield every tensor that `value` holds in attributes, slots, and containers, at any depth, each once.
+    """Yield each tensor in attributes, slots, and containers of `value`, at any depth, once.
 
     Functions, classes, and Python modules are not searched.
     """
@@ -138,14 +168,17 @@ def held_by(value: Any) -> list[Any]:
     elif isinstance(value, types.MethodType):
         found.append(value.__self__)
     names = {*getattr(value, "__dict__", ()), *names_of_slots(type(value))}
-    found += [getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)]
+    found += [
+        getattr(value, name) for name in names if isinstance(name, str) and hasattr(value, name)
+    ]
     return found
 
 
 def list_attributes(tensor: torch.Tensor) -> list[str]:
-    """Return the names of attributes that a tensor has of its own, which cutting and joining would lose.
+    """Return the names of a tensor's own attributes, which cutting and joining would lose.
 
-    The marks of torch.compile do not count. A wrapper of tensors keeps its tensors there, and cuts them itself.
+    The marks of torch.compile do not count. A wrapper of tensors keeps its tensors there, and cuts
+    them itself.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         return []
@@ -179,8 +212,12 @@ UNDECLARED: Any = object()
 
 
 def as_tree(option: Any) -> Any:
-    """Return an option that may be a tree, with dicts of their fields in the places of dataclasses."""
-    if dataclasses.is_dataclass(option) and not isinstance(option, type) and not isinstance(option, Mapping):
+    """Return an option that may be a tree, with dicts in the places of dataclasses."""
+    if (
+        dataclasses.is_dataclass(option)
+        and not isinstance(option, type)
+        and not isinstance(option, Mapping)
+    ):
         names = [field.name for field in dataclasses.fields(option) if hasattr(option, field.name)]
         return {name: as_tree(getattr(option, name)) for name in names}
     if isinstance(option, Mapping):
@@ -205,7 +242,8 @@ class Attribute(str):
 def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
     """Return the address of each leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
 
-    `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped in such a tuple.
+    `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped
+    in such a tuple.
     """
     if len(roots) == 1:
         return [address(roots[0], path) for path in spec.paths()]
@@ -213,7 +251,7 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
 
 
 def address(root: str, path: Iterable[Any]) -> str:
-    """Return the address of a path of keys, indices, and attributes, such as ``args[0]["mask"]``."""
+    """Return the address of a path of keys and attributes, such as ``args[0]["mask"]``."""
     return root + "".join(map(_write_step, path))
 
 
@@ -244,12 +282,15 @@ def _learn(strangers: Iterable[type]) -> bool:
 
 def _is_container(cls: type) -> bool:
     is_value = issubclass(cls, (torch.nn.Module, enum.Enum))
-    return not is_value and (issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls))
+    return not is_value and (
+        issubclass(cls, (Mapping, list, tuple)) or dataclasses.is_dataclass(cls)
+    )
 
 
 def _register(cls: type, down: Callable[[Any], Any]) -> None:
     with warnings.catch_warnings():
-        # optree warns that a registered namedtuple loses its default handling, which is intended here.
+        # optree warns that a registered namedtuple loses its default handling, which is intended
+        # here.
         warnings.simplefilter("ignore", UserWarning)
         optree.register_pytree_node(cls, down, _rebuild, namespace=_NAMESPACE)
     _nodes.add(cls)
@@ -261,15 +302,16 @@ def _register(cls: type, down: Callable[[Any], Any]) -> None:
 class _Blank:
     """A container without its parts: its class, the keys of its items, and its attributes.
 
-    The parts of a container are its items, and the attributes in `names`. Attributes of plain values stay in `plain`, with
-    their types. Outputs with different blanks are not joined.
+    The parts of a container are its items, and the attributes in `names`. Attributes of plain
+    values stay in `plain`, with their types. Outputs with different blanks are not joined.
     """
 
     cls: Any
     keys: tuple[Any, ...]
     names: tuple[Attribute, ...]
     plain: tuple[tuple[str, type, Any], ...]  # by type too: True is not 1
-    factory: Any = dataclasses.field(compare=False, repr=False)  # the text of a function differs between processes
+    # The text of a function differs between processes
+    factory: Any = dataclasses.field(compare=False, repr=False)
     is_namespace: bool = False  # its items are its attributes: ``self.__dict__ = self``
 
 
@@ -287,12 +329,17 @@ def _take_apart(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, dict | UserDict):
             attributes = {}  # its class alone can fill it, and its attributes may hold the items
     elif dataclasses.is_dataclass(value):
-        keys = tuple(Attribute(field.name) for field in dataclasses.fields(value) if hasattr(value, field.name))
+        keys = tuple(
+            Attribute(field.name)
+            for field in dataclasses.fields(value)
+            if hasattr(value, field.name)
+        )
         items = [getattr(value, key) for key in keys]
     else:
         keys = tuple(range(len(value)))
         items = list(value)
-    skip = {*keys, "data"} if isinstance(value, UserDict) else {*keys}  # a ModelOutput has its items as attributes too
+    # A ModelOutput has its items as attributes too
+    skip = {*keys, "data"} if isinstance(value, UserDict) else {*keys}
     others = {name: each for name, each in attributes.items() if name not in skip}
     if isinstance(value, UserDict) and isinstance(others.get(_ITEMS_OF_ROWS), list):
         others[_ITEMS_OF_ROWS] = WholeLeaf(others[_ITEMS_OF_ROWS])
@@ -316,7 +363,9 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
     if issubclass(kind, Mapping) and not issubclass(kind, dict | UserDict):
         return blank.cls(items)  # only the class can fill its instances
     is_tuple = issubclass(kind, tuple)
-    built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
+    built: Any = (
+        tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
+    )
     attributes = {name: each for name, _, each in blank.plain}
     if issubclass(kind, defaultdict):
         built.default_factory = blank.factory
@@ -326,7 +375,8 @@ def _rebuild(blank: Any, parts: Iterable[Any]) -> Any:
         built.__dict__ = built
     _set_attributes(built, attributes)
     if issubclass(kind, Mapping):
-        for key, item in items.items():  # __setitem__ keeps the attributes of a ModelOutput equal to its items
+        # __setitem__ keeps the attributes of a ModelOutput equal to its items
+        for key, item in items.items():
             built[key] = item
     elif dataclasses.is_dataclass(kind):
         _set_attributes(built, items)

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-_CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
+_LINES = "white-space:pre-line;padding:2px 0"
+_CELL = (
+    "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid "
+    "rgba(128,128,128,.3);text-align"
+)
 _DOTS = " ..."
 
 
@@ -35,23 +39,27 @@ class Table(NamedTuple):
         """Return a fragment without styles or scripts of the page, for dark and light notebooks."""
         head = "".join(self._cell("th", name, name, ' scope="col"') for name in self.header)
         body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
+        caption = f'<caption style="text-align:left;{_LINES}">{escape(self.title)}</caption>'
+        rows = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
         return (
-            '<div style="overflow-x:auto"><table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
-            f'<caption style="text-align:left;white-space:pre-line;padding:2px 0">{escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{self._footer_html()}</div>"
+            '<div style="overflow-x:auto">'
+            '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
+            f"{caption}{rows}</table>{self._footer_html()}</div>"
         )
 
     def _footer_html(self) -> str:
-        style = "white-space:pre-line;padding:2px 0"
-        return f'<div style="{style}">{escape(self.footer)}</div>' if self.footer else ""
+        return f'<div style="{_LINES}">{escape(self.footer)}</div>' if self.footer else ""
 
     def _row(self, row: Sequence[str]) -> str:
         first, *others = zip(self.header, row, strict=True)
-        return self._cell("th", *first, ' scope="row"') + "".join(self._cell("td", *each) for each in others)
+        return self._cell("th", *first, ' scope="row"') + "".join(
+            self._cell("td", *each) for each in others
+        )
 
     def _cell(self, tag: str, column: str, text: str, scope: str = "") -> str:
         weight = ";font-weight:normal" if "row" in scope else ""
-        return f'<{tag}{scope} style="{_CELL}:{"left" if column in self.texts else "right"}{weight}">{escape(text)}</{tag}>'
+        side = "left" if column in self.texts else "right"
+        return f'<{tag}{scope} style="{_CELL}:{side}{weight}">{escape(text)}</{tag}>'
 
 
 def shorten(text: str, most: int) -> str:

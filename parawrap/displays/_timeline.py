@@ -1,4 +1,7 @@
-"""Timelines: spans of time on tracks, as a page for browsers, and as a trace for chrome://tracing and ui.perfetto.dev."""
+"""Timelines: spans of time on tracks.
+
+They become a page for browsers, or a trace for chrome://tracing and ui.perfetto.dev.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class Span(NamedTuple):
         end: The end in nanoseconds.
         name: The text in the picture.
         kind: Spans of one kind have one color.
-        details: Further facts by name: strings, numbers, or None. The detail "error" marks a failure.
+        details: Further facts by name: strings, numbers, or None. The detail "error" marks a
+            failure.
     """
 
     track: int
@@ -39,7 +43,8 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
     """Tracks, by their labels, and the spans on them, in any order.
 
-    `without_idle` are the indices of tracks whose idle time means nothing, such as that of the caller's thread.
+    `without_idle` are the indices of tracks whose idle time means nothing, such as that of the
+    caller's thread.
     """
 
     title: str
@@ -60,10 +65,14 @@ class Timeline(NamedTuple):
     @property
     def slowest(self) -> int | None:
         """The index of the longest span; None without spans."""
-        return max(range(len(self.spans)), key=lambda index: self.spans[index].end - self.spans[index].start, default=None)
+        return max(
+            range(len(self.spans)),
+            key=lambda index: self.spans[index].end - self.spans[index].start,
+            default=None,
+        )
 
     def gaps(self) -> list[list[tuple[int, int]]]:
-        """Return the idle intervals of each track between the first start and the last end, as pairs of start and end."""
+        """Return the idle intervals of each track between the first start and the last end."""
         busy: list[list[tuple[int, int]]] = [[] for _ in self.tracks]
         for span in self.spans:
             busy[span.track].append((span.start, span.end))
@@ -79,10 +88,14 @@ class Timeline(NamedTuple):
         for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
             idle = sum(end - start for start, end in gaps)
             share = 100 * idle / self.duration if self.duration else 0
-            of_idle = "" if track in self.without_idle else f"  idle {_time(idle):>9} ({share:.0f}%)"
+            of_idle = (
+                "" if track in self.without_idle else f"  idle {_time(idle):>9} ({share:.0f}%)"
+            )
             lines.append(f"  {label:<{width}}  {_spans(counts[track]):>12}{of_idle}")
         span = self.spans[self.slowest]
-        lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}")
+        lines.append(
+            f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}"
+        )
         return "\n".join(lines)
 
 
@@ -98,16 +111,23 @@ def _gaps_between(busy: Sequence[tuple[int, int]], began: int, ended: int) -> li
 def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     """Return why `write_timeline` cannot write a file at this path, and what to do; None if it can.
 
-    Creates a file in the folder and removes it, which also detects missing permissions, read-only disks, and long names.
+    Creates a file in the folder and removes it, which also detects missing permissions, read-only
+    disks, and long names.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         return f"{path!r} is not a path. Give a string or a pathlib.Path, such as 'lanes.html'"
     path = Path(path).expanduser()
     if path.suffix not in _SUFFIXES:
-        return f"{str(path)!r} is not NAME.html (a page for browsers) or NAME.json (a trace for ui.perfetto.dev)"
+        return (
+            f"{str(path)!r} is not NAME.html (a page for browsers) or NAME.json (a trace for "
+            "ui.perfetto.dev)"
+        )
     try:
         if path.is_dir():
-            return f"{str(path)!r} is a folder. Give the path of a file in it, such as {str(path / 'lanes.html')!r}"
+            return (
+                f"{str(path)!r} is a folder. Give the path of a file in it, such as "
+                f"{str(path / 'lanes.html')!r}"
+            )
         unfinished = _temporary_path(path)
         unfinished.touch()
         unfinished.unlink()
@@ -118,7 +138,10 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
-    """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``. Replaces an existing file."""
+    """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``.
+
+    Replaces an existing file.
+    """
     path = Path(path)
     text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
     unfinished = _temporary_path(path)
@@ -157,7 +180,9 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         ]
         timeline = Timeline(other["title"], tracks, spans, other["without_idle"])
     except (ValueError, LookupError, TypeError) as error:
-        msg = f"{os.fspath(path)!r} is not a trace of parawrap. Give a .json file that p.trace wrote"
+        msg = (
+            f"{os.fspath(path)!r} is not a trace of parawrap. Give a .json file that p.trace wrote"
+        )
         raise ValueError(msg) from error
     if not spans:
         msg = f"{os.fspath(path)!r} has no spans, so there is nothing to show"
@@ -202,9 +227,13 @@ def _page(timeline: Timeline) -> str:
         "tracks": [
             {
                 "label": label,
-                "gaps": None if track in timeline.without_idle else [[(at - began) / _US for at in gap] for gap in gaps],
+                "gaps": None
+                if track in timeline.without_idle
+                else [[(at - began) / _US for at in gap] for gap in gaps],
             }
-            for track, (label, gaps) in enumerate(zip(timeline.tracks, timeline.gaps(), strict=True))
+            for track, (label, gaps) in enumerate(
+                zip(timeline.tracks, timeline.gaps(), strict=True)
+            )
         ],
         "spans": [
             [
@@ -219,7 +248,8 @@ def _page(timeline: Timeline) -> str:
         ],
     }
     template = _TEMPLATE.read_text(encoding="utf-8")
-    inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text of the data ends the script element
+    # No text of the data ends the script element
+    inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return template.replace(_PLACE_OF_DATA, inert)
 
 

@@ -37,6 +37,7 @@ def test_cluster_functions_run_here(here):
 
 
 CPUS, GPUS = ["cpu", "cpu"], ["cuda:0", "cuda:1"]
+CORES = ["cpu and NeuronCore 0", "cpu and NeuronCore 1"]
 COUNTS = [
     # the platform of the decorator, if any; the options; and the devices of the ranks of a node
     (None, "--n 2", GPUS),
@@ -44,7 +45,7 @@ COUNTS = [
     (None, "--device gpu --n 2", GPUS),
     (None, "--device gpu --n 2 --set n_cpus=8", GPUS),
     (None, "--device mps --n 1", ["mps"]),
-    (None, "--device neuron --n 2", CPUS),
+    (None, "--device neuron --n 2", CORES),
     (None, "--device CPU --n 2", CPUS),
     (None, "--device slurm --n 2", CPUS),
     (None, "--device slurm --n 2 --set print_ranks=(1,)", CPUS),
@@ -59,7 +60,7 @@ COUNTS = [
     ("device='slurm', n_gpus=8, n_cpus=8", "--n 2 --device cpu", CPUS),
     ("device='ray', n_cpus=8", "--n 2", CPUS),
     ("device='ray', n_gpus=8, n_cpus=8", "--n 2", GPUS),
-    ("device='neuron', n_gpus=1, n_cpus=8", "--n 2", CPUS),
+    ("device='neuron', n_gpus=1, n_cpus=8", "--n 2", CORES),
 ]
 
 
