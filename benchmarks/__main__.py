@@ -1,7 +1,8 @@
-"""``python -m benchmarks [suite or name ...]``: measure, print tables, and write complete suites into benchmarks/results/.
+"""``python -m benchmarks [suite or name ...]``: measure, print tables, and write complete suites
+into benchmarks/results/.
 
-Each suite runs in its own process, with allocator and threads fixed before torch is loaded. A complete suite also updates
-the summary.
+Each suite runs in its own process, with allocator and threads fixed before torch is loaded. A
+complete suite also updates the summary.
 """
 
 from __future__ import annotations
@@ -46,20 +47,40 @@ SUITES = {
         "Engine and public classes",
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
     ),
-    "launching": Suite("Launching on one machine", ("launching", "relaunching", "staying"), time_unit="ms"),
+    "launching": Suite(
+        "Launching on one machine", ("launching", "relaunching", "staying"), time_unit="ms"
+    ),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite(
-        "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True
+        "Lanes on the CPU",
+        ("cpu_lanes", "training", "mapping", "submitting"),
+        time_unit="ms",
+        on_every_core=True,
     ),
-    "lanes": Suite("Lanes and the interpreter lock", ("lanes",), time_unit="ms", on_every_core=True, per_build=True),
+    "lanes": Suite(
+        "Lanes and the interpreter lock",
+        ("lanes",),
+        time_unit="ms",
+        on_every_core=True,
+        per_build=True,
+    ),
     "workers": Suite("Worker processes", ("workers",), time_unit="ms", on_every_core=True),
-    "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
+    "cuda": Suite(
+        "On one GPU",
+        ("cuda", "cpu_lanes"),
+        command="make bench-cuda",
+        on_every_core=True,
+        needs_gpu=True,
+    ),
 }
 RESULTS = Path(os.environ.get("PARAWRAP_BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the named suites and benchmarks, or all suites. Return 1 if a row misses its goal or a suite cannot run."""
+    """Run the named suites and benchmarks, or all suites.
+
+    Return 1 if a row misses its goal or a suite cannot run.
+    """
     jobs = _jobs(words)
     codes = [0]
     for suite in [suite for suite in jobs if SUITES[suite].needs_gpu]:
@@ -78,13 +99,23 @@ def main(words: Sequence[str]) -> int:
 
 
 def _jobs(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the benchmarks to run in each suite. A word that is the name of a suite and of a benchmark means the suite."""
+    """Return the benchmarks to run in each suite.
+
+    A word that is the name of a suite and of a benchmark means the suite.
+    """
     jobs: dict[str, tuple[str, ...]] = {}
     for word in words or SUITES:
-        suite = word if word in SUITES else next((suite for suite in SUITES if word in SUITES[suite].names), None)
+        suite = (
+            word
+            if word in SUITES
+            else next((suite for suite in SUITES if word in SUITES[suite].names), None)
+        )
         if suite is None:
             every = sorted({*SUITES, *(name for suite in SUITES.values() for name in suite.names)})
-            msg = f"{word!r} is not a suite or benchmark. Use one of {', '.join(every)}, or no word for all suites"
+            msg = (
+                f"{word!r} is not a suite or benchmark. Use one of {', '.join(every)}, or no word "
+                "for all suites"
+            )
             raise SystemExit(msg)
         whole = SUITES[suite].names
         named = whole if word == suite else (*jobs.get(suite, ()), word)
@@ -108,7 +139,9 @@ def _fixed(suite: Suite) -> dict[str, str]:
 
 def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) -> int:
     words = [suite] if names == SUITES[suite].names else names
-    return subprocess.run([sys.executable, "-m", "benchmarks", *words], env={**os.environ, **fixed}, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words], env={**os.environ, **fixed}, check=False
+    ).returncode
 
 
 def _measure(suite: str, names: Sequence[str]) -> int:
@@ -142,7 +175,10 @@ def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = Non
         "versions": versions(),
         "rows": [row.as_json() for row in rows],
     }
-    print(f"\n{summary.machine_of(document)}\n\n{summary.tables(document['rows'], unit)}\n", flush=True)
+    print(
+        f"\n{summary.machine_of(document)}\n\n{summary.tables(document['rows'], unit)}\n",
+        flush=True,
+    )
     if keep:
         name = SUITES[suite].file_of(suite)
         (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -165,7 +201,11 @@ def titles() -> dict[str, str]:
     """Return the titles of all files that suites have written, or would write."""
     names: list[str] = []
     for suite, each in SUITES.items():
-        found = sorted(path.stem for path in RESULTS.glob(f"{suite}_*.json")) if each.per_build else [suite]
+        found = (
+            sorted(path.stem for path in RESULTS.glob(f"{suite}_*.json"))
+            if each.per_build
+            else [suite]
+        )
         names += found
     return {name: title_of(name) for name in names}
 
@@ -176,14 +216,20 @@ def hardware() -> dict[str, str]:
 
     from parawrap.backends.cores import usable_cores
 
-    gpu = f"{torch.cuda.get_device_name()}, driver {_driver()}" if torch.cuda.is_available() else "no GPU"
+    gpu = (
+        f"{torch.cuda.get_device_name()}, driver {_driver()}"
+        if torch.cuda.is_available()
+        else "no GPU"
+    )
     return {"machine": platform.machine(), "cores": f"{usable_cores()} cores", "gpu": gpu}
 
 
 def _driver() -> str:
     question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(
+            question, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return answer.partition("\n")[0].strip() or "unknown"
@@ -196,7 +242,12 @@ def versions() -> dict[str, str]:
     import parawrap
 
     cuda = {"CUDA": str(torch.version.cuda)} if torch.version.cuda else {}
-    return {"torch": torch.__version__, **cuda, "Python": platform.python_version(), "parawrap": parawrap.__version__}
+    return {
+        "torch": torch.__version__,
+        **cuda,
+        "Python": platform.python_version(),
+        "parawrap": parawrap.__version__,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Times of arms that take turns, and the results computed from them.
 
-Turns spread other load on the machine evenly over the arms. ``python -m benchmarks`` sets threads and allocator for the
-whole process before torch is loaded.
+Turns spread other load on the machine evenly over the arms. ``python -m benchmarks`` sets threads
+and allocator for the whole process before torch is loaded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Result:
-    """One quantity that a benchmark computes, its unit, its range if one was measured, and its goal if it has one.
+    """One quantity that a benchmark computes, its unit, its range if one was measured, and its goal
+    if it has one.
 
     The range is the 95% confidence interval of a ratio, and the quartiles of any other quantity.
     """
@@ -89,7 +90,9 @@ class Result:
         >>> Result("overhead", 7.0, "us").held_to("under", 5.0).met
         False
         """
-        return replace(self, goal=f"{relation} {limit:,g}", met=_RELATIONS[relation](self.value, limit))
+        return replace(
+            self, goal=f"{relation} {limit:,g}", met=_RELATIONS[relation](self.value, limit)
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ class Row:
         results: The results, each with its own goal.
         peers: The software that parawrap is compared with.
         note: A remark, for instance the reason that an arm was not measured.
-        extra: Other data for the JSON file. ``extra["markdown"]`` is a table that the page shows as it is.
+        extra: Other data for the JSON file. ``extra["markdown"]`` is a table that the page shows as
+            it is.
     """
 
     name: str
@@ -113,8 +117,11 @@ class Row:
     extra: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        results = ", ".join(f"{each.quantity} {each.value:,.4g} {each.unit}" for each in self.results)
-        _log.info("%s: %s", self.name, results)  # a suite that is ended early leaves its rows in its log
+        results = ", ".join(
+            f"{each.quantity} {each.value:,.4g} {each.unit}" for each in self.results
+        )
+        # A suite that is ended early leaves its rows in its log
+        _log.info("%s: %s", self.name, results)
 
     @property
     def met(self) -> bool:
@@ -125,21 +132,25 @@ class Row:
         return asdict(self)
 
 
-def take_turns(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0) -> dict[str, Arm]:
+def take_turns(
+    arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0
+) -> dict[str, Arm]:
     """Time each arm as `times_in_turn` does, and return medians and quartiles."""
     times = times_in_turn(arms, rounds=rounds, calls=calls, settle=settle)
     return {name: arm_of(values) for name, values in times.items()}
 
 
-def times_in_turn(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0) -> dict[str, list[float]]:
+def times_in_turn(
+    arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0
+) -> dict[str, list[float]]:
     """Time each arm `rounds` times, in turn, and return the microseconds per call of each round.
 
     Args:
         arms: The work of each arm. Each arm first makes one turn that is not timed.
         rounds: The number of timed turns of each arm.
         calls: The number of calls in one turn.
-        settle: The number of untimed calls before each turn. The OpenMP threads of the previous arm spin for a while; these
-            calls outlast them.
+        settle: The number of untimed calls before each turn. The OpenMP threads of the previous arm
+            spin for a while; these calls outlast them.
     """
 
     def turn(work: Work) -> float:
@@ -173,26 +184,33 @@ def wall_us(work: Work, calls: int = 1) -> float:
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
     """Return the median ratio of times from the same rounds, and its 95% confidence interval.
 
-    Each round gives one ratio, because a disturbance affects both times of a round. The interval is that of the sign test,
-    which holds for any distribution: its ends have ranks 0.98 sqrt(n) below and above the middle (David and Nagaraja, Order
-    Statistics, 2003, section 7.1).
+    Each round gives one ratio, because a disturbance affects both times of a round. The interval is
+    that of the sign test, which holds for any distribution: its ends have ranks 0.98 sqrt(n) below
+    and above the middle (David and Nagaraja, Order Statistics, 2003, section 7.1).
     """
     ratios = sorted(value / other for value, other in zip(values, others, strict=True))
     rank = max(0, math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))))
     return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank])
 
 
-def overheads(ours: tuple[str, float], theirs: tuple[str, float], least: float | None) -> list[Result]:
+def overheads(
+    ours: tuple[str, float], theirs: tuple[str, float], least: float | None
+) -> list[Result]:
     """Return the overheads of two arms in microseconds, and their ratio.
 
-    The goal is that parawrap's overhead is at most 1/`least` of the peer's. If parawrap adds no time, its overhead must not
-    exceed the peer's.
+    The goal is that parawrap's overhead is at most 1/`least` of the peer's. If parawrap adds no
+    time, its overhead must not exceed the peer's.
     """
     (our_name, our_us), (their_name, their_us) = ours, theirs
-    own, peer = Result(f"overhead, {our_name}", our_us, "us"), Result(f"overhead, {their_name}", their_us, "us")
+    own, peer = (
+        Result(f"overhead, {our_name}", our_us, "us"),
+        Result(f"overhead, {their_name}", their_us, "us"),
+    )
     if our_us <= 0:
         return [own if least is None else own.held_to("at most", their_us), peer]
-    ratio = Result(f"overhead of {their_name} divided by that of {our_name}", their_us / our_us, "ratio")
+    ratio = Result(
+        f"overhead of {their_name} divided by that of {our_name}", their_us / our_us, "ratio"
+    )
     return [own, peer, ratio if least is None else ratio.held_to("at least", least)]
 
 
@@ -204,7 +222,10 @@ def arm_of(values: Sequence[float]) -> Arm:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Run torch operators on `count` threads inside the block. Lanes that start inside share these threads."""
+    """Run torch operators on `count` threads inside the block.
+
+    Lanes that start inside share these threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -12,7 +12,8 @@ from typing import Any
 
 __all__ = ["ALLOCATOR", "in_process"]
 
-# By default glibc returns large buffers to the kernel, and a comparison could measure nothing but page faults.
+# By default glibc returns large buffers to the kernel, and a comparison could measure nothing but
+# page faults.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 _CALL = """
@@ -23,7 +24,9 @@ print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(arg
 
 
 def in_process(function: str, env: Mapping[str, str | None] | None = None, **arguments: Any) -> Any:
-    """Return the result of ``module:function`` from a new interpreter. Arguments and result travel as JSON.
+    """Return the result of ``module:function`` from a new interpreter.
+
+    Arguments and result travel as JSON.
 
     Args:
         function: The module and the name of the function.
@@ -33,7 +36,16 @@ def in_process(function: str, env: Mapping[str, str | None] | None = None, **arg
     module, _, name = function.partition(":")
     variables = {**os.environ, **(env or {})}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _CALL, module, name, json.dumps(arguments)],
+        [
+            sys.executable,
+            "-W",
+            "ignore::DeprecationWarning",
+            "-c",
+            _CALL,
+            module,
+            name,
+            json.dumps(arguments),
+        ],
         stdout=subprocess.PIPE,
         env={key: value for key, value in variables.items() if value is not None},
         cwd=Path(__file__).parents[1],

@@ -10,4 +10,5 @@ __all__ = ["build"]
 
 def build() -> str:
     """Return the release of Python, with a t if it was built without the interpreter lock."""
-    return f"{sys.version_info[0]}.{sys.version_info[1]}{'t' if sysconfig.get_config_var('Py_GIL_DISABLED') else ''}"
+    build = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    return f"{sys.version_info[0]}.{sys.version_info[1]}{build}"

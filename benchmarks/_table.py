@@ -1,4 +1,6 @@
-"""Rows of the JSON files as tables in Markdown: one quantity per line, and the unit in the header."""
+"""Rows of the JSON files as tables in Markdown: one quantity per line, and the
+unit in the header.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,36 @@ def _results_table(unit: str, results: Sequence[tuple[str, Mapping[str, Any]]]) 
     for name, result in results:
         cells = [name, result["quantity"], number(result["value"], unit)]
         if ranges:
-            cells += ["" if result[end] is None else number(result[end], unit) for end in ("low", "high")]
+            cells += [
+                "" if result[end] is None else number(result[end], unit) for end in ("low", "high")
+            ]
         if goals:
-            cells += [result["goal"], ("yes" if result["met"] else "**no**") if result["goal"] else ""]
+            cells += [
+                result["goal"],
+                ("yes" if result["met"] else "**no**") if result["goal"] else "",
+            ]
         lines.append(cells)
     return _table(head, lines)
 
 
 def times_table(rows: Rows, unit: str = "us") -> str:
     """Return the table of the times of all arms, in microseconds ("us") or milliseconds ("ms")."""
-    head = ["benchmark", "arm", *(f"{word} ({unit})" for word in ("median", "lower quartile", "upper quartile"))]
+    head = [
+        "benchmark",
+        "arm",
+        *(f"{word} ({unit})" for word in ("median", "lower quartile", "upper quartile")),
+    ]
     return _table(
         head,
         [
-            [row["name"], name, *(number(arm[key] * _PER_US[unit], unit) for key in ("median_us", "low_us", "high_us"))]
+            [
+                row["name"],
+                name,
+                *(
+                    number(arm[key] * _PER_US[unit], unit)
+                    for key in ("median_us", "low_us", "high_us")
+                ),
+            ]
             for row in rows
             for name, arm in row["arms"].items()
         ],
@@ -55,14 +73,20 @@ def times_table(rows: Rows, unit: str = "us") -> str:
 
 def peers_table(rows: Rows) -> str:
     """Return the table of the software that each benchmark compares parawrap with."""
-    return _table(["benchmark", "compared with"], [[row["name"], row["peers"]] for row in rows if row["peers"]])
+    return _table(
+        ["benchmark", "compared with"],
+        [[row["name"], row["peers"]] for row in rows if row["peers"]],
+    )
 
 
 def number(value: float, unit: str) -> str:
-    """Format a ratio below ten or an exponent with two decimals, a percentage with one, and other values with four digits.
+    """Format a ratio below ten or an exponent with two decimals, a percentage with one, and other
+    values with four digits.
 
-    >>> number(1.958, "ratio"), number(18.02, "ratio"), number(14.863, "%"), number(13995.7, "us"), number(0.58186, "us")
-    ('1.96', '18.0', '14.9', '13,996', '0.5819')
+    >>> number(1.958, "ratio"), number(18.02, "ratio"), number(14.863, "%")
+    ('1.96', '18.0', '14.9')
+    >>> number(13995.7, "us"), number(0.58186, "us")
+    ('13,996', '0.5819')
     """
     if unit in ("ratio", "exponent", "%"):
         return f"{value:,.{1 if unit == '%' or value >= 10 else 2}f}"
@@ -70,7 +94,10 @@ def number(value: float, unit: str) -> str:
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a table. Only the first of successive lines about one benchmark names it. Without lines, return nothing."""
+    """Return a table.
+
+    Only the first of successive lines about one benchmark names it. Without lines, return nothing.
+    """
     text, before = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)], ""
     for first, *others in lines:
         text.append(f"| {' | '.join(['' if first == before else first, *others])} |")

@@ -25,7 +25,9 @@ def _row(name: str, samples: list[tuple[torch.Tensor, int]], rounds: int) -> Row
     ours = parawrap.default_collate(2)
     arms = take_turns(
         {
-            "torch's default_collate, then chunk": lambda: [value.chunk(2) for value in default_collate(samples)],
+            "torch's default_collate, then chunk": lambda: [
+                value.chunk(2) for value in default_collate(samples)
+            ],
             "parawrap.default_collate(2)": lambda: ours(samples),
         },
         rounds=rounds,
@@ -36,6 +38,10 @@ def _row(name: str, samples: list[tuple[torch.Tensor, int]], rounds: int) -> Row
     return Row(
         f"collate: {name}",
         arms,
-        [Result("time of parawrap divided by that of torch", ratio, "ratio").held_to("at most", _NOISE)],
+        [
+            Result("time of parawrap divided by that of torch", ratio, "ratio").held_to(
+                "at most", _NOISE
+            )
+        ],
         peers=f"torch {torch.__version__}",
     )

@@ -1,6 +1,8 @@
-"""Lanes of one thread each on the CPU, compared with a plain call on as many of torch's own threads.
+"""Lanes of one thread each on the CPU, compared with a plain call on as many of torch's own
+threads.
 
-Both arms have the same number of cores: plain operators use k threads, and k lanes use one thread each.
+Both arms have the same number of cores: plain operators use k threads, and k lanes use one thread
+each.
 """
 
 from __future__ import annotations
@@ -27,8 +29,16 @@ NETS = (
 )
 
 
-def rows(nets: Sequence[Net] = NETS, lanes: Sequence[int] = LANES, rounds: int = 9, cores: int | None = None) -> list[Row]:
-    """Measure one row per net. Lane counts above the usable cores are skipped, and the row names them."""
+def rows(
+    nets: Sequence[Net] = NETS,
+    lanes: Sequence[int] = LANES,
+    rounds: int = 9,
+    cores: int | None = None,
+) -> list[Row]:
+    """Measure one row per net.
+
+    Lane counts above the usable cores are skipped, and the row names them.
+    """
     cores = usable_cores() if cores is None else cores
     with torch.no_grad(), plain_attention():
         return [_row(net, lanes, rounds, cores) for net in nets]
@@ -37,16 +47,24 @@ def rows(nets: Sequence[Net] = NETS, lanes: Sequence[int] = LANES, rounds: int =
 def _row(net: Net, lanes: Sequence[int], rounds: int, cores: int) -> Row:
     model, ours, x = net.make().eval(), net.make().eval(), net.batch(net.usual)
     pairs = {count: _pair(model, ours, x, count, rounds) for count in lanes if count <= cores}
-    row = lanes_row(f"CPU lanes: {net.name}, {net.usual} rows", pairs, [n for n in lanes if n > cores], cores)
+    row = lanes_row(
+        f"CPU lanes: {net.name}, {net.usual} rows", pairs, [n for n in lanes if n > cores], cores
+    )
     with threads(1):
-        one_row = take_turns({"one row": partial(model, net.batch(1))}, rounds=rounds, settle=1)["one row"]
+        one_row = take_turns({"one row": partial(model, net.batch(1))}, rounds=rounds, settle=1)[
+            "one row"
+        ]
     return replace(row, results=[*row.results, *_limits(pairs, one_row.median_us)])
 
 
-def _pair(model: nn.Module, ours: nn.Module, x: torch.Tensor, count: int, rounds: int) -> tuple[Arm, Arm]:
+def _pair(
+    model: nn.Module, ours: nn.Module, x: torch.Tensor, count: int, rounds: int
+) -> tuple[Arm, Arm]:
     """Time the plain call on `count` threads and the call over `count` lanes of one thread."""
     with threads(count), parallel(ours, ["cpu"] * count, out_dims=0):
-        arms = take_turns({"torch": partial(model, x), "lanes": partial(ours, x)}, rounds=rounds, settle=1)
+        arms = take_turns(
+            {"torch": partial(model, x), "lanes": partial(ours, x)}, rounds=rounds, settle=1
+        )
     return arms["torch"], arms["lanes"]
 
 
@@ -76,8 +94,8 @@ def cores_limit(plain: float, one_thread: float, cores: int) -> float:
 def interpreter_limit(plain: float, one_thread: float, one_row: float, lanes: int) -> float:
     """Return the speed-up if lanes share one interpreter lock.
 
-    The time of one row approximates the fixed cost of a call: Python and dispatch. Lanes pay it one after the other. Each
-    lane then runs its share of the rest.
+    The time of one row approximates the fixed cost of a call: Python and dispatch. Lanes pay it one
+    after the other. Each lane then runs its share of the rest.
 
     >>> interpreter_limit(plain=4.0, one_thread=4.0, one_row=1.0, lanes=2)
     1.6
@@ -88,7 +106,9 @@ def interpreter_limit(plain: float, one_thread: float, one_row: float, lanes: in
     return plain / max(lanes * one_row, one_row + rest / lanes)
 
 
-def lanes_row(name: str, pairs: Mapping[int, tuple[Arm, Arm]], skipped: Sequence[int], cores: int) -> Row:
+def lanes_row(
+    name: str, pairs: Mapping[int, tuple[Arm, Arm]], skipped: Sequence[int], cores: int
+) -> Row:
     """Return the row for the times of torch's threads and of the lanes, by their number."""
     arms: dict[str, Arm] = {}
     for count, (plain, lanes) in pairs.items():
@@ -97,5 +117,11 @@ def lanes_row(name: str, pairs: Mapping[int, tuple[Arm, Arm]], skipped: Sequence
         Result(f"speed-up, lanes: {count}", plain.median_us / lanes.median_us, "ratio")
         for count, (plain, lanes) in pairs.items()
     ]
-    note = f"skipped: {', '.join(map(str, skipped))} lanes (the process may use {cores} cores)" if skipped else ""
-    return Row(name, arms, results, peers=f"the intra-op threads of torch {torch.__version__}", note=note)
+    note = (
+        f"skipped: {', '.join(map(str, skipped))} lanes (the process may use {cores} cores)"
+        if skipped
+        else ""
+    )
+    return Row(
+        name, arms, results, peers=f"the intra-op threads of torch {torch.__version__}", note=note
+    )

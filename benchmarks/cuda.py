@@ -12,7 +12,9 @@ from benchmarks.nets import plain_attention
 
 
 def rows() -> list[Row]:
-    """Compare calls with torch.nn.DataParallel, one lane with the plain call, and `map` with loops."""
+    """Compare calls with torch.nn.DataParallel, one lane with the plain call,
+    and `map` with loops.
+    """
     target = the_gpu()
     with plain_attention():
         return [*cuda_calls.rows(target), *cuda_map.rows(target)]

@@ -1,8 +1,10 @@
-"""The overhead of a parallel call on a GPU over the plain call, compared with torch.nn.DataParallel.
+"""The overhead of a parallel call on a GPU over the plain call, compared with
+torch.nn.DataParallel.
 
-One GPU stands in for two: ``device_ids=[0, 0]`` cuts the batch, replicates the module, and runs two threads, but copies no
-parameters between devices. Each call starts on an idle device. Two times are taken: until the call returns ("issued"), and
-until the device is idle again. Each arm has its own copy of the net.
+One GPU stands in for two: ``device_ids=[0, 0]`` cuts the batch, replicates the module, and runs two
+threads, but copies no parameters between devices. Each call starts on an idle device. Two times are
+taken: until the call returns ("issued"), and until the device is idle again. Each arm has its own
+copy of the net.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ Times = Mapping[str, Arm]
 
 def rows(target: Target, nets: Sequence[Net] = NETS, rounds: int = 200) -> list[Row]:
     """Measure each net in inference and training, and then a block of one lane."""
-    return [*(row for net in nets for row in _rows_of(net, target, rounds)), _one_lane(nets[0], target, rounds * 2)]
+    return [
+        *(row for net in nets for row in _rows_of(net, target, rounds)),
+        _one_lane(nets[0], target, rounds * 2),
+    ]
 
 
 def _rows_of(net: Net, target: Target, rounds: int) -> Iterator[Row]:
@@ -55,7 +60,9 @@ def _rows_of(net: Net, target: Target, rounds: int) -> Iterator[Row]:
     yield _training(net, target, rounds // 2)
 
 
-def _inference(net: Net, batch: int, lanes: int, target: Target, rounds: int, least: float | None) -> Row:
+def _inference(
+    net: Net, batch: int, lanes: int, target: Target, rounds: int, least: float | None
+) -> Row:
     x = net.batch(batch).to(target.device)
     name = f"call: {net.name}, {batch:,} rows, device_ids={[0] * lanes}"
     with torch.no_grad(), _arms(net.make().eval(), lanes, target) as arms:
@@ -67,7 +74,10 @@ def _training(net: Net, target: Target, rounds: int) -> Row:
     x = net.batch(net.small).to(target.device)
     name = f"forward, backward and a step of SGD: {net.name}, {net.small:,} rows, device_ids=[0, 0]"
     with _arms(net.make().train(), 2, target) as arms:
-        steps = {arm: partial(_step, model, torch.optim.SGD(model.parameters(), lr=1e-4), x) for arm, model in arms.items()}
+        steps = {
+            arm: partial(_step, model, torch.optim.SGD(model.parameters(), lr=1e-4), x)
+            for arm, model in arms.items()
+        }
         return _compared(name, steps, target, rounds, least=1.0)
 
 
@@ -85,7 +95,9 @@ def _arms(model: nn.Module, lanes: int, target: Target) -> Iterator[dict[str, nn
         yield {PLAIN: model, OURS: ours, THEIRS: target.peer(deepcopy(model), lanes)}
 
 
-def _compared(name: str, works: Mapping[str, Work], target: Target, rounds: int, least: float | None) -> Row:
+def _compared(
+    name: str, works: Mapping[str, Work], target: Target, rounds: int, least: float | None
+) -> Row:
     """Time the arms. If the peer raises, time the other arms, and report the error in the row."""
     refusal = _refusal(works[THEIRS])
     able = {arm: work for arm, work in works.items() if refusal is None or arm != THEIRS}
@@ -104,19 +116,26 @@ def _refusal(work: Work) -> str | None:
 def issued_and_finished(
     works: Mapping[str, Work], synchronize: Work, rounds: int, warm_up: int = _WARM_UP
 ) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """Time each work from an idle device until the call returns, and until the device is idle again."""
+    """Time each work from an idle device until the call returns, and until the device is idle
+    again.
+    """
     for work in works.values():
         for _ in range(warm_up):
             work()
         synchronize()
-    pairs = in_turn({name: partial(_timed, work, synchronize) for name, work in works.items()}, rounds)
+    pairs = in_turn(
+        {name: partial(_timed, work, synchronize) for name, work in works.items()}, rounds
+    )
     issued, finished = (
-        {name: arm_of([pair[which] for pair in values]) for name, values in pairs.items()} for which in (0, 1)
+        {name: arm_of([pair[which] for pair in values]) for name, values in pairs.items()}
+        for which in (0, 1)
     )
     return issued, finished
 
 
-def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+def _timed(
+    work: Work, synchronize: Work, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     start = clock()
     kept = work()  # freed after the clock is read
     issued = clock()
@@ -126,8 +145,12 @@ def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf
     return (issued - start) * 1e6, (finished - start) * 1e6
 
 
-def compared_row(name: str, issued: Times, finished: Times, least: float | None, refusal: str | None = None) -> Row:
-    """Return the row for these times. `least` is the goal: the least ratio of the peer's overhead to parawrap's.
+def compared_row(
+    name: str, issued: Times, finished: Times, least: float | None, refusal: str | None = None
+) -> Row:
+    """Return the row for these times.
+
+    `least` is the goal: the least ratio of the peer's overhead to parawrap's.
 
     A refusal by the peer misses the goal.
     """
@@ -138,11 +161,19 @@ def compared_row(name: str, issued: Times, finished: Times, least: float | None,
     ]
     if refusal is None:
         ours, theirs = ((arm, _beyond_plain(finished, arm)) for arm in (OURS, THEIRS))
-        return Row(name, _both(issued, finished), [*overheads(ours, theirs, least), *until_issued], PEERS)
+        return Row(
+            name, _both(issued, finished), [*overheads(ours, theirs, least), *until_issued], PEERS
+        )
     own = Result(f"overhead, {OURS}", _beyond_plain(finished, OURS), "us")
     if least is not None:
         own = replace(own, goal=f"compared with {THEIRS}", met=False)
-    return Row(name, _both(issued, finished), [own, *until_issued], PEERS, note=f"{THEIRS} raises {refusal}")
+    return Row(
+        name,
+        _both(issued, finished),
+        [own, *until_issued],
+        PEERS,
+        note=f"{THEIRS} raises {refusal}",
+    )
 
 
 def _one_lane(net: Net, target: Target, rounds: int) -> Row:
@@ -157,7 +188,9 @@ def _one_lane(net: Net, target: Target, rounds: int) -> Row:
 
 
 def added_row(name: str, issued: Times, finished: Times) -> Row:
-    """Return the row for the overhead of one lane, when the call returns and when the device is idle."""
+    """Return the row for the overhead of one lane, when the call returns and when the device is
+    idle.
+    """
     at_return, at_end = (_beyond_plain(times, "parawrap.parallel") for times in (issued, finished))
     results = [
         Result("overhead", at_end, "us").held_to("under", MOST_ADDED_US),
@@ -171,4 +204,8 @@ def _beyond_plain(times: Times, arm: str) -> float:
 
 
 def _both(issued: Times, finished: Times) -> dict[str, Arm]:
-    return {key: arm for name in finished for key, arm in ((name, finished[name]), (f"{name}, issued", issued[name]))}
+    return {
+        key: arm
+        for name in finished
+        for key, arm in ((name, finished[name]), (f"{name}, issued", issued[name]))
+    }

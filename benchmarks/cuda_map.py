@@ -1,8 +1,8 @@
 """`map` over batches on the host, compared with the plain loop and with the machine's limits.
 
-Two limits take turns with the arms. The first copies the same batches from pinned memory into one buffer on the device. The
-second runs the same kernels on a batch that is already on the device. The device's clock times the limits. The wall clock
-times the arms until the device is idle.
+Two limits take turns with the arms. The first copies the same batches from pinned memory into one
+buffer on the device. The second runs the same kernels on a batch that is already on the device. The
+device's clock times the limits. The wall clock times the arms until the device is idle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from benchmarks._measure import Arm, Result, Row, Work, arm_of, in_turn, wall_us
 from benchmarks.cuda_target import Target
 from parawrap import parallel
 
-__all__ = ["COPIES", "KERNELS", "LOOP", "MAPS", "MatmulChain", "RowMean", "Stream", "rows", "streamed_row"]
+__all__ = [
+    "COPIES",
+    "KERNELS",
+    "LOOP",
+    "MAPS",
+    "MatmulChain",
+    "RowMean",
+    "Stream",
+    "rows",
+    "streamed_row",
+]
 
 COPIES, KERNELS, LOOP = "copies alone", "kernels alone", "plain loop"
 MAPS = {"map, 1 lane": 1, "map, 2 lanes": 2}
@@ -43,7 +53,10 @@ class Stream(NamedTuple):
 
 
 class RowMean(nn.Module):
-    """A model that reads its whole input and returns little. It has a parameter, so that it has a device."""
+    """A model that reads its whole input and returns little.
+
+    It has a parameter, so that it has a device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +80,22 @@ class MatmulChain(nn.Module):
         return x.mean(1)
 
 
-TRANSFER = Stream("transfer-bound, batches of 64 MiB", RowMean, (16384, 1024), torch.float32, distinct=8, times=4)
+TRANSFER = Stream(
+    "transfer-bound, batches of 64 MiB", RowMean, (16384, 1024), torch.float32, distinct=8, times=4
+)
 COMPUTE = Stream(
-    "compute-bound, batches of 16 MiB", partial(MatmulChain, 4096, 64), (2048, 4096), torch.bfloat16, distinct=8, times=4
+    "compute-bound, batches of 16 MiB",
+    partial(MatmulChain, 4096, 64),
+    (2048, 4096),
+    torch.bfloat16,
+    distinct=8,
+    times=4,
 )
 
 
-def rows(target: Target, transfer: Stream = TRANSFER, compute: Stream = COMPUTE, rounds: int = 9) -> list[Row]:
+def rows(
+    target: Target, transfer: Stream = TRANSFER, compute: Stream = COMPUTE, rounds: int = 9
+) -> list[Row]:
     """Measure both models, from pinned and from pageable memory."""
     return [*_transfer_bound(transfer, target, rounds), *_compute_bound(compute, target, rounds)]
 
@@ -106,7 +128,9 @@ def _compute_bound(stream: Stream, target: Target, rounds: int) -> list[Row]:
     ]
 
 
-def _batches(stream: Stream, target: Target) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+def _batches(
+    stream: Stream, target: Target
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Return the batches of one pass in pinned and in pageable memory, with equal values."""
     pageable = [torch.randn(stream.shape).to(stream.dtype) for _ in range(stream.distinct)]
     pinned = [target.pin(batch) for batch in pageable]
@@ -151,16 +175,32 @@ def _loop(model: nn.Module, batches: Sequence[torch.Tensor], device: str) -> Non
         model(batch.to(device, non_blocking=True))
 
 
-def _exhaust(stream: Callable[[Sequence[torch.Tensor]], Iterable[Any]], batches: Sequence[torch.Tensor]) -> None:
+def _exhaust(
+    stream: Callable[[Sequence[torch.Tensor]], Iterable[Any]], batches: Sequence[torch.Tensor]
+) -> None:
     for _ in stream(batches):
         pass
 
 
-def streamed_row(name: str, arms: Mapping[str, Arm], bytes_per_batch: int, least: float | None = None) -> Row:
-    """Return the row for these times per batch. The first arm is the limit. `least` is map's goal, as a share of it."""
+def streamed_row(
+    name: str, arms: Mapping[str, Arm], bytes_per_batch: int, least: float | None = None
+) -> Row:
+    """Return the row for these times per batch.
+
+    The first arm is the limit. `least` is map's goal, as a share of it.
+    """
     limit, *others = arms
-    results = [Result(f"rate, {arm}", bytes_per_batch / times.median_us / 1e3, "GB/s") for arm, times in arms.items()]
+    results = [
+        Result(f"rate, {arm}", bytes_per_batch / times.median_us / 1e3, "GB/s")
+        for arm, times in arms.items()
+    ]
     for arm in others:
-        share = Result(f"rate, {arm}, as a share of {limit}", 100 * arms[limit].median_us / arms[arm].median_us, "%")
-        results.append(share if least is None or arm not in MAPS else share.held_to("at least", 100 * least))
+        share = Result(
+            f"rate, {arm}, as a share of {limit}",
+            100 * arms[limit].median_us / arms[arm].median_us,
+            "%",
+        )
+        results.append(
+            share if least is None or arm not in MAPS else share.held_to("at least", 100 * least)
+        )
     return Row(name, arms, results)

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.cuda_python [PACKAGE ...]``: check that this Python can run the CUDA suite and has the packages.
+"""``python -m benchmarks.cuda_python [PACKAGE ...]``: check that this Python can run the CUDA suite
+and has the packages.
 
-`make bench-cuda` checks $(PYTHON) this way before it creates a venv: machines with GPUs often have their own torch and no
-network. This module imports only the standard library until torch is found.
+`make bench-cuda` checks $(PYTHON) this way before it creates a venv: machines with GPUs often have
+their own torch and no network. This module imports only the standard library until torch is found.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ PROJECT = Path(__file__).parents[1] / "setup.cfg"
 
 
 def main(packages: Sequence[str] = ()) -> int:
-    """Return 0 if this Python can run the suite and has the packages. Otherwise print the reason and return 1."""
+    """Return 0 if this Python can run the suite and has the packages.
+
+    Otherwise print the reason and return 1.
+    """
     why = _why_not(packages)
     if why is not None:
         print(f"{sys.executable} cannot run the CUDA suite: {why}", file=sys.stderr)
@@ -29,8 +33,9 @@ def _why_not(packages: Sequence[str]) -> str | None:
     lacks = lacking([*requirements(), *packages])
     if lacks:
         return (
-            f"it lacks {', '.join(lacks)}. Install them to measure its torch. Without a network, copy wheels: "
-            "pip install --no-index --no-deps --target FOLDER *.whl, then PYTHONPATH=FOLDER make bench-cuda"
+            f"it lacks {', '.join(lacks)}. Install them to measure its torch. Without a network, "
+            "copy wheels: pip install --no-index --no-deps --target FOLDER *.whl, then "
+            "PYTHONPATH=FOLDER make bench-cuda"
         )
     from benchmarks.cuda_target import missing
 

@@ -17,8 +17,8 @@ __all__ = ["Target", "missing", "the_gpu"]
 class Target:
     """Functions of the device that the suite uses. Tests replace them on machines without a GPU.
 
-    `elapsed_us` times work by the device's clock. `pin` copies a tensor to pinned memory. `peer` wraps a module over a
-    number of lanes on the device, as torch.nn.DataParallel does.
+    `elapsed_us` times work by the device's clock. `pin` copies a tensor to pinned memory. `peer`
+    wraps a module over a number of lanes on the device, as torch.nn.DataParallel does.
     """
 
     device: str
@@ -36,7 +36,11 @@ def missing() -> str | None:
     """Return the reason that the CUDA suite cannot run here, or None."""
     if torch.cuda.is_available():
         return None
-    built = f"is built for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "is built without CUDA"
+    built = (
+        f"is built for CUDA {torch.version.cuda} and sees no GPU"
+        if torch.version.cuda
+        else "is built without CUDA"
+    )
     return f"no GPU is available: torch {torch.__version__} {built}"
 
 

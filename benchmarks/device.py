@@ -1,7 +1,9 @@
-"""``python -m benchmarks.device [SECONDS]``: run the tests and benchmarks of a borrowed GPU machine, in ten minutes.
+"""``python -m benchmarks.device [SECONDS]``: run the tests and benchmarks of a borrowed GPU
+machine, in ten minutes.
 
-The parts run one after another. A part that needs longer than its share of the time is ended, and the next one runs. The
-pages of the suites and the logs of all parts go into one folder, with a summary that names hardware, versions, and date.
+The parts run one after another. A part that needs longer than its share of the time is ended, and
+the next one runs. The pages of the suites and the logs of all parts go into one folder, with a
+summary that names hardware, versions, and date.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ class Outcome(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        said = "ended, out of time" if self.code is None else "passed" if self.code == 0 else f"exit code {self.code}"
+        said = (
+            "ended, out of time"
+            if self.code is None
+            else "passed"
+            if self.code == 0
+            else f"exit code {self.code}"
+        )
         return f"| {self.name} | {said} | {self.seconds:.0f} | `{self.name}.log` |"
 
 
@@ -52,20 +60,30 @@ PARTS = (
 
 
 def run(parts: Sequence[Part], folder: Path, limit_s: float) -> list[Outcome]:
-    """Run the parts in order, and return the result of each. All of them together take at most `limit_s`."""
+    """Run the parts in order, and return the result of each.
+
+    All of them together take at most `limit_s`.
+    """
     end = time.monotonic() + limit_s
     return [_run(part, folder, part.share * max(1.0, end - time.monotonic())) for part in parts]
 
 
 def _run(part: Part, folder: Path, limit_s: float) -> Outcome:
     print(f"{part.name}: python {' '.join(part.arguments)}, at most {limit_s:.0f} s", flush=True)
-    variables = {**os.environ, "PARAWRAP_TEST_REQUIRE": "cuda", "PARAWRAP_BENCHMARK_RESULTS": str(folder)}
-    path = [str(_ROOT), os.environ.get("PYTHONPATH", "")]  # for the scripts that tests start, if parawrap is not installed
+    variables = {
+        **os.environ,
+        "PARAWRAP_TEST_REQUIRE": "cuda",
+        "PARAWRAP_BENCHMARK_RESULTS": str(folder),
+    }
+    # For the scripts that tests start, if parawrap is not installed
+    path = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log:
         command = [sys.executable, *part.arguments]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -78,13 +96,16 @@ def _run(part: Part, folder: Path, limit_s: float) -> Outcome:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return the page that names the machine, the versions, the date, and the result of each part."""
+    """Return the page that names the machine, the versions, the date, and the
+    result of each part.
+    """
     machine = ", ".join(hardware().values())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     rows = "\n".join(map(str, outcomes))
     return (
-        f"# On a machine with a GPU\n\n`make device` on {dt.datetime.now(dt.UTC).date()}: {machine}. {packages}.\n\n"
-        f"| part | result | time (s) | output |\n|---|---|---:|---|\n{rows}\n"
+        f"# On a machine with a GPU\n\n`make device` on {dt.datetime.now(dt.UTC).date()}: "
+        f"{machine}. {packages}.\n\n| part | result | time (s) | output "
+        f"|\n|---|---|---:|---|\n{rows}\n"
     )
 
 

@@ -16,16 +16,28 @@ def rows() -> list[Row]:
     arms = take_turns(
         {
             "import torch": lambda: _run("import torch"),
-            "from parawrap import parallel": lambda: _run("import torch; from parawrap import parallel"),
+            "from parawrap import parallel": lambda: _run(
+                "import torch; from parawrap import parallel"
+            ),
         },
         rounds=15,
     )
     torch_alone, both = arms.values()
     added = 100 * (both.median_us / torch_alone.median_us - 1)
-    return [Row("import", arms, [Result("time added by parawrap", added, "%").held_to("at most", _MOST_ADDED)])]
+    return [
+        Row(
+            "import",
+            arms,
+            [Result("time added by parawrap", added, "%").held_to("at most", _MOST_ADDED)],
+        )
+    ]
 
 
 def _run(code: str) -> None:
-    """Run code in a fresh interpreter, which reads the bytecode of both packages, as after an installation."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Run code in a fresh interpreter, which reads the bytecode of both packages, as after an
+    installation.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

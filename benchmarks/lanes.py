@@ -3,10 +3,11 @@
 Each net runs a number of batches in these ways, each with its own copy of the model:
 
 - a plain loop on one thread, and one on as many threads as there are cores;
-- bare threads, each with a replica over shared parameters and an equal part of the batches: what somebody who needs no
-  order, no errors, and no options would write by hand;
+- bare threads, each with a replica over shared parameters and an equal part of the batches: what
+  somebody who needs no order, no errors, and no options would write by hand;
 - `map` over lanes, and `map` over workers;
-- cut calls, each of as many batches as there are lanes, joined; next to them plain calls of the same.
+- cut calls, each of as many batches as there are lanes, joined; next to them plain calls of the
+  same.
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ from parawrap.backends.cores import usable_cores
 
 __all__ = ["JOBS", "Job", "rows"]
 
-_ONE, _BARE, _MAP, _WORKERS, _CUT = "loop, one thread", "bare threads", "map", "map, workers", "cut calls"
+_ONE, _BARE, _MAP, _WORKERS, _CUT = (
+    "loop, one thread",
+    "bare threads",
+    "map",
+    "map, workers",
+    "cut calls",
+)
 _WHOLE = "plain calls of the cut batches"
 
 
 class Job(NamedTuple):
-    """A net, its batches, and the goals on two lanes without the lock: of `map` and cut calls over the best loop."""
+    """A net, its batches, and the goals on two lanes without the lock: of `map` and cut calls over
+    the best loop.
+    """
 
     name: str
     make: Callable[[], nn.Module]
@@ -97,7 +106,9 @@ def _row(job: Job, lanes: int, rounds: int) -> Row:
     replicas = [replica_of(model) for _ in range(lanes)]
     with torch.inference_mode(), threads(cores), ExitStack() as blocks:
         stream = blocks.enter_context(parallel(copy.deepcopy(model), ["cpu"] * lanes))
-        workers = blocks.enter_context(parallel(copy.deepcopy(model), ["cpu"] * lanes, workers="process"))
+        workers = blocks.enter_context(
+            parallel(copy.deepcopy(model), ["cpu"] * lanes, workers="process")
+        )
         cut = blocks.enter_context(parallel(copy.deepcopy(model), ["cpu"] * lanes, out_dims=0))
 
         def loop_on_one_thread() -> None:
@@ -129,7 +140,9 @@ def _row(job: Job, lanes: int, rounds: int) -> Row:
         name = f"speed-up of {one} over {'the best loop' if other == best else other}"
         result = Result(name, ratio.median, "ratio", ratio.low, ratio.high)
         is_judged = goal is not None and lanes == 2 and build().endswith("t")
-        results.append(result.held_to("at least", goal) if is_judged and goal is not None else result)
+        results.append(
+            result.held_to("at least", goal) if is_judged and goal is not None else result
+        )
     return Row(
         f"lanes: {job.name}, {job.count} batches, {lanes} lanes",
         {arm: arm_of(values) for arm, values in times.items()},
@@ -155,7 +168,9 @@ def in_threads(replicas: Sequence[nn.Module], batches: Sequence[torch.Tensor]) -
 
     count = len(replicas)
     parts = [batches[at::count] for at in range(count)]
-    running = [threading.Thread(target=run, args=pair) for pair in zip(replicas, parts, strict=True)]
+    running = [
+        threading.Thread(target=run, args=pair) for pair in zip(replicas, parts, strict=True)
+    ]
     for thread in running:
         thread.start()
     for thread in running:

@@ -1,7 +1,9 @@
-"""Six ways to launch a function on two gloo ranks of this machine, with an all_reduce or a failure in the ranks.
+"""Six ways to launch a function on two gloo ranks of this machine, with an all_reduce or a failure
+in the ranks.
 
-``python -m benchmarks.launch_peers PEER SCENARIO`` runs one launch in a fresh process and prints the outcome as JSON.
-``python -m benchmarks.launch_peers PEER SCENARIO 4`` runs four without a pause and prints the seconds of each.
+``python -m benchmarks.launch_peers PEER SCENARIO`` runs one launch in a fresh process and prints
+the outcome as JSON. ``python -m benchmarks.launch_peers PEER SCENARIO 4`` runs four without a pause
+and prints the seconds of each.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ def elastic_launch(scenario: str) -> Any:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", run_id="benchmark",
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", run_id="benchmark",
     )  # fmt: skip
     return elastic_launch(config, under_agent)(scenario)
 
@@ -167,7 +169,10 @@ def main() -> None:
     try:
         found["returned"] = repr(PEERS[peer](scenario))
     except BaseException as error:  # noqa: BLE001 (any error of a peer is a result)
-        found["raised"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        found["raised"] = (
+            f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        )
         found["keeps_type"] = isinstance(error, ValueError)
         found["text"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
     found["seconds"] = time.time() - start

@@ -1,4 +1,6 @@
-"""Launches on two gloo ranks of this machine: times, results, and failures of parawrap and its peers."""
+"""Launches on two gloo ranks of this machine: times, results, and failures of parawrap and its
+peers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def labelled(peer: str) -> str:
 def second_call() -> Row:
     """Call all peers in turn in one process, after one warm-up call each."""
     peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # ddpw does not start CPU ranks
-    arms = take_turns({labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
+    arms = take_turns(
+        {labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()},
+        rounds=7,
+    )
     return second_call_row(arms)
 
 
@@ -54,7 +59,9 @@ def second_call_row(arms: Mapping[str, Arm]) -> Row:
     for name, arm in arms.items():
         ratio = Result(f"time of {name} divided by that of parawrap", arm.median_us / ours, "ratio")
         if name.startswith("accelerate"):  # a plain fork, the fastest start
-            ratio = Result(f"time of parawrap divided by that of {name}", ours / arm.median_us, "ratio")
+            ratio = Result(
+                f"time of parawrap divided by that of {name}", ours / arm.median_us, "ratio"
+            )
             ratio = ratio.held_to("at most", 4)
         if name != "parawrap":
             results.append(ratio.held_to("at least", 8) if name.startswith("torchrunx") else ratio)
@@ -69,13 +76,20 @@ def first_call() -> Row:
             microseconds.append(alone(name, "fine")["seconds"] * 1e6)
     arms = {name: arm_of(microseconds) for name, microseconds in times.items()}
     ratio = arms["parawrap"].median_us / arms["mp.spawn"].median_us
-    result = Result("time of parawrap divided by that of mp.spawn", ratio, "ratio").held_to("at most", 1)
+    result = Result("time of parawrap divided by that of mp.spawn", ratio, "ratio").held_to(
+        "at most", 1
+    )
     return Row("first call of a process", arms, [result])
 
 
 def failures() -> Row:
-    """Tabulate the result of each peer, and its error if a rank raises or is killed while the other rank waits."""
-    lines = ["| peer | returns | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
+    """Tabulate the result of each peer, and its error if a rank raises or is killed while the other
+    rank waits.
+    """
+    lines = [
+        "| peer | returns | a rank raises ValueError | a rank is killed |",
+        "|---|---|---|---|",
+    ]
     waits: dict[str, float] = {}
     for name in PEERS:
         found = {scenario: alone(name, scenario) for scenario in SCENARIOS}
@@ -86,9 +100,13 @@ def failures() -> Row:
         if name == "parawrap":
             waits = {scenario: found[scenario]["after"] for scenario in _FAILURES}
     return Row(
-        "delay of the parent's exception after a rank fails, the other rank blocked in a collective",
+        "delay of the parent's exception after a rank fails, the other rank blocked in a "
+        "collective",
         {},
-        [Result(f"delay, {_FAILURES[scenario]}", each, "s").held_to("under", 2) for scenario, each in waits.items()],
+        [
+            Result(f"delay, {_FAILURES[scenario]}", each, "s").held_to("under", 2)
+            for scenario, each in waits.items()
+        ],
         extra={"markdown": "\n".join(lines)},
     )
 
@@ -97,19 +115,41 @@ def _outcome(scenario: str, found: dict[str, Any]) -> str:
     if "hung" in found:
         return f"hung: killed after {PATIENCE_S} s with {found['hung']} child processes"
     if "returned" in found:
-        return f"`{found['returned'][:60]}`" + ("" if scenario == "fine" else ", as if nothing had happened")
-    names = "names the signal" if re.search("SIGKILL|signal 9|Signal 9", found["text"]) else "does not name the signal"
-    what = ("keeps the type" if found["keeps_type"] else "another type") if scenario == "raises" else names
+        return f"`{found['returned'][:60]}`" + (
+            "" if scenario == "fine" else ", as if nothing had happened"
+        )
+    names = (
+        "names the signal"
+        if re.search("SIGKILL|signal 9|Signal 9", found["text"])
+        else "does not name the signal"
+    )
+    what = (
+        ("keeps the type" if found["keeps_type"] else "another type")
+        if scenario == "raises"
+        else names
+    )
     after = f", {found['after']:.1f} s later" if found.get("after") is not None else ""
     return f"`{found['raised'].partition(':')[0]}` ({what}){after}"
 
 
-def alone(peer: str, scenario: str, times: int | None = None, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-    """Run one launch, or `times` launches, in a fresh process. Kill the process and its children after a timeout."""
+def alone(
+    peer: str, scenario: str, times: int | None = None, patience_s: float = PATIENCE_S
+) -> dict[str, Any]:
+    """Run one launch, or `times` launches, in a fresh process.
+
+    Kill the process and its children after a timeout.
+    """
     with tempfile.TemporaryDirectory() as folder:
         killed_at = Path(folder) / "killed"
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.launch_peers", peer, scenario, *([] if times is None else [str(times)])],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.launch_peers",
+                peer,
+                scenario,
+                *([] if times is None else [str(times)]),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "KILLED_AT": str(killed_at)},
@@ -125,7 +165,9 @@ def alone(peer: str, scenario: str, times: int | None = None, patience_s: float 
         found: dict[str, Any] = json.loads(out.splitlines()[-1])
         if times is not None:
             return found
-        failed_at = killed_at.read_text() if killed_at.exists() else _raised_at(found.get("text", ""))
+        failed_at = (
+            killed_at.read_text() if killed_at.exists() else _raised_at(found.get("text", ""))
+        )
         found["after"] = found["ended_at"] - float(failed_at) if failed_at else None
         return found
 
@@ -160,10 +202,12 @@ def averages_row(ours: Arm, theirs: Arm, differing: int) -> Row:
         "average_params_grads, 300 parameters of 64x64 and 64, 2 ranks",
         {"parawrap": ours, "one all_reduce per parameter": theirs},
         [
-            Result("time of one all_reduce per parameter divided by that of parawrap", ratio, "ratio").held_to(
-                "at least", 4
+            Result(
+                "time of one all_reduce per parameter divided by that of parawrap", ratio, "ratio"
+            ).held_to("at least", 4),
+            Result("averages that differ between the ranks", differing, "count").held_to(
+                "exactly", 0
             ),
-            Result("averages that differ between the ranks", differing, "count").held_to("exactly", 0),
         ],
     )
 
@@ -180,9 +224,17 @@ def _average_gradients() -> tuple[Arm, Arm, int]:
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
 
-    arms = take_turns({"ours": lambda: functional.average_params_grads(module), "theirs": one_by_one}, rounds=21)
+    arms = take_turns(
+        {"ours": lambda: functional.average_params_grads(module), "theirs": one_by_one}, rounds=21
+    )
     functional.average_params_grads(module)
-    flat = torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
+    flat = torch.cat(
+        [
+            parameter.grad.flatten()
+            for parameter in module.parameters()
+            if parameter.grad is not None
+        ]
+    )
     both = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(both, flat)
     return arms["ours"], arms["theirs"], int((both[0] != both[1]).sum())

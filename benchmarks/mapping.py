@@ -1,7 +1,7 @@
 """`map` over two lanes, compared with a ThreadPoolExecutor of two workers and with loops.
 
-Each arm has its own module, because a module is parallel everywhere while its block is open. Lanes and workers use one
-thread each.
+Each arm has its own module, because a module is parallel everywhere while its block is open. Lanes
+and workers use one thread each.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ def map_row(name: str, times: dict[str, list[float]], *, judged: bool) -> Row:
     for arm in [arm for arm in times if arm != _MAP]:
         gain = ratio_of(times[arm], times[_MAP])
         result = Result(f"speed-up of map over {arm}", gain.median, "ratio", gain.low, gain.high)
-        results.append(result.held_to("at least", _LEAST_SPEED) if judged and arm == _POOL else result)
+        results.append(
+            result.held_to("at least", _LEAST_SPEED) if judged and arm == _POOL else result
+        )
     return Row(
         name,
         {arm: arm_of(values) for arm, values in times.items()},
         results,
-        peers=f"concurrent.futures, {LANES} workers, {IN_FLIGHT} batches in flight; torch {torch.__version__}",
+        peers=f"concurrent.futures, {LANES} workers, {IN_FLIGHT} batches in flight; torch "
+        f"{torch.__version__}",
     )
 
 
@@ -92,7 +95,10 @@ def executor() -> ThreadPoolExecutor:
 
 
 def windowed(pool: ThreadPoolExecutor, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield outputs in order with `IN_FLIGHT` batches in flight. Executor.map would read all batches at once."""
+    """Yield outputs in order with `IN_FLIGHT` batches in flight.
+
+    Executor.map would read all batches at once.
+    """
     pending: deque[Future[Any]] = deque()
     try:
         for batch in batches:

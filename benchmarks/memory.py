@@ -1,6 +1,7 @@
 """The memory that each further lane adds. Lanes on the CPU share the parameters.
 
-The memory is that which only this process holds (USS): Private_Clean and Private_Dirty in /proc/self/smaps_rollup.
+The memory is that which only this process holds (USS): Private_Clean and Private_Dirty in
+/proc/self/smaps_rollup.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def rows() -> list[Row]:
     few, many = _LANES
     per_lane = {}
     for name, copies in (("parawrap", False), ("a deepcopy per worker", True)):
-        least, most = (in_process(f"{__name__}:private_bytes", lanes=lanes, copies=copies) for lanes in _LANES)
+        least, most = (
+            in_process(f"{__name__}:private_bytes", lanes=lanes, copies=copies) for lanes in _LANES
+        )
         per_lane[name] = (most - least) / (many - few)
     size = sum(parameter.nbytes for parameter in _model().parameters())
     return [memory_row(per_lane, size)]
@@ -59,7 +62,9 @@ def memory_row(per_lane: Mapping[str, float], size: int) -> Row:
 
 
 def private_bytes(*, lanes: int, copies: bool) -> int:
-    """Return this process's own memory after calls over lanes, or over workers with a copy each if `copies` is true."""
+    """Return this process's own memory after calls over lanes, or over workers with a copy each if
+    `copies` is true.
+    """
     model, x = _model(), torch.randn(4 * lanes, _WIDTH)
     block = _over_copies(model, lanes) if copies else parallel(model, ["cpu"] * lanes, out_dims=0)
     with torch.no_grad(), block as call:
@@ -67,11 +72,15 @@ def private_bytes(*, lanes: int, copies: bool) -> int:
             call(x)
         gc.collect()
         lines = [line.split() for line in _ROLLUP.read_text().splitlines()[1:]]
-    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("Private_Clean:", "Private_Dirty:"))
+    return sum(
+        int(line[1]) * 1024 for line in lines if line[0] in ("Private_Clean:", "Private_Dirty:")
+    )
 
 
 @contextmanager
-def _over_copies(model: nn.Module, workers: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+def _over_copies(
+    model: nn.Module, workers: int
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     copies = [model, *(deepcopy(model) for _ in range(workers - 1))]
 
     def work(each: nn.Module, shard: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The overhead of a parallel call over the plain call, compared with hand-written lanes and thread pools."""
+"""The overhead of a parallel call over the plain call, compared with hand-written lanes and thread
+pools.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def rows(rounds: int = 400) -> list[Row]:
     ]
 
 
-def _four_lanes(name: str, make: Callable[[], torch.nn.Module], rounds: int, *, judged: bool) -> Row:
+def _four_lanes(
+    name: str, make: Callable[[], torch.nn.Module], rounds: int, *, judged: bool
+) -> Row:
     ours, other, x = make(), make(), torch.randn(64, 16)
     with (
         parallel(ours, ["cpu"] * LANES, out_dims=0),
@@ -61,15 +65,20 @@ def _four_lanes(name: str, make: Callable[[], torch.nn.Module], rounds: int, *, 
             _POOL_PER_CALL: partial(_pool_per_call, other),
             _THREADS_PER_CALL: partial(_threads_per_call, other),
         }
-        arms = take_turns({arm: partial(call, x) for arm, call in calls.items()}, rounds=rounds, calls=5)
+        arms = take_turns(
+            {arm: partial(call, x) for arm, call in calls.items()}, rounds=rounds, calls=5
+        )
     return overhead_row(f"overhead: {name}, 64 rows of 16, 4 lanes", arms, judged=judged)
 
 
 def overhead_row(name: str, arms: Mapping[str, Arm], *, judged: bool) -> Row:
     """Return the row of these times. The goals apply if `judged` is true."""
-    added = {arm: times.median_us - arms[PLAIN].median_us for arm, times in arms.items() if arm != PLAIN}
+    added = {
+        arm: times.median_us - arms[PLAIN].median_us for arm, times in arms.items() if arm != PLAIN
+    }
     to_bare, to_pool = (
-        Result(f"overhead of {OURS} divided by that of {peer}", added[OURS] / added[peer], "ratio") for peer in (BARE, POOL)
+        Result(f"overhead of {OURS} divided by that of {peer}", added[OURS] / added[peer], "ratio")
+        for peer in (BARE, POOL)
     )
     if judged:
         to_bare, to_pool = to_bare.held_to("at most", _MOST_OF_BARE), to_pool.held_to("under", 1)
@@ -77,15 +86,17 @@ def overhead_row(name: str, arms: Mapping[str, Arm], *, judged: bool) -> Row:
         name,
         arms,
         [*(Result(f"overhead, {arm}", us, "us") for arm, us in added.items()), to_bare, to_pool],
-        peers="hand-written lanes; concurrent.futures; the methods of torch_neuronx.DataParallel (pool per call) and "
-        f"torch {torch.__version__} (thread per lane per call)",
+        peers="hand-written lanes; concurrent.futures; the methods of torch_neuronx.DataParallel "
+        f"(pool per call) and torch {torch.__version__} (thread per lane per call)",
     )
 
 
 def _bypassed(name: str, lanes: int, size: int, rounds: int) -> Row:
     ours, other, x = torch.nn.Identity(), torch.nn.Identity(), torch.randn(size, 16)
     with parallel(ours, ["cpu"] * lanes, out_dims=0):
-        arms = take_turns({PLAIN: partial(other, x), OURS: partial(ours, x)}, rounds=rounds, calls=50)
+        arms = take_turns(
+            {PLAIN: partial(other, x), OURS: partial(ours, x)}, rounds=rounds, calls=50
+        )
     added = arms[OURS].median_us - arms[PLAIN].median_us
     return Row(
         f"overhead: {name}",

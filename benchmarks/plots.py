@@ -1,6 +1,7 @@
 """The pictures of the summary: one per claim, next to the sentence that it proves.
 
-Each sentence is computed from the results and says whether its goals are met. A claim appears once its rows are measured.
+Each sentence is computed from the results and says whether its goals are met. A claim appears once
+its rows are measured.
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ class Bar(NamedTuple):
 
 def claims_of(documents: Mapping[str, Document]) -> list[Claim]:
     """Return the claims that have all their rows in the documents."""
-    names = {suite: [row["name"] for row in document["rows"]] for suite, document in documents.items()}
+    names = {
+        suite: [row["name"] for row in document["rows"]] for suite, document in documents.items()
+    }
     return [
         claim
         for claim in CLAIMS
-        if all(any(name.startswith(need) for name in names.get(claim.suite, ())) for need in claim.needs)
+        if all(
+            any(name.startswith(need) for name in names.get(claim.suite, ()))
+            for need in claim.needs
+        )
     ]
 
 
@@ -99,7 +105,9 @@ def _verdict(*results: Item) -> str:
     goals = [f"{result['goal']}{'%' * (result['unit'] == '%')}" for result in results]
     states = ["met" if result["met"] else "missed" for result in results]
     if len(set(states)) > 1:
-        return "of the goals, " + ", ".join(f"{goal} is {state}" for goal, state in zip(goals, states, strict=True))
+        return "of the goals, " + ", ".join(
+            f"{goal} is {state}" for goal, state in zip(goals, states, strict=True)
+        )
     if len(set(goals)) > 1:
         return f"the goals ({', '.join(goals)}) are {states[0]}"
     return f"the goal ({goals[0]}) is {states[0]}"
@@ -107,7 +115,13 @@ def _verdict(*results: Item) -> str:
 
 def _times(row: Item, scale: float, ours: Sequence[str]) -> list[Bar]:
     return [
-        Bar(name, arm["median_us"] * scale, arm["low_us"] * scale, arm["high_us"] * scale, _OURS if name in ours else _PEER)
+        Bar(
+            name,
+            arm["median_us"] * scale,
+            arm["low_us"] * scale,
+            arm["high_us"] * scale,
+            _OURS if name in ours else _PEER,
+        )
         for name, arm in row["arms"].items()
     ]
 
@@ -121,10 +135,21 @@ def _bars(axes: Axes, bars: Sequence[Bar], label: str, unit: str) -> None:
         axes.barh(place, bar.value, color=bar.color, height=0.7)
         end = bar.value
         if bar.low is not None and bar.high is not None:
-            axes.errorbar(bar.value, place, xerr=[[bar.value - bar.low], [bar.high - bar.value]], color="black", capsize=5)
+            axes.errorbar(
+                bar.value,
+                place,
+                xerr=[[bar.value - bar.low], [bar.high - bar.value]],
+                color="black",
+                capsize=5,
+            )
             end = bar.high
         axes.annotate(
-            number(bar.value, unit), (end, place), (8, 0), textcoords="offset points", va="center", backgroundcolor="white"
+            number(bar.value, unit),
+            (end, place),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            backgroundcolor="white",
         )
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.invert_yaxis()
@@ -141,16 +166,17 @@ def _line(axes: Axes, value: float, label: str) -> None:
 
 _SLEEPS = "overhead: model that sleeps"
 _TO_BARE, _TO_POOL = (
-    f"overhead of parawrap divided by that of {peer}" for peer in ("bare lanes", "persistent ThreadPoolExecutor")
+    f"overhead of parawrap divided by that of {peer}"
+    for peer in ("bare lanes", "persistent ThreadPoolExecutor")
 )
 
 
 def _overhead_sentence(document: Document) -> str:
     row = _row(document, _SLEEPS)
     return (
-        f"A call over 4 lanes adds {_text(row, 'overhead, parawrap')} us, {_text(row, _TO_BARE)} times the overhead of "
-        f"bare lanes and {_text(row, _TO_POOL)} times that of a persistent ThreadPoolExecutor: "
-        f"{_verdict(_result(row, _TO_BARE), _result(row, _TO_POOL))}."
+        f"A call over 4 lanes adds {_text(row, 'overhead, parawrap')} us, {_text(row, _TO_BARE)} "
+        f"times the overhead of bare lanes and {_text(row, _TO_POOL)} times that of a persistent "
+        f"ThreadPoolExecutor: {_verdict(_result(row, _TO_BARE), _result(row, _TO_POOL))}."
     )
 
 
@@ -174,10 +200,14 @@ def _growth_sentence(document: Document) -> str:
     grown = []
     for counted, row in (("lanes", by_lanes), ("leaves", by_leaves)):
         fitted = upper_half([count for count, _ in _points(row, CALL)])
-        exponents = f"{counted}^{_text(row, CALL)} (torch's split and cat alone: {counted}^{_text(row, BARE)})"
+        exponents = (
+            f"{counted}^{_text(row, CALL)} (torch's split and cat alone: "
+            f"{counted}^{_text(row, BARE)})"
+        )
         grown.append(f"as {exponents} from {fitted[0]:,} to {fitted[-1]:,} {counted}")
     return (
-        f"The time of a call grows {', and '.join(grown)}: {_verdict(_result(by_lanes, CALL), _result(by_leaves, CALL))}."
+        f"The time of a call grows {', and '.join(grown)}: "
+        f"{_verdict(_result(by_lanes, CALL), _result(by_leaves, CALL))}."
     )
 
 
@@ -196,12 +226,18 @@ def _draw_growth(axes: Axes, document: Document) -> None:
         row = _row(document, name)
         for arm, style in ((CALL, "o-"), (BARE, "s--")):
             counts, times = zip(*_points(row, arm), strict=True)
-            axes.loglog(counts, times, style, color=color, label=f"{arm}, by {counted} ({fixed[counted]})")
+            axes.loglog(
+                counts, times, style, color=color, label=f"{arm}, by {counted} ({fixed[counted]})"
+            )
         fitted = upper_half(_points(row, CALL))
         last, time = fitted[-1]
         line = [time * count / last for count, _ in fitted]
         axes.loglog(
-            [count for count, _ in fitted], line, ":", color="black", label="linear" if counted == "leaves" else None
+            [count for count, _ in fitted],
+            line,
+            ":",
+            color="black",
+            label="linear" if counted == "leaves" else None,
         )
     axes.set_xlabel("number of lanes or leaves")
     axes.set_ylabel("time per call (us)")
@@ -218,8 +254,9 @@ def _memory_sentence(document: Document) -> str:
     row = _row(document, _MEMORY)
     share = _result(row, "parawrap, as a share")
     return (
-        f"Each further lane adds {_text(row, 'parawrap')} MB, {_text(row, share['quantity'])}% of a model of "
-        f"{_text(row, 'model')} MB, and a copy per worker adds {_text(row, 'a deepcopy')} MB: {_verdict(share)}."
+        f"Each further lane adds {_text(row, 'parawrap')} MB, {_text(row, share['quantity'])}% of "
+        f"a model of {_text(row, 'model')} MB, and a copy per worker adds "
+        f"{_text(row, 'a deepcopy')} MB: {_verdict(share)}."
     )
 
 
@@ -240,15 +277,20 @@ def _freed_sentence(document: Document) -> str:
     row = _row(document, _FREED)
     gain = _result(row, "speed-up")
     return (
-        f"A convolution runs at {_text(row, 'speed-up')} times the speed inside `keep_freed_memory` "
-        f"({number(gain['low'], 'ratio')} to {number(gain['high'], 'ratio')}), with "
-        f"{_text(row, 'page faults, keep')} page faults per call compared with {_text(row, 'page faults, default')}: "
-        f"{_verdict(gain)}."
+        f"A convolution runs at {_text(row, 'speed-up')} times the speed inside "
+        f"`keep_freed_memory` ({number(gain['low'], 'ratio')} to "
+        f"{number(gain['high'], 'ratio')}), with {_text(row, 'page faults, keep')} page faults "
+        f"per call compared with {_text(row, 'page faults, default')}: {_verdict(gain)}."
     )
 
 
 def _draw_freed(axes: Axes, document: Document) -> None:
-    _bars(axes, _times(_row(document, _FREED), 1e-3, ["keep_freed_memory"]), "time per call (ms), 64 images of 32x32", "ms")
+    _bars(
+        axes,
+        _times(_row(document, _FREED), 1e-3, ["keep_freed_memory"]),
+        "time per call (ms), 64 images of 32x32",
+        "ms",
+    )
 
 
 # -- launching
@@ -258,11 +300,15 @@ _SECOND = "second call"
 
 def _launch_sentence(document: Document) -> str:
     row = _row(document, _SECOND)
-    torchrunx, fork = (_result(row, start) for start in ("time of torchrunx", "time of parawrap divided by"))
+    torchrunx, fork = (
+        _result(row, start) for start in ("time of torchrunx", "time of parawrap divided by")
+    )
     return (
-        f"A second launch on 2 ranks takes {number(row['arms']['parawrap']['median_us'] / 1e3, 'ms')} ms; torchrunx takes "
-        f"{number(torchrunx['value'], 'ratio')} times as long, and parawrap {number(fork['value'], 'ratio')} times as long "
-        f"as debug_launcher, a plain fork: {_verdict(torchrunx, fork)}."
+        "A second launch on 2 ranks takes "
+        f"{number(row['arms']['parawrap']['median_us'] / 1e3, 'ms')} ms; torchrunx takes "
+        f"{number(torchrunx['value'], 'ratio')} times as long, and parawrap "
+        f"{number(fork['value'], 'ratio')} times as long as debug_launcher, a plain fork: "
+        f"{_verdict(torchrunx, fork)}."
     )
 
 
@@ -291,10 +337,14 @@ def _gains(document: Document) -> tuple[list[Bar], list[Bar]]:
 
 
 def _lanes_sentence(document: Document) -> str:
-    inference, training = ([number(bar.value, "ratio") for bar in sorted(bars, key=_value)] for bars in _gains(document))
+    inference, training = (
+        [number(bar.value, "ratio") for bar in sorted(bars, key=_value)]
+        for bars in _gains(document)
+    )
     return (
-        f"On {document['hardware']['cores']}, lanes run at {inference[0]} to {inference[-1]} times the speed of as many of "
-        f"torch's own threads in inference, and at {training[0]} to {training[-1]} times in a training step."
+        f"On {document['hardware']['cores']}, lanes run at {inference[0]} to {inference[-1]} "
+        f"times the speed of as many of torch's own threads in inference, and at {training[0]} to "
+        f"{training[-1]} times in a training step."
     )
 
 
@@ -304,7 +354,12 @@ def _value(bar: Bar) -> float:
 
 def _draw_lanes(axes: Axes, document: Document) -> None:
     inference, training = _gains(document)
-    _bars(axes, [*inference, *training], "speed-up over as many of torch's own threads (ratio)", "ratio")
+    _bars(
+        axes,
+        [*inference, *training],
+        "speed-up over as many of torch's own threads (ratio)",
+        "ratio",
+    )
     _line(axes, 1, "equal speed")
 
 
@@ -312,8 +367,10 @@ def _map_sentence(document: Document) -> str:
     row = _row(document, _MAP)
     pool = _result(row, "speed-up of map over ThreadPoolExecutor")
     return (
-        f"`map` of a traced encoder over 2 lanes runs at {_text(row, 'speed-up of map over loop, one')} times the speed of "
-        f"a loop on one thread, and at {_text(row, pool['quantity'])} times that of a ThreadPoolExecutor: {_verdict(pool)}."
+        "`map` of a traced encoder over 2 lanes runs at "
+        f"{_text(row, 'speed-up of map over loop, one')} times the speed of a loop on one thread, "
+        f"and at {_text(row, pool['quantity'])} times that of a ThreadPoolExecutor: "
+        f"{_verdict(pool)}."
     )
 
 
@@ -332,8 +389,8 @@ def _neuron_sentence(document: Document) -> str:
     added = " and ".join(_text(row, "overhead, parawrap") for row in rows)
     times = " and ".join(number(ratio["value"], "ratio") for ratio in ratios)
     return (
-        f"On 4 emulated NeuronCores, a call of 4 and of 16 rows adds {added} us, and a ThreadPoolExecutor per call adds "
-        f"{times} times as much: {_verdict(*ratios)}."
+        f"On 4 emulated NeuronCores, a call of 4 and of 16 rows adds {added} us, and a "
+        f"ThreadPoolExecutor per call adds {times} times as much: {_verdict(*ratios)}."
     )
 
 
@@ -342,16 +399,44 @@ def _draw_neuron(axes: Axes, document: Document) -> None:
     for row in _rows(document, _NEURON):
         size = row["name"].split(", ")[1]
         for name, color in (("parawrap", _OURS), ("pool per call", _PEER)):
-            bars.append(Bar(f"{size}: {name}", _result(row, f"overhead, {name}")["value"], color=color))
+            bars.append(
+                Bar(f"{size}: {name}", _result(row, f"overhead, {name}")["value"], color=color)
+            )
     _bars(axes, bars, "overhead over the same inferences in sequence (us)", "us")
 
 
 CLAIMS = (
-    Claim("Overhead of a call", "engine", "overhead.png", (_SLEEPS,), _overhead_sentence, _draw_overhead),
-    Claim("Growth", "engine", "growth.png", tuple(_GROWN.values()), _growth_sentence, _draw_growth, 6.0),
-    Claim("Memory of a lane", "engine", "memory.png", (_MEMORY,), _memory_sentence, _draw_memory, 3.0),
-    Claim("Freed memory", "engine", "freed_memory.png", (_FREED,), _freed_sentence, _draw_freed, 2.5),
-    Claim("Second launch", "launching", "second_launch.png", (_SECOND,), _launch_sentence, _draw_launch),
+    Claim(
+        "Overhead of a call",
+        "engine",
+        "overhead.png",
+        (_SLEEPS,),
+        _overhead_sentence,
+        _draw_overhead,
+    ),
+    Claim(
+        "Growth",
+        "engine",
+        "growth.png",
+        tuple(_GROWN.values()),
+        _growth_sentence,
+        _draw_growth,
+        6.0,
+    ),
+    Claim(
+        "Memory of a lane", "engine", "memory.png", (_MEMORY,), _memory_sentence, _draw_memory, 3.0
+    ),
+    Claim(
+        "Freed memory", "engine", "freed_memory.png", (_FREED,), _freed_sentence, _draw_freed, 2.5
+    ),
+    Claim(
+        "Second launch",
+        "launching",
+        "second_launch.png",
+        (_SECOND,),
+        _launch_sentence,
+        _draw_launch,
+    ),
     Claim(
         "Lanes and torch's own threads",
         "cpu_lanes",
@@ -362,5 +447,13 @@ CLAIMS = (
         5.0,
     ),
     Claim("Streams of batches", "cpu_lanes", "map.png", (_MAP,), _map_sentence, _draw_map, 3.5),
-    Claim("NeuronCores, emulated", "neuron", "neuron.png", (_NEURON,), _neuron_sentence, _draw_neuron, 3.5),
+    Claim(
+        "NeuronCores, emulated",
+        "neuron",
+        "neuron.png",
+        (_NEURON,),
+        _neuron_sentence,
+        _draw_neuron,
+        3.5,
+    ),
 )

@@ -1,4 +1,5 @@
-"""Launches that follow each other without a pause: one function on two gloo ranks, by parawrap and its peers.
+"""Launches that follow each other without a pause: one function on two gloo ranks, by parawrap and
+its peers.
 
 Each turn runs in a fresh process, so that no peer prepares a launch during the turn of another.
 """
@@ -18,7 +19,9 @@ PATIENCE_S = 120
 
 
 def rows() -> list[Row]:
-    """Measure relaunches of an empty function, and of one that trains with DistributedDataParallel."""
+    """Measure relaunches of an empty function, and of one that trains with
+    DistributedDataParallel.
+    """
     arms = {scenario: _arms(scenario) for scenario in RELAUNCHED}
     ours = {scenario: arms[scenario]["parawrap"].median_us for scenario in RELAUNCHED}
     ratio = ours["ddp"] / ours["empty"]
@@ -26,13 +29,18 @@ def rows() -> list[Row]:
         Row(
             "relaunch without a pause: an empty function, 2 ranks",
             arms["empty"],
-            [Result("relaunch, parawrap", ours["empty"] / 1e3, "ms").held_to("under", 100), *_compared(arms["empty"])],
+            [
+                Result("relaunch, parawrap", ours["empty"] / 1e3, "ms").held_to("under", 100),
+                *_compared(arms["empty"]),
+            ],
         ),
         Row(
             "relaunch without a pause: one step of DistributedDataParallel, 2 ranks",
             arms["ddp"],
             [
-                Result("time of parawrap divided by that of its empty relaunch", ratio, "ratio").held_to("at most", 3),
+                Result(
+                    "time of parawrap divided by that of its empty relaunch", ratio, "ratio"
+                ).held_to("at most", 3),
                 *_compared(arms["ddp"]),
             ],
         ),
@@ -40,16 +48,24 @@ def rows() -> list[Row]:
 
 
 def _arms(scenario: str) -> dict[str, Arm]:
-    """Return the times of each peer's relaunches, without peers that failed. Every second round runs in reverse order."""
+    """Return the times of each peer's relaunches, without peers that failed.
+
+    Every second round runs in reverse order.
+    """
     turns = in_turn({peer: partial(_seconds, peer, scenario) for peer in PEERS}, ROUNDS)
     arms: dict[str, Arm] = {}
     for peer, given in turns.items():
         whole = [turn for turn in given if turn]
         if peer == "parawrap" and len(whole) < ROUNDS:
-            msg = f"{peer} did not finish {LAUNCHES} launches of {scenario!r} in {ROUNDS - len(whole)} of {ROUNDS} turns"
+            msg = (
+                f"{peer} did not finish {LAUNCHES} launches of {scenario!r} in "
+                f"{ROUNDS - len(whole)} of {ROUNDS} turns"
+            )
             raise RuntimeError(msg)
         if not whole:
-            print(f"{labelled(peer)} finished no {LAUNCHES} launches of {scenario!r}, and is left out")
+            print(
+                f"{labelled(peer)} finished no {LAUNCHES} launches of {scenario!r}, and is left out"
+            )
             continue
         failed = f" ({ROUNDS - len(whole)} of {ROUNDS} turns failed)" if len(whole) < ROUNDS else ""
         arms[labelled(peer) + failed] = arm_of([each * 1e6 for turn in whole for each in turn])
@@ -57,7 +73,9 @@ def _arms(scenario: str) -> dict[str, Arm]:
 
 
 def _seconds(peer: str, scenario: str) -> list[float]:
-    """Return the seconds of each relaunch of one turn, or nothing if a launch failed or the turn timed out."""
+    """Return the seconds of each relaunch of one turn, or nothing if a launch failed or the turn
+    timed out.
+    """
     each: list[float] = alone(peer, scenario, LAUNCHES, PATIENCE_S).get("each", [])
     return each[1:]
 

@@ -1,4 +1,6 @@
-"""The cost of keeping replicas up to date: bytes copied between simulated devices, and checks before a call."""
+"""The cost of keeping replicas up to date: bytes copied between simulated devices, and checks
+before a call.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,20 @@ def rows(rounds: int = 400) -> list[Row]:
 
 def _unchanged(rounds: int) -> Row:
     few, many, x = _Holds(2), _Holds(200), torch.zeros(8, 2)
-    with torch.no_grad(), parallel(few, ["cpu"] * 2, out_dims=0), parallel(many, ["cpu"] * 2, out_dims=0):
-        arms = take_turns({"2 parameters": partial(few, x), "200 parameters": partial(many, x)}, rounds=rounds, calls=5)
+    with (
+        torch.no_grad(),
+        parallel(few, ["cpu"] * 2, out_dims=0),
+        parallel(many, ["cpu"] * 2, out_dims=0),
+    ):
+        arms = take_turns(
+            {"2 parameters": partial(few, x), "200 parameters": partial(many, x)},
+            rounds=rounds,
+            calls=5,
+        )
     added = arms["200 parameters"].median_us - arms["2 parameters"].median_us
-    result = Result("time added by 198 unchanged parameters", added, "us").held_to("at most", _MOST_FOR_PARAMETERS_US)
+    result = Result("time added by 198 unchanged parameters", added, "us").held_to(
+        "at most", _MOST_FOR_PARAMETERS_US
+    )
     return Row("replicas: 200 unchanged parameters, 2 CPU lanes", arms, [result])
 
 
@@ -53,7 +65,11 @@ def _checked(rounds: int) -> Row:
     arms = take_turns({"check": snapshot.is_same}, rounds=rounds, calls=5)
     each = arms["check"].median_us / modules
     name = f"replicas: check of the structure, {modules} modules"
-    return Row(name, arms, [Result("check, per module", each, "us").held_to("at most", _MOST_PER_MODULE_US)])
+    return Row(
+        name,
+        arms,
+        [Result("check, per module", each, "us").held_to("at most", _MOST_PER_MODULE_US)],
+    )
 
 
 def _copied() -> Row:
@@ -66,19 +82,25 @@ def _copied() -> Row:
 
 
 def copied_row(name: str, second: float, step: float) -> Row:
-    """Return the row for the bytes of the second call, and for the copies of the model after a step."""
+    """Return the row for the bytes of the second call, and for the copies of the model after a
+    step.
+    """
     return Row(
         name,
         {},
         [
             Result("parameters that the second call copies", second, "bytes").held_to("exactly", 0),
-            Result("copies of the model after a step", step, "count").held_to("exactly", _DEVICES - 1),
+            Result("copies of the model after a step", step, "count").held_to(
+                "exactly", _DEVICES - 1
+            ),
         ],
     )
 
 
 def count() -> tuple[int, float] | str:
-    """Return the bytes that the second call copies and the copies of the model after a step, or why none can be counted."""
+    """Return the bytes that the second call copies and the copies of the model after a step, or why
+    none can be counted.
+    """
     from tests import simdevice
 
     if (reason := simdevice.available()) is not None:
@@ -86,7 +108,10 @@ def count() -> tuple[int, float] | str:
     simdevice.install(_DEVICES)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to("sim:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    size, x = sum(parameter.nbytes for parameter in model.parameters()), torch.randn(64, 64, device="sim:0")
+    size, x = (
+        sum(parameter.nbytes for parameter in model.parameters()),
+        torch.randn(64, 64, device="sim:0"),
+    )
     rows_moved = (_DEVICES - 1) * (x.nbytes + 64 * 8 * 4) // _DEVICES
 
     def moved() -> Any:

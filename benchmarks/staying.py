@@ -1,7 +1,7 @@
 """Ranks that stay: calls of two live ranks, and tensors that travel there and back.
 
-The peers are a warm ``torch.multiprocessing.Pool(2)`` with one task per process, and Monarch's process mesh, if the package
-torchmonarch is installed.
+The peers are a warm ``torch.multiprocessing.Pool(2)`` with one task per process, and Monarch's
+process mesh, if the package torchmonarch is installed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def _call_row(rounds: int = 30, calls: int = 50) -> Row:
     with ExitStack() as stack:
         ranks = stack.enter_context(_PLATFORM.open())
         pool = stack.enter_context(mp.get_context("forkserver").Pool(2))
-        arms: dict[str, Work] = {_OURS: lambda: ranks(nothing), _POOL: lambda: pool.map(nothing, (0, 1), chunksize=1)}
+        arms: dict[str, Work] = {
+            _OURS: lambda: ranks(nothing),
+            _POOL: lambda: pool.map(nothing, (0, 1), chunksize=1),
+        }
         if importlib.util.find_spec("monarch") is not None:
             arms[_MONARCH] = stack.enter_context(_monarch())
         times = times_in_turn(arms, rounds=rounds, calls=calls, settle=20)
@@ -60,11 +63,17 @@ def _call_row(rounds: int = 30, calls: int = 50) -> Row:
         "staying: call of two live ranks, without arguments",
         {name: arm_of(values) for name, values in times.items()},
         [
-            Result("a call, parawrap", ours.median_us, "us", ours.low_us, ours.high_us).held_to("at most", _MOST_US),
+            Result("a call, parawrap", ours.median_us, "us", ours.low_us, ours.high_us).held_to(
+                "at most", _MOST_US
+            ),
             *(
-                Result(f"time of parawrap divided by that of {name}", ratio.median, "ratio", ratio.low, ratio.high).held_to(
-                    "at most", _MOST_OF_POOL if name == _POOL else 1
-                )
+                Result(
+                    f"time of parawrap divided by that of {name}",
+                    ratio.median,
+                    "ratio",
+                    ratio.low,
+                    ratio.high,
+                ).held_to("at most", _MOST_OF_POOL if name == _POOL else 1)
                 for name in times
                 if name != _OURS
                 for ratio in [ratio_of(times[_OURS], times[name])]
@@ -96,17 +105,28 @@ def _open_row(rounds: int = 15) -> Row:
 
     arms = take_turns({_OURS: open_and_close}, rounds=rounds)
     times = arms[_OURS]
-    result = Result("open, first call, close", times.median_us / 1e3, "ms", times.low_us / 1e3, times.high_us / 1e3)
+    result = Result(
+        "open, first call, close",
+        times.median_us / 1e3,
+        "ms",
+        times.low_us / 1e3,
+        times.high_us / 1e3,
+    )
     return Row("staying: open, first call, close", arms, [result.held_to("at most", _MOST_OPEN_MS)])
 
 
 def _one_row(rounds: int = 30, calls: int = 50) -> Row:
     """Compare a call of one of eight ranks with a call of one of two."""
     with _PLATFORM.open() as two, _ALONE.open() as eight:
-        arms: dict[str, Work] = {"one of 8": lambda: eight[3](nothing), "one of 2": lambda: two[1](nothing)}
+        arms: dict[str, Work] = {
+            "one of 8": lambda: eight[3](nothing),
+            "one of 2": lambda: two[1](nothing),
+        }
         times = times_in_turn(arms, rounds=rounds, calls=calls, settle=20)
     ratio = ratio_of(times["one of 8"], times["one of 2"])
-    result = Result("time of one of 8 divided by that of one of 2", ratio.median, "ratio", ratio.low, ratio.high)
+    result = Result(
+        "time of one of 8 divided by that of one of 2", ratio.median, "ratio", ratio.low, ratio.high
+    )
     return Row(
         "staying: call of one rank",
         {name: arm_of(values) for name, values in times.items()},
@@ -123,9 +143,13 @@ def _tensor_row(mib: int) -> Row:
             target.copy_(tensor)
 
     with _PLATFORM.open() as ranks:
-        times = times_in_turn({_OURS: lambda: ranks(same, tensor), "four copies": copy}, rounds=_SIZES[mib])
+        times = times_in_turn(
+            {_OURS: lambda: ranks(same, tensor), "four copies": copy}, rounds=_SIZES[mib]
+        )
     ratio = ratio_of(times[_OURS], times["four copies"])
-    result = Result("time divided by that of four copies", ratio.median, "ratio", ratio.low, ratio.high)
+    result = Result(
+        "time divided by that of four copies", ratio.median, "ratio", ratio.low, ratio.high
+    )
     return Row(
         f"staying: {mib} MiB to each of two ranks and back",
         {name: arm_of(values) for name, values in times.items()},
@@ -148,7 +172,9 @@ def _many_row() -> Row:
         "staying: 10,000 calls",
         {_OURS: arm_of([took_us])},
         [
-            Result("growth of memory, this process and two ranks", growth["memory"] / 2**20, "MiB").held_to("at most", 2),
+            Result(
+                "growth of memory, this process and two ranks", growth["memory"] / 2**20, "MiB"
+            ).held_to("at most", 2),
             Result("growth of open files", growth["files"], "count").held_to("exactly", 0),
             Result("growth of threads", growth["threads"], "count").held_to("exactly", 0),
         ],

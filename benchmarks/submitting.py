@@ -1,4 +1,6 @@
-"""The latency of one small call from `submit` to its result, while all lanes are busy with a stream of batches."""
+"""The latency of one small call from `submit` to its result, while all lanes are busy with a stream
+of batches.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ Submit = Callable[[torch.Tensor], Future[Any]]
 
 
 def rows(net: Net = SMALL_ENCODER, rounds: int = 12, requests: int = _REQUESTS) -> list[Row]:
-    """Compare lanes with a ThreadPoolExecutor, busy and idle. The percentiles are those of the latencies of all rounds."""
+    """Compare lanes with a ThreadPoolExecutor, busy and idle.
+
+    The percentiles are those of the latencies of all rounds.
+    """
     ours, theirs = (net.make().eval() for _ in range(2))
     small, large = net.batch(1), net.batch(_BATCH)
-    with torch.no_grad(), threads(LANES), executor() as pool, parallel(ours, ["cpu"] * LANES, out_dims=0) as p:
+    with (
+        torch.no_grad(),
+        threads(LANES),
+        executor() as pool,
+        parallel(ours, ["cpu"] * LANES, out_dims=0) as p,
+    ):
 
         def submit_to_pool(x: torch.Tensor) -> Future[Any]:
             return pool.submit(torch.no_grad()(theirs), x)
@@ -50,7 +60,9 @@ def rows(net: Net = SMALL_ENCODER, rounds: int = 12, requests: int = _REQUESTS) 
         for arm in arms.values():
             arm()
         bursts = in_turn(arms, rounds)
-    latencies = {arm: [latency for burst in given for latency in burst] for arm, given in bursts.items()}
+    latencies = {
+        arm: [latency for burst in given for latency in burst] for arm, given in bursts.items()
+    }
     p99 = {arm: statistics.quantiles(values, n=100)[98] for arm, values in latencies.items()}
     medians = {arm: statistics.median(values) for arm, values in latencies.items()}
     return [
@@ -58,8 +70,12 @@ def rows(net: Net = SMALL_ENCODER, rounds: int = 12, requests: int = _REQUESTS) 
             f"submit: {net.name}, one row, while {LANES} lanes map batches of {_BATCH}",
             {arm: arm_of(values) for arm, values in latencies.items()},
             [
-                Result("speed-up over the executor, median", medians[_POOL] / medians[_OURS], "ratio"),
-                Result("speed-up over the executor, 99th percentile", p99[_POOL] / p99[_OURS], "ratio"),
+                Result(
+                    "speed-up over the executor, median", medians[_POOL] / medians[_OURS], "ratio"
+                ),
+                Result(
+                    "speed-up over the executor, 99th percentile", p99[_POOL] / p99[_OURS], "ratio"
+                ),
                 *(Result(f"99th percentile, {arm}", value, "us") for arm, value in p99.items()),
             ],
             peers=f"concurrent.futures, {LANES} workers, {IN_FLIGHT} batches in flight",
@@ -71,7 +87,9 @@ def _latencies(submit: Submit, x: torch.Tensor, requests: int) -> list[float]:
     return [wall_us(lambda: submit(x).result()) for _ in range(requests)]
 
 
-def _under_load(stream: Callable[[], Iterator[Any]], submit: Submit, x: torch.Tensor, requests: int) -> list[float]:
+def _under_load(
+    stream: Callable[[], Iterator[Any]], submit: Submit, x: torch.Tensor, requests: int
+) -> list[float]:
     with _load(stream):
         return _latencies(submit, x, requests)
 

@@ -1,4 +1,5 @@
-"""The pages in benchmarks/results/: one page per suite, and README.md over all suites with its pictures.
+"""The pages in benchmarks/results/: one page per suite, and README.md over all suites with its
+pictures.
 
 ``python -m benchmarks.summary`` writes them from the JSON files, without measuring.
 """
@@ -18,14 +19,18 @@ __all__ = ["PAGE", "machine_of", "page", "read", "suite_page", "tables", "write"
 
 PAGE = "README.md"
 _INTRODUCTION = """\
-`make bench` measures and writes this page. [The guide](../../docs/benchmarks.md) explains terms and goals. A line on a bar
-shows the quartiles of a time, or the 95% confidence interval of a ratio."""
+`make bench` measures and writes this page. [The guide](../../docs/benchmarks.md) explains terms
+and goals. A line on a bar shows the quartiles of a time, or the 95% confidence interval of a
+ratio."""
 
 Document = Mapping[str, Any]
 
 
 def write(results: Path, titles: Mapping[str, str]) -> None:
-    """Write README.md and its pictures from the suites in this folder. Without matplotlib, pictures stay as they are."""
+    """Write README.md and its pictures from the suites in this folder.
+
+    Without matplotlib, pictures stay as they are.
+    """
     documents = read(results, titles)
     (results / PAGE).write_text(page(documents, titles))
     if importlib.util.find_spec("matplotlib") is None:
@@ -42,7 +47,11 @@ def write_suite(results: Path, name: str, title: str, time_unit: str) -> None:
 
 def read(results: Path, titles: Mapping[str, str]) -> dict[str, Document]:
     """Return the documents of the suites that have been measured."""
-    return {name: json.loads(path.read_text()) for name in titles if (path := results / f"{name}.json").exists()}
+    return {
+        name: json.loads(path.read_text())
+        for name in titles
+        if (path := results / f"{name}.json").exists()
+    }
 
 
 def machine_of(document: Document) -> str:
@@ -52,13 +61,16 @@ def machine_of(document: Document) -> str:
 
 
 def page(documents: Mapping[str, Document], titles: Mapping[str, str]) -> str:
-    """Return the page over all suites: the goals that are missed, a picture per claim, and all goals."""
+    """Return the page over all suites: the goals that are missed, a picture per claim, and all
+    goals.
+    """
     rows = [row for document in documents.values() for row in document["rows"]]
     goals = [result["met"] for row in rows for result in row["results"] if result["goal"]]
     parts = [
         "# Benchmark summary",
         _INTRODUCTION,
-        f"{sum(goals)} of {len(goals)} goals are met. {'These are missed:' if not all(goals) else ''}".rstrip(),
+        f"{sum(goals)} of {len(goals)} goals are met. "
+        f"{'These are missed:' if not all(goals) else ''}".rstrip(),
     ]
     if not all(goals):
         parts.append(results_tables(rows, lambda result: not result["met"]).rstrip())
@@ -67,9 +79,13 @@ def page(documents: Mapping[str, Document], titles: Mapping[str, str]) -> str:
         parts += [f"## {claim.title}", sentence, f"![{claim.title}]({claim.picture})"]
     parts += [
         "## All goals",
-        results_tables(rows, lambda result: bool(result["goal"])).rstrip() or "No benchmark has a goal.",
+        results_tables(rows, lambda result: bool(result["goal"])).rstrip()
+        or "No benchmark has a goal.",
     ]
-    suites = [f"| [{titles[name]}]({name}.md) | {machine_of(document)} |" for name, document in documents.items()]
+    suites = [
+        f"| [{titles[name]}]({name}.md) | {machine_of(document)} |"
+        for name, document in documents.items()
+    ]
     parts += ["## All results", "\n".join(["| suite | measured |", "|---|---|", *suites])]
     return "\n\n".join(parts) + "\n"
 
@@ -78,10 +94,15 @@ def suite_page(title: str, document: Document, time_unit: str) -> str:
     """Return the page of one suite."""
     command, _, module = document["command"].partition(" (")
     method = (
-        f"Command: `{command}` (`{module.rstrip(')')}`). Arms take turns. A time is the median of an arm's rounds. "
-        "A value without a goal is only reported."
+        f"Command: `{command}` (`{module.rstrip(')')}`). Arms take turns. A time is the median of "
+        "an arm's rounds. A value without a goal is only reported."
     )
-    return "\n\n".join([f"# {title}", machine_of(document), method, tables(document["rows"], time_unit)]) + "\n"
+    return (
+        "\n\n".join(
+            [f"# {title}", machine_of(document), method, tables(document["rows"], time_unit)]
+        )
+        + "\n"
+    )
 
 
 def tables(rows: Sequence[Mapping[str, Any]], time_unit: str) -> str:
@@ -91,7 +112,9 @@ def tables(rows: Sequence[Mapping[str, Any]], time_unit: str) -> str:
         "Results": results_tables(rows),
         "Times": times_table(rows, time_unit),
         "Peers": peers_table(rows),
-        "Outcomes": "\n".join(row["extra"]["markdown"] for row in rows if "markdown" in row["extra"]),
+        "Outcomes": "\n".join(
+            row["extra"]["markdown"] for row in rows if "markdown" in row["extra"]
+        ),
         "Notes": notes,
     }
     return "\n\n".join(f"## {head}\n\n{text.rstrip()}" for head, text in sections.items() if text)

@@ -1,4 +1,6 @@
-"""A training step (forward, backward, SGD) of small nets on the CPU: plain, and over one lane per core."""
+"""A training step (forward, backward, SGD) of small nets on the CPU: plain, and over one lane per
+core.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def rows(nets: Sequence[Net] = NETS, rounds: int = 40, lanes: int | None = None)
 def _row(net: Net, rounds: int, lanes: int) -> Row:
     plain, ours, x = net.make().train(), net.make().train(), net.batch(net.usual)
     with threads(lanes), parallel(ours, ["cpu"] * lanes, out_dims=0):
-        steps = {"plain": partial(_step, plain, _sgd(plain), x), "lanes": partial(_step, ours, _sgd(ours), x)}
+        steps = {
+            "plain": partial(_step, plain, _sgd(plain), x),
+            "lanes": partial(_step, ours, _sgd(ours), x),
+        }
         times = times_in_turn(steps, rounds=rounds, settle=1)
     gain = ratio_of(times["plain"], times["lanes"])
     return Row(

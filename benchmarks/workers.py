@@ -1,7 +1,9 @@
-"""`map` over two worker processes, compared with loops, lanes in threads, and the process pools of torch and joblib.
+"""`map` over two worker processes, compared with loops, lanes in threads, and the process pools of
+torch and joblib.
 
-The models hold the interpreter lock. The processes of each arm build or receive their model once; every process uses one
-thread. The peers get batches with `imap`, and with a generator of joblib's loky backend if joblib is installed.
+The models hold the interpreter lock. The processes of each arm build or receive their model once;
+every process uses one thread. The peers get batches with `imap`, and with a generator of joblib's
+loky backend if joblib is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ __all__ = ["rows"]
 _WORKERS, _IN_FLIGHT, _CHUNKSIZE = 2, 4, 8
 _BATCHES, _SMALL_BATCHES, _LARGE_BATCHES = 128, 512, 8
 _LEAST_COPY_SPEED, _LEAST_OVER_BYTES, _MOST_OVER_ACTORS = 1.0, 0.5, 1.2
-_ONE, _LOOP, _LANES, _COPY = "loop, one thread", f"loop, {_WORKERS} threads", "map, lanes in threads", "clone of each batch"
+_ONE, _LOOP, _LANES, _COPY = (
+    "loop, one thread",
+    f"loop, {_WORKERS} threads",
+    "map, lanes in threads",
+    "clone of each batch",
+)
 _COPY_INTO = "copy of each batch into one tensor"
 _ON_RAY, _ACTORS = "map, Ray workers", "ray.util.ActorPool"
 _OURS, _ALONE = "map, workers", "map, workers, chunksize=1"
@@ -57,7 +64,9 @@ def small_operators() -> nn.Module:
 
 def eager_encoder() -> nn.Module:
     """Return six small encoder layers."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0), 6)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(128, 4, 256, batch_first=True, dropout=0.0), 6
+    )
 
 
 # The goals are ratios of the best loop's time to that of `map`.
@@ -66,14 +75,17 @@ NETS = (
     (Net("80 small operators", small_operators, (32,), 8), 1.35),
     (Net("eager encoder, 6 layers", eager_encoder, (32, 128), 4), 1.3),
 )
-# The same loop with batches of another cost. No goals: they show which batches are too small for workers.
+# The same loop with batches of another cost. No goals: they show which batches are too small for
+# workers.
 SIZES = tuple(Net(f"GRU cell, {steps} steps", Recurrent, (steps, 64), 8) for steps in (4, 16, 256))
 _KIBIBYTE = Net("identity, batches of 1 KiB", nn.Identity, (), 256)
 _MEBIBYTES = Net("identity, batches of 64 MiB", nn.Identity, (), 16 << 20)
 
 
 def rows(rounds: int = 12) -> list[Row]:
-    """Measure three nets, one of them by the cost of a batch, and the cost of a worker by small and by large batches."""
+    """Measure three nets, one of them by the cost of a batch, and the cost of a worker by small and
+    by large batches.
+    """
     nets = [_net_row(net, goal, rounds) for net, goal in (*NETS, *((net, None) for net in SIZES))]
     on_ray = [_ray_row(rounds)] if importlib.util.find_spec("ray") else []
     return [*nets, _small_row(rounds), _large_row(rounds), *on_ray]
@@ -92,15 +104,23 @@ def _net_row(net: Net, goal: float | None, rounds: int) -> Row:
 def _small_row(rounds: int) -> Row:
     times = _times(_KIBIBYTE, _SMALL_BATCHES, rounds, (_ALONE, _BYTES))
     each = {arm: arm_of([time / _SMALL_BATCHES for time in times[arm]]) for arm in (_OURS, _ALONE)}
-    costs = [Result(f"time per batch, {arm}", of.median_us, "us", of.low_us, of.high_us) for arm, of in each.items()]
+    costs = [
+        Result(f"time per batch, {arm}", of.median_us, "us", of.low_us, of.high_us)
+        for arm, of in each.items()
+    ]
     over_bytes = _gain(times, _BYTES).held_to("at least", _LEAST_OVER_BYTES)
     return _row(_KIBIBYTE, times, [*costs, over_bytes, *_over_peers(times, 1.5)], _SMALL_BATCHES)
 
 
 def _large_row(rounds: int) -> Row:
     times = _times(_MEBIBYTES, _LARGE_BATCHES, rounds, (_COPY, _COPY_INTO))
-    speeds = [_gain(times, arm).held_to("at least", _LEAST_COPY_SPEED) for arm in (_COPY, _COPY_INTO)]
-    note = "torch moves each batch into shared memory in its first round, and copies nothing in later rounds"
+    speeds = [
+        _gain(times, arm).held_to("at least", _LEAST_COPY_SPEED) for arm in (_COPY, _COPY_INTO)
+    ]
+    note = (
+        "torch moves each batch into shared memory in its first round, and copies nothing in later "
+        "rounds"
+    )
     return _row(_MEBIBYTES, times, [*speeds, *_over_peers(times, None)], _LARGE_BATCHES, note)
 
 
@@ -109,22 +129,29 @@ def _ray_row(rounds: int) -> Row:
     ray = importlib.import_module("ray")
     batches = [_KIBIBYTE.batch(_KIBIBYTE.usual) for _ in range(_SMALL_BATCHES)]
     platform = Platform(device="ray", n_cpus=_WORKERS)
-    ray.init(num_cpus=2 * _WORKERS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        num_cpus=2 * _WORKERS, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     try:
         with torch.inference_mode(), parallel(_KIBIBYTE.make(), platform, out_dims=0) as block:
             actors = [ray.remote(_RayActor).remote(_KIBIBYTE) for _ in range(_WORKERS)]
             pool = importlib.import_module("ray.util").ActorPool(actors)
             works: dict[str, Work] = {
                 _ON_RAY: lambda: _read(block.map(batches)),
-                _ACTORS: lambda: _read(pool.map(lambda actor, batch: actor.run.remote(batch), batches)),
+                _ACTORS: lambda: _read(
+                    pool.map(lambda actor, batch: actor.run.remote(batch), batches)
+                ),
             }
             times = times_in_turn(works, rounds=rounds)
     finally:
         ray.shutdown()
     ratio = ratio_of(times[_ON_RAY], times[_ACTORS])
-    result = Result("time per batch over that of a bare ActorPool", ratio.median, "ratio", ratio.low, ratio.high)
+    result = Result(
+        "time per batch over that of a bare ActorPool", ratio.median, "ratio", ratio.low, ratio.high
+    )
     return Row(
-        f"workers: {_KIBIBYTE.name}, {_SMALL_BATCHES} batches of {_KIBIBYTE.usual}, {_WORKERS} actors on Ray",
+        f"workers: {_KIBIBYTE.name}, {_SMALL_BATCHES} batches of {_KIBIBYTE.usual}, {_WORKERS} "
+        "actors on Ray",
         {arm: arm_of(values) for arm, values in times.items()},
         [result.held_to("at most", _MOST_OVER_ACTORS)],
         peers=f"ray {ray.__version__}",
@@ -143,7 +170,9 @@ class _RayActor:
             return self._model(batch)
 
 
-def _row(net: Net, times: dict[str, list[float]], results: list[Result], count: int, note: str = "") -> Row:
+def _row(
+    net: Net, times: dict[str, list[float]], results: list[Result], count: int, note: str = ""
+) -> Row:
     return Row(
         f"workers: {net.name}, {count} batches of {net.usual}, {_WORKERS} workers",
         {arm: arm_of(values) for arm, values in times.items()},
@@ -164,13 +193,18 @@ def _over_peers(times: dict[str, list[float]], goal: float | None) -> list[Resul
 
 
 def _times(net: Net, count: int, rounds: int, others: tuple[str, ...]) -> dict[str, list[float]]:
-    """Return the times of the worker arm, the peers, and the other arms. All make the same batches' outputs."""
+    """Return the times of the worker arm, the peers, and the other arms.
+
+    All make the same batches' outputs.
+    """
     batches = [net.batch(net.usual) for _ in range(count)]
     plain, ours, laned = (net.make().eval() for _ in range(3))
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(threads(_WORKERS))
-        block = stack.enter_context(parallel(ours, ["cpu"] * _WORKERS, out_dims=0, workers="process"))
+        block = stack.enter_context(
+            parallel(ours, ["cpu"] * _WORKERS, out_dims=0, workers="process")
+        )
         works: dict[str, Work] = {
             _ONE: partial(_on_one_thread, lambda: _loop(plain, batches)),
             _LOOP: lambda: _loop(plain, batches),
@@ -214,7 +248,9 @@ def _pool(net: Net, batches: list[torch.Tensor]) -> Iterator[Work]:
 
 @contextmanager
 def _bytes_pool(batches: list[torch.Tensor]) -> Iterator[Work]:
-    """The least that a batch can cost: its bytes there and back, without tensors, a model, and modes."""
+    """The least that a batch can cost: its bytes there and back, without tensors, a model, and
+    modes.
+    """
     of_bytes = [batch.numpy().tobytes() for batch in batches]
     with plain_multiprocessing.get_context("forkserver").Pool(_WORKERS) as pool:
         yield lambda: _read(pool.imap(_same, of_bytes, chunksize=_CHUNKSIZE))
@@ -228,7 +264,9 @@ def _same(value: bytes) -> bytes:
 def _loky(net: Net, batches: list[torch.Tensor]) -> Iterator[Work]:
     joblib = importlib.import_module("joblib")
     task = joblib.delayed(partial(_in_worker, net))
-    with joblib.Parallel(_WORKERS, return_as="generator", batch_size=1, pre_dispatch=_IN_FLIGHT) as run:
+    with joblib.Parallel(
+        _WORKERS, return_as="generator", batch_size=1, pre_dispatch=_IN_FLIGHT
+    ) as run:
         yield lambda: _read(run(task(batch) for batch in batches))
 
 

@@ -32,10 +32,16 @@ napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
-# Sphinx reads pages below its own folder only. The results stay with the benchmarks that write them.
+# Sphinx reads pages below its own folder only. The results stay with the benchmarks that write
+# them.
 shutil.rmtree(DOCS / "results", ignore_errors=True)
-shutil.copytree(DOCS.parent / "benchmarks" / "results", DOCS / "results", ignore=shutil.ignore_patterns("*.json"))
-_UNLISTED = ("versions", "neuron_hardware", "results/")  # pages outside of the sidebar, which other pages link
+shutil.copytree(
+    DOCS.parent / "benchmarks" / "results",
+    DOCS / "results",
+    ignore=shutil.ignore_patterns("*.json"),
+)
+# Pages outside of the sidebar, which other pages link
+_UNLISTED = ("versions", "neuron_hardware", "results/")
 _MOVED = {"](../benchmarks/results/": "](results/", "](../../docs/": "](../"}
 
 
@@ -45,7 +51,7 @@ def setup(app: Any) -> None:
 
 
 def _prepare_page(_app: object, name: str, source: list[str]) -> None:
-    """Lead links of the repository to the copies of their pages, and mark pages that no toctree lists."""
+    """Lead links to the copies of their pages, and mark pages that no toctree lists."""
     if name.startswith(_UNLISTED):
         source[0] = f"---\norphan: true\n---\n\n{source[0]}"
     for old, new in _MOVED.items():

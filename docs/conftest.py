@@ -6,7 +6,8 @@ import pytest
 
 from tests.helpers.tiers import require_packages
 
-collect_ignore = ["conf.py", "pictures.py"]  # scripts that need the packages of the extras docs and browser
+# Scripts that need the packages of the extras docs and browser
+collect_ignore = ["conf.py", "pictures.py"]
 
 _PACKAGES = {"transformers.md": ("transformers",)}
 

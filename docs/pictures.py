@@ -1,4 +1,7 @@
-"""Draw the pictures of the pages: ``make pictures``, which needs Debian's chromium and the package playwright."""
+"""Draw the pictures of the pages: ``make pictures``.
+
+It needs Debian's chromium and the package playwright.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ def normalized(batch: torch.Tensor) -> torch.Tensor:
 
 def block(path: Path) -> None:
     """Stream batches through two lanes, and write the timeline."""
-    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.Flatten(2), nn.AdaptiveAvgPool1d(4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.Flatten(2), nn.AdaptiveAvgPool1d(4)
+    )
     batches = [torch.randn(16 + 4 * (number % 3), 3, 48, 48) for number in range(13)]
     with torch.no_grad(), parallel(model, ["cpu", "cpu"], out_dims=0) as p:
         list(p.map(batches, prepare=normalized))
@@ -61,7 +66,9 @@ PICTURES = {block: "timeline.png", notebook: "notebook.png"}
 def main() -> None:
     """Write the pictures to docs/images."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": WIDTH, "height": 200})
         for make, name in PICTURES.items():
             path = Path(folder, f"{make.__name__}.html")

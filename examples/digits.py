@@ -1,8 +1,9 @@
-"""Train a small CNN on scikit-learn's handwritten digits in two ranks, and evaluate it with ``map`` on two lanes.
+"""Train a small CNN on handwritten digits in two ranks, and evaluate it with ``map`` on two lanes.
 
-Run it with ``make demo``. ``@wrapper`` starts two processes for training. Each trains on half of every batch, and rank 0
-returns the weights and the loss curve. Evaluation runs in this process, in a ``with parallel(...)`` block. The script
-writes to demo-output/: pictures of the loss curve and of the confusion matrix, and timelines of the ranks and of the lanes.
+Run it with ``make demo``. ``@wrapper`` starts two processes for training. Each trains on half of
+every batch, and rank 0 returns the weights and the loss curve. Evaluation runs in this process, in
+a ``with parallel(...)`` block. The script writes to demo-output/: pictures of the loss curve and of
+the confusion matrix, and timelines of the ranks and of the lanes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ import matplotlib.pyplot as plt
 
 OUTPUT = Path("demo-output")
 RANKS = Platform(device="cpu", n_cpus=2)  # device="gpu" uses every GPU of the machine
-LANES = ["cpu", "cpu"]  # ["cuda:0", "cuda:1"] on a machine with two GPUs; None uses every accelerator
+# ["cuda:0", "cuda:1"] on a machine with two GPUs; None uses every accelerator
+LANES = ["cpu", "cpu"]
 EPOCHS = 12
 BATCH = 128
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return 1,437 images of 8x8 pixels for training and 360 for testing, each with their labels."""
+    """Return 1,437 images of 8x8 pixels for training and 360 for testing, with their labels."""
     data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -45,7 +47,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def cnn() -> nn.Module:
-    """Return a model with two convolutions and a classifier, large enough to keep two lanes busy."""
+    """Return a model with two convolutions and a classifier, large enough for two busy lanes."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1),
         nn.ReLU(),
@@ -72,7 +74,9 @@ def train(images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], list[float
     for epoch in range(EPOCHS):
         if sampler is not None:
             sampler.set_epoch(epoch)
-        losses = torch.stack([train_step(model, optimizer, x.to(rank.device), y.to(rank.device)) for x, y in loader])
+        losses = torch.stack(
+            [train_step(model, optimizer, x.to(rank.device), y.to(rank.device)) for x, y in loader]
+        )
         dist.all_reduce(mean := losses.mean() / rank.world_size)
         curve.append(mean.item())
     return (net.state_dict(), curve) if rank.global_rank == 0 else None
@@ -115,7 +119,9 @@ def draw_curve(curve: list[float]) -> None:
 
 def draw_confusion(labels: Tensor, predicted: Tensor) -> None:
     """Plot the confusion matrix."""
-    display = ConfusionMatrixDisplay.from_predictions(labels.numpy(), predicted.numpy(), colorbar=False, cmap="Blues")
+    display = ConfusionMatrixDisplay.from_predictions(
+        labels.numpy(), predicted.numpy(), colorbar=False, cmap="Blues"
+    )
     display.ax_.set_title("Handwritten digits, test images")
     save(display.figure_, "confusion.png")
 
@@ -136,8 +142,14 @@ def main() -> None:
     trained = train(train_images, train_labels)[0]
     assert trained is not None
     weights, curve = trained
-    print(f"trained {EPOCHS} epochs of {len(train_images)} images in {RANKS.world_size} ranks, batches of {BATCH},")
-    print(f"  in {time.perf_counter() - start:.2f} s with the start of the ranks; loss {curve[0]:.3f} to {curve[-1]:.3f}")
+    print(
+        f"trained {EPOCHS} epochs of {len(train_images)} images in {RANKS.world_size} ranks, "
+        f"batches of {BATCH},"
+    )
+    print(
+        f"  in {time.perf_counter() - start:.2f} s with the start of the ranks; loss "
+        f"{curve[0]:.3f} to {curve[-1]:.3f}"
+    )
     draw_curve(curve)
     model = cnn()
     model.load_state_dict(weights)

@@ -1,7 +1,10 @@
-"""Train, save, and evaluate with ``Wrapper(platform).start(task, args)``: the task gets its rank and process group.
+"""Train, save, and evaluate with ``Wrapper(platform).start(task, args)``.
 
-The example follows the MNIST example of ddpw, with scikit-learn's digits and parawrap's names. Run it with ``python
-examples/digits_wrapper.py``. On a machine with GPUs, use ``Platform(device="gpu")``.
+The task gets its rank and its process group.
+
+The example follows the MNIST example of ddpw, with scikit-learn's digits and parawrap's names. Run
+it with ``python examples/digits_wrapper.py``. On a machine with GPUs, use
+``Platform(device="gpu")``.
 """
 
 from __future__ import annotations
@@ -42,8 +45,13 @@ class DigitsModel(nn.Module):
         return F.log_softmax(self.fc2(self.drop2(F.relu(self.fc1(x)))), dim=1)
 
 
-def train(global_rank: int, local_rank: int, group: Any, args: tuple[int, int, Dataset[Any], Path] | None) -> list[float]:
-    """Train in one rank, and return the mean loss of each epoch over all ranks. Rank 0 saves the model."""
+def train(
+    global_rank: int, local_rank: int, group: Any, args: tuple[int, int, Dataset[Any], Path] | None
+) -> list[float]:
+    """Train in one rank, and return the mean loss of each epoch over all ranks.
+
+    Rank 0 saves the model.
+    """
     assert args is not None
     batch_size, epochs, dataset, checkpoint = args
     print(f"global rank {global_rank}; local rank {local_rank}")
@@ -78,7 +86,9 @@ def train(global_rank: int, local_rank: int, group: Any, args: tuple[int, int, D
 
 
 @torch.no_grad()
-def evaluate(global_rank: int, local_rank: int, group: Any, args: tuple[int, Dataset[Any], Path] | None) -> float:
+def evaluate(
+    global_rank: int, local_rank: int, group: Any, args: tuple[int, Dataset[Any], Path] | None
+) -> float:
     """Return the accuracy over all ranks. Each image is evaluated by exactly one rank."""
     assert args is not None
     batch_size, dataset, checkpoint = args

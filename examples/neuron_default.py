@@ -1,6 +1,6 @@
 """Run a compiled model on every NeuronCore of the process, with any number of rows per call.
 
-On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
+On inf2 and trn1 with torch_neuronx, run it as it is. On another machine, use emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_default.py
 

@@ -1,9 +1,9 @@
 """Split the frames of a clip, which lie on dim 1, over two NeuronCores.
 
-Dynamic batching works only on dim 0. On another dim, each call must have exactly the compiled size times the number of
-cores. ``set_dynamic_batching=False`` silences the warning about it.
+Dynamic batching works only on dim 0. On another dim, each call must have exactly the compiled size
+times the number of cores. ``set_dynamic_batching=False`` silences the warning about it.
 
-On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
+On inf2 and trn1 with torch_neuronx, run it as it is. On another machine, use emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_dim.py
 """

@@ -1,9 +1,10 @@
 """Run batches of any size with a model that is compiled for one size.
 
-A core always computes the compiled number of rows, so a batch is cut into inferences of that size. If the last inference
-has too few rows, it is filled with other rows of the batch, and their outputs are dropped.
+A core always computes the compiled number of rows, so a batch is cut into inferences of that size.
+If the last inference has too few rows, it is filled with other rows of the batch, and their outputs
+are dropped.
 
-On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
+On inf2 and trn1 with torch_neuronx, run it as it is. On another machine, use emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_dynamic_batching.py
 """

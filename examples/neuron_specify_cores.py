@@ -1,6 +1,6 @@
 """Choose NeuronCores by name. They are counted from zero within the process.
 
-On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
+On inf2 and trn1 with torch_neuronx, run it as it is. On another machine, use emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_specify_cores.py
 """
@@ -14,7 +14,7 @@ from parawrap import DeviceUnavailableError, neuron, parallel
 
 
 def main() -> None:
-    """Use two cores by name, the same cores in a ``parallel`` block, and a core that does not exist."""
+    """Use two cores by name, the same in a ``parallel`` block, and a core that does not exist."""
     model = small_resnet()
     compiled = neuron.trace(model, torch.rand(1, *IMAGE))
     images = torch.rand(5, *IMAGE)

@@ -1,10 +1,11 @@
-"""Classify handwritten digits with one block: on two threads, on two processes, or on two nodes of a Ray cluster.
+"""Classify handwritten digits with one block: on threads, processes, or nodes of a Ray cluster.
 
     python examples/one_block.py threads processes
     python examples/one_block.py ray                 # on a node of a Ray cluster
 
-Only the arguments in `LANES` differ between them, and the outputs are the same. The model runs GRU cells in a Python loop.
-Such a model holds Python's interpreter lock, so threads run it one operator at a time. ``make demo`` runs the first line.
+Only the arguments in `LANES` differ between them, and the outputs are the same. The model runs GRU
+cells in a Python loop. Such a model holds Python's interpreter lock, so threads run it one operator
+at a time. ``make demo`` runs the first line.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ROUNDS = 10  # times that the stream reads the test images
 
 
 class LineReader(nn.Module):
-    """Reads the rows of an image, and then its columns, with three GRU cells in a Python loop of 16 steps."""
+    """Reads the rows of an image, and then its columns, with three GRU cells.
+
+    They run in a Python loop of 16 steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +85,9 @@ def main() -> None:
     model = trained(images[:1437], labels[:1437])
     batches = list(images[1437:].split(BATCH)) * ROUNDS
     expected = torch.cat([model(batch).detach() for batch in batches])
-    print(f"test accuracy {(expected.argmax(1) == labels[1437:].repeat(ROUNDS)).float().mean():.1%}")
+    print(
+        f"test accuracy {(expected.argmax(1) == labels[1437:].repeat(ROUNDS)).float().mean():.1%}"
+    )
     for kind in sys.argv[1:] or ["threads", "processes"]:
         torch.testing.assert_close(classify(model, batches, kind), expected)
         print(f"the outputs of {kind} are those of the plain loop")

@@ -1,7 +1,8 @@
 """Save and resume a preempted training with ``should_checkpoint``, ``requeue``, and ``restart``.
 
-Run it with ``python examples/preemption.py``. ``Launch.preempt`` simulates the preemption of a cluster. On Slurm, use
-``Platform(device="slurm", ...)`` and a path on a shared file system. The loop stays the same.
+Run it with ``python examples/preemption.py``. ``Launch.preempt`` simulates the preemption of a
+cluster. On Slurm, use ``Platform(device="slurm", ...)`` and a path on a shared file system. The
+loop stays the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _LOOK_S = 0.01
 
 
 def rows_of(step: int, count: int) -> Tensor:
-    """Return this rank's rows of a step's batch. They depend only on the step, so a restart continues in order."""
+    """Return this rank's rows of a step's batch.
+
+    They depend only on the step, so a restart continues in order.
+    """
     per_epoch = count // BATCH
     epoch, index = divmod(step, per_epoch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
@@ -36,21 +40,29 @@ def rows_of(step: int, count: int) -> Tensor:
 
 
 def save(state: dict[str, Any], checkpoint: Path) -> None:
-    """Save under a temporary name, then rename. If the process ends in between, the older checkpoint stays intact."""
+    """Save under a temporary name, then rename.
+
+    If the process ends in between, the older checkpoint stays intact.
+    """
     temporary = checkpoint.with_suffix(".tmp")
     torch.save(state, temporary)
     temporary.rename(checkpoint)
 
 
 @wrapper(Platform(device="cpu", n_cpus=2, grace_s=60))
-def train(images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None = None) -> tuple[int, int, Weights]:
-    """Train to the last step. Return the first step of this start, the number of restarts, and the weights.
+def train(
+    images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None = None
+) -> tuple[int, int, Weights]:
+    """Train to the last step.
+
+    Return the first step of this start, the number of restarts, and the weights.
 
     Args:
         images: One row per image of 8x8 pixels.
         labels: The digits on the images.
         checkpoint: The file to save to when the launch is preempted, and to resume from.
-        wait_at: The step at which the first start waits for its preemption, so that a late preemption still finds it.
+        wait_at: The step at which the first start waits for its preemption, so that a late
+            preemption still finds it.
     """
     rank = current_rank()
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -68,7 +80,10 @@ def train(images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None 
     while step < STEPS:
         if rank.should_checkpoint():  # True at the same step in every rank
             if rank.global_rank == 0:
-                save({"net": net.state_dict(), "optimiser": optimiser.state_dict(), "step": step}, checkpoint)
+                save(
+                    {"net": net.state_dict(), "optimiser": optimiser.state_dict(), "step": step},
+                    checkpoint,
+                )
             rank.requeue()  # the next start begins when every rank is here
         if step == wait_at and rank.restart == 0:
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""The model and the report that the NeuronCore examples share: a small residual network built from torch.nn.
+"""The small residual network and the report that the NeuronCore examples share.
 
 The weights are random, so nothing is downloaded. A seed makes them the same in every run.
 """
@@ -28,7 +28,9 @@ class Residual(nn.Module):
             nn.BatchNorm2d(channels),
         )
         same = stride == 1 and channels_in == channels
-        self.shortcut = nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+        self.shortcut = (
+            nn.Identity() if same else nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.body(x) + self.shortcut(x))
@@ -52,9 +54,15 @@ def small_resnet() -> nn.Module:
 
 
 def report(inputs: Tensor, scores: Tensor, expected: Tensor, dim: int = 0) -> None:
-    """Print the row counts of inputs and outputs, and the difference from the plain model. Exit if it is too large."""
+    """Print the row counts of inputs and outputs, and the difference from the plain model.
+
+    Exit if it is too large.
+    """
     difference = ((scores - expected).abs().max() / expected.abs().max()).item()
-    print(f"{inputs.shape[dim]} rows in, {scores.shape[dim]} rows out, relative difference at most {difference:.1g}")
+    print(
+        f"{inputs.shape[dim]} rows in, {scores.shape[dim]} rows out, relative difference at "
+        f"most {difference:.1g}"
+    )
     if not difference <= TOLERANCE:  # also true for nan
         msg = f"the scores differ from the plain model's by {difference:.1g}, more than {TOLERANCE}"
         raise SystemExit(msg)

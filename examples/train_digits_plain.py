@@ -1,4 +1,7 @@
-"""Train a classifier of handwritten digits with a plain loop. ``train_digits_ranks.py`` runs it in two ranks."""
+"""Train a classifier of handwritten digits with a plain loop.
+
+``train_digits_ranks.py`` runs it in two ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 def classifier() -> nn.Module:
     """Return a new model."""
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 def train(epochs: int = 20) -> tuple[list[float], float]:

@@ -1,4 +1,7 @@
-"""Train a classifier of handwritten digits in two ranks. ``train_digits_plain.py`` is the same loop without ranks."""
+"""Train a classifier of handwritten digits in two ranks.
+
+``train_digits_plain.py`` is the same loop without ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 def classifier() -> nn.Module:
     """Return a new model."""
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 @wrapper(Platform(device="cpu", n_cpus=2))
