@@ -1,7 +1,9 @@
-"""Run tiers of tests again and again while other processes compute: ``python -m tests.tally TIER ... [--runs N]``.
+"""Run tiers of tests again and again while other processes compute: ``python -m tests.tally TIER
+... [--runs N]``.
 
-A tier is a target of the Makefile, such as test-core. Each run adds a line to tests/tally.jsonl, so that a tally can grow
-over days; the logs of failed runs stay in .tally/. Without a tier, the command prints the table of all runs so far.
+A tier is a target of the Makefile, such as test-core. Each run adds a line to tests/tally.jsonl, so
+that a tally can grow over days; the logs of failed runs stay in .tally/. Without a tier, the
+command prints the table of all runs so far.
 """
 
 from __future__ import annotations
@@ -44,10 +46,14 @@ def computing(processes: int) -> Iterator[None]:
 def run(tier: str, load: int) -> dict[str, Any]:
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{tier}-{time.time():.0f}.log"
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
+    ).strip()
     began = time.monotonic()
     with computing(load), log.open("wb") as output:
-        code = subprocess.run(["make", tier], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            ["make", tier], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
     text = log.read_text(errors="replace")
     if code == 0:
         log.unlink()
@@ -77,23 +83,33 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
     by_tier: dict[str, list[dict[str, Any]]] = {}
     for each in runs:
         by_tier.setdefault(each["tier"], []).append(each)
-    lines = ["| tier | runs | runs that failed | tests in a run | failed tests |", "|---|---:|---:|---:|---|"]
+    lines = [
+        "| tier | runs | runs that failed | tests in a run | failed tests |",
+        "|---|---:|---:|---:|---|",
+    ]
     for tier, of_tier in sorted(by_tier.items()):
         failed = Counter(test for each in of_tier for test in each["failed"])
-        names = "<br>".join(f"{count} x {' '.join(test.split())}" for test, count in failed.most_common()).replace(
-            "|", "\\|"
-        )
+        names = "<br>".join(
+            f"{count} x {' '.join(test.split())}" for test, count in failed.most_common()
+        ).replace("|", "\\|")
         with_failures = sum(bool(each["failed"]) for each in of_tier)
-        lines.append(f"| {tier} | {len(of_tier)} | {with_failures} | {max(e['passed'] for e in of_tier)} | {names} |")
+        lines.append(
+            f"| {tier} | {len(of_tier)} | {with_failures} | "
+            f"{max(e['passed'] for e in of_tier)} | {names} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
     """Run the tiers in turn; return 1 if a test failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tiers", nargs="*", metavar="TIER", help="targets of the Makefile")
     parser.add_argument("--runs", type=int, default=1, help="runs of each tier (default: 1)")
-    parser.add_argument("--load", type=int, default=1, help="other processes that compute meanwhile (default: 1)")
+    parser.add_argument(
+        "--load", type=int, default=1, help="other processes that compute meanwhile (default: 1)"
+    )
     options = parser.parse_args()
     has_failures = False
     for _ in range(options.runs):
@@ -102,7 +118,10 @@ def main() -> int:
             has_failures = has_failures or bool(outcome["failed"])
             with TALLY.open("a") as file:
                 print(json.dumps(outcome), file=file)
-            print(f"{tier}: {outcome['passed']} passed, failed: {outcome['failed'] or 'none'}", flush=True)
+            print(
+                f"{tier}: {outcome['passed']} passed, failed: {outcome['failed'] or 'none'}",
+                flush=True,
+            )
     print(table(map(json.loads, TALLY.read_text().splitlines() if TALLY.exists() else ())))
     return int(has_failures)
 

@@ -20,10 +20,12 @@ THRESHOLDS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLE
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in THRESHOLDS}
 LIBRARY, VERSION = platform.libc_ver()
 ON_GLIBC = pytest.mark.skipif(
-    LIBRARY != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35), reason="the C library is not glibc 2.35 or later"
+    LIBRARY != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35),
+    reason="the C library is not glibc 2.35 or later",
 )
 
-# 64 MiB is more than the largest M_MMAP_THRESHOLD that glibc chooses on its own, so each buffer has new pages.
+# 64 MiB is more than the largest M_MMAP_THRESHOLD that glibc chooses on its own, so each buffer has
+# new pages.
 COUNT_FAULTS = """
 import resource, torch
 from parawrap.cpu import keep_freed_memory
@@ -49,7 +51,9 @@ print(faults())
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Replace mallopt and malloc_trim with functions that record their calls, and return the list of calls."""
+    """Replace mallopt and malloc_trim with functions that record their calls, and return the list
+    of calls.
+    """
     made = []
     library = SimpleNamespace(
         gnu_get_libc_version=None,
@@ -67,7 +71,9 @@ OPENED, CLOSED = [(-1, KEPT), (-3, KEPT)], [(-1, 64 << 20), (-3, 32 << 20), "tri
 
 @ON_GLIBC
 def test_blocks_avoid_page_faults():
-    """Reusing freed buffers causes few page faults until the last of nested blocks ends; outside, it causes many."""
+    """Reusing freed buffers causes few page faults until the last of nested blocks ends; outside,
+    it causes many.
+    """
     command = [sys.executable, "-W", "error", "-c", COUNT_FAULTS]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
@@ -76,7 +82,10 @@ def test_blocks_avoid_page_faults():
 
 
 def test_first_sets_and_last_resets(calls, caplog):
-    """Nested blocks, also of other threads and with exceptions, only change a counter. The logger reports start and end."""
+    """Nested blocks, also of other threads and with exceptions, only change a counter.
+
+    The logger reports start and end.
+    """
 
     def nested():
         with keep_freed_memory():
@@ -88,7 +97,10 @@ def test_first_sets_and_last_resets(calls, caplog):
         assert all(isinstance(future.exception(), KeyError) for future in futures)
         assert calls == OPENED
     assert calls == OPENED + CLOSED
-    assert caplog.messages == ["this process keeps freed memory", "this process returns freed memory to the kernel again"]
+    assert caplog.messages == [
+        "this process keeps freed memory",
+        "this process returns freed memory to the kernel again",
+    ]
 
 
 def test_older_glibc_has_a_limit(calls, monkeypatch):
@@ -101,7 +113,10 @@ def test_older_glibc_has_a_limit(calls, monkeypatch):
 def test_reason_for_nothing_is_logged(calls, caplog, monkeypatch):
     """Without glibc, or if the environment sets a threshold, the block only logs the reason."""
     with caplog.at_level(logging.INFO, logger="parawrap.cpu"):
-        for name, value in ("MALLOC_MMAP_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "a.b=0:glibc.malloc.trim_threshold=1"):
+        for name, value in (
+            ("MALLOC_MMAP_THRESHOLD_", "1"),
+            ("GLIBC_TUNABLES", "a.b=0:glibc.malloc.trim_threshold=1"),
+        ):
             monkeypatch.setenv(name, value)
             with keep_freed_memory():
                 pass

@@ -10,13 +10,23 @@ from torch.utils.data import DataLoader
 
 from parawrap import errors
 
-EVERY = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ParawrapError)]
+EVERY = [
+    each
+    for each in vars(errors).values()
+    if isinstance(each, type) and issubclass(each, errors.ParawrapError)
+]
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_text_ends_with_a_place(kind):
-    """The place is the section of the exception's class. `message` is the text without it. A quoted error has no place."""
-    error, place = kind("dim=9: too large"), f' (the page "Errors" of the documentation, {kind.__name__})'
+    """The place is the section of the exception's class.
+
+    `message` is the text without it. A quoted error has no place.
+    """
+    error, place = (
+        kind("dim=9: too large"),
+        f' (the page "Errors" of the documentation, {kind.__name__})',
+    )
     assert str(error) == f"dim=9: too large{place}"
     assert error.message == error.args[0] == "dim=9: too large"
     quoting = kind(f"{errors.UnsendableError('args[0] cannot be sent')}. Build it")

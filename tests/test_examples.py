@@ -1,4 +1,7 @@
-"""The programs in examples/ run unchanged. ``make demo`` runs examples/digits.py, stay.py, and one_block.py."""
+"""The programs in examples/ run unchanged.
+
+``make demo`` runs examples/digits.py, stay.py, and one_block.py.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from pathlib import Path
 
 import pytest
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several threads on busy cores are slower
+# For a tiny model, several threads on busy cores are slower
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def ran(*arguments):
     """Run Python without warnings in the folder of the examples, and return what it printed."""
     command = [sys.executable, "-W", "error", *arguments]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD)
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD
+    )
     assert found.returncode == 0, found.stderr
     assert "ignored" not in found.stderr, found.stderr  # "Exception ignored in ..."
     return found.stdout
@@ -27,7 +33,9 @@ def ran(*arguments):
 
 @pytest.mark.long
 def test_wrapper_example_trains():
-    """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
+    """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every
+    image once.
+    """
     printed = ran("digits_wrapper.py")
     assert "[rank 1] global rank 1; local rank 1" in printed
     last = printed.splitlines()[-1]
@@ -62,8 +70,11 @@ def test_guide_shows_the_programs():
     plain, ranks = (text[text.index("from __future__") :].splitlines() for text in texts)
     loop, diff = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
     assert loop in "\n".join(plain) + "\n"
-    found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]  # without the header with file names
-    assert [line for line in found if line[0] != "@" and line[1:]] == [line for line in diff.splitlines() if line[1:]]
+    # Without the header with file names
+    found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]
+    assert [line for line in found if line[0] != "@" and line[1:]] == [
+        line for line in diff.splitlines() if line[1:]
+    ]
 
 
 def test_code_of_pages_is_not_cut_off():
@@ -77,14 +88,18 @@ def test_code_of_pages_is_not_cut_off():
 
 @pytest.mark.long
 def test_ranks_train_like_the_loop():
-    """Two ranks have the losses and accuracy of one rank. The plain loop has another row order and a similar accuracy."""
+    """Two ranks have the losses and accuracy of one rank.
+
+    The plain loop has another row order and a similar accuracy.
+    """
     script = (
-        "import json, torch, train_digits_plain, train_digits_ranks\n"
-        "torch.manual_seed(0)\n"
-        "plain, (one,), two = train_digits_plain.train(), train_digits_ranks.train.inline(), train_digits_ranks.train()\n"
-        "print(json.dumps([plain, one, *two]))"
+        "import json, torch, train_digits_plain, train_digits_ranks\ntorch.manual_seed(0)\nplain, "
+        "(one,), two = train_digits_plain.train(), train_digits_ranks.train.inline(), "
+        "train_digits_ranks.train()\nprint(json.dumps([plain, one, *two]))"
     )
-    (plain_losses, plain), (losses, accuracy), *ranks = json.loads(ran("-c", script).splitlines()[-1])
+    (plain_losses, plain), (losses, accuracy), *ranks = json.loads(
+        ran("-c", script).splitlines()[-1]
+    )
     assert ranks[0] == ranks[1]
     # Rounding depends on the alignment of memory. In late epochs, with losses near 0, it shows.
     assert ranks[0][0] == pytest.approx(losses, rel=1e-3, abs=1e-3)

@@ -1,4 +1,6 @@
-"""Rules for the whole package: allowed imports, the cost of importing parawrap, and documented public names."""
+"""Rules for the whole package: allowed imports, the cost of importing parawrap, and documented
+public names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import parawrap
 PACKAGE = Path(parawrap.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The subpackages that a subpackage may import, besides itself and `errors`. "." is parawrap/__init__.py.
+# The subpackages that a subpackage may import, besides itself and `errors`. "." is
+# parawrap/__init__.py.
 ALLOWED = {
     "backends": {"tree"},
     "engine": {"displays", "tree", "backends"},
@@ -24,7 +27,16 @@ ALLOWED = {
     "processes": {"displays", "tree", "backends"},
     "launch": {"displays", "processes", "backends"},
     "workers": {"engine", "launch", "processes", "tree", "backends"},
-    "api": {"displays", "workers", "neuroncores", "engine", "launch", "processes", "tree", "backends"},
+    "api": {
+        "displays",
+        "workers",
+        "neuroncores",
+        "engine",
+        "launch",
+        "processes",
+        "tree",
+        "backends",
+    },
     "neuron": {"api", "neuroncores", "backends"},
     "functional": {"launch", "processes", "tree"},
     "testing": {"api", "neuroncores"},
@@ -33,15 +45,20 @@ ALLOWED = {
     ".": {"_version", "cpu", "api", "launch", "engine", "functional", "neuron", "workers"},
 }
 
-IN_MOST_PROGRAMS = "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, tp_collate"
+IN_MOST_PROGRAMS = (
+    "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, "
+    "tp_collate"
+)
 NEVER_LOADED = [
-    "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
-    "parawrap.neuroncores", "parawrap.launch", "parawrap.workers", "transformers", "tensordict", "torch_geometric",
+    "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo",
+    "tqdm", "sklearn", "parawrap.neuroncores", "parawrap.launch", "parawrap.workers",
+    "transformers", "tensordict", "torch_geometric",
 ]  # fmt: skip
 
 
 MODULES = {
-    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in FILES
 }
 
 
@@ -60,13 +77,17 @@ def imports_of(module: str) -> set[str]:
             assert node.level == 0, f"{module} imports relatively, line {node.lineno}"
             source = node.module or ""
             found.update(
-                f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+                for alias in node.names
             )
     return {name for name in found if name.partition(".")[0] == "parawrap"} - {module}
 
 
 def test_imports_run_downwards():
-    """The table above allows each import, also in functions and for types only. No underscored file of another is used."""
+    """The table above allows each import, also in functions and for types only.
+
+    No underscored file of another is used.
+    """
     of_all = {"errors", "_version", "_private_names", "_public"}
     for module in MODULES:
         subpackage = subpackage_of(module)
@@ -88,8 +109,9 @@ from parawrap import {IN_MOST_PROGRAMS}
 print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])
 
 def state():
-    return (threading.active_count(), torch.get_num_threads(), dict(os.environ), signal.getsignal(signal.SIGINT),
-            torch.get_default_dtype(), torch.is_grad_enabled(), torch.cuda.is_initialized(), sys.excepthook)
+    return (threading.active_count(), torch.get_num_threads(), dict(os.environ),
+            signal.getsignal(signal.SIGINT), torch.get_default_dtype(), torch.is_grad_enabled(),
+            torch.cuda.is_initialized(), sys.excepthook)
 before = state()
 from parawrap import *
 assert state() == before, (before, state())
@@ -97,9 +119,11 @@ assert state() == before, (before, state())
 
 
 def test_imports_are_cheap():
-    """`import parawrap` loads its exceptions only; blocks and wrappers, no package that most programs do not need.
+    """`import parawrap` loads its exceptions only; blocks and wrappers, no package that most
+    programs do not need.
 
-    No import starts a thread, prints, or changes a thread count, a signal handler, or an environment variable.
+    No import starts a thread, prints, or changes a thread count, a signal handler, or an
+    environment variable.
     """
     command = [sys.executable, "-W", "error", "-c", IMPORTS]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
@@ -111,11 +135,15 @@ def test_imports_are_cheap():
 
 
 def test_all_names_exist_sorted():
-    """`__all__` is sorted and free of duplicates, dir() shows all of it, and every exception is in it."""
+    """`__all__` is sorted and free of duplicates, dir() shows all of it, and every exception is in
+    it.
+    """
     assert parawrap.__all__ == sorted(set(parawrap.__all__))
     assert set(parawrap.__all__) <= set(dir(parawrap))
     of_errors = [name for name, value in vars(parawrap.errors).items() if isinstance(value, type)]
-    assert {name for name in of_errors if issubclass(getattr(parawrap.errors, name), Exception)} <= set(parawrap.__all__)
+    assert {
+        name for name in of_errors if issubclass(getattr(parawrap.errors, name), Exception)
+    } <= set(parawrap.__all__)
 
 
 def test_public_names_have_an_example():
@@ -128,9 +156,13 @@ def test_public_names_have_an_example():
             assert is_error or ">>>" in document, f"{name} has no example"
 
 
-@pytest.mark.parametrize("name", ["DataParallel", "Platform", "cat", "parallel", "register_split", "wrapper"])
+@pytest.mark.parametrize(
+    "name", ["DataParallel", "Platform", "cat", "parallel", "register_split", "wrapper"]
+)
 def test_names_report_parawrap(name):
-    """Classes and functions report the module that users import them from, and pickle by that name."""
+    """Classes and functions report the module that users import them from, and
+    pickle by that name.
+    """
     value = getattr(parawrap, name)
     assert value.__module__ == "parawrap"
     assert pickle.loads(pickle.dumps(value)) is value

@@ -16,7 +16,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {file: ast.parse(file.read_text()) for file in FILES}
 
 # Documented, in spite of the underscore
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_make", "_replace", "_xoptions"}
+DOCUMENTED = {
+    "_asdict",
+    "_exit",
+    "_fields",
+    "_getframe",
+    "_current_frames",
+    "_make",
+    "_replace",
+    "_xoptions",
+}
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
     "batch_job.py": {"_make_sbatch_string"},
@@ -32,12 +41,18 @@ def is_private(name):
 
 
 def defined_names(room):
-    """The names that one package of parawrap defines, as functions, classes, variables, or attributes."""
+    """The names that one package of parawrap defines, as functions, classes, variables, or
+    attributes.
+    """
     found = set()
     for file, tree in TREES.items():
         for node in ast.walk(tree) if file.parent == room else ():
             match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                    | ast.AnnAssign(target=ast.Name(id=name))
+                ):
                     found.add(name)
                 case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                     found.add(name)
@@ -48,7 +63,9 @@ OURS = {room: defined_names(room) - {"_version"} for room in {file.parent for fi
 
 
 def private_attributes(file):
-    """Yield the private names of objects other than parawrap's, and the private modules that are imported."""
+    """Yield the private names of objects other than parawrap's, and the private modules that are
+    imported.
+    """
     ours = OURS[file.parent] - OF_MODULES
     for node in ast.walk(TREES[file]):
         match node:
@@ -65,12 +82,17 @@ def private_attributes(file):
 
 
 def names_in(file):
-    """The private names in `_private_names.py`: the last part of each path, attributes, and strings."""
+    """The private names in `_private_names.py`: the last part of each path, attributes, and
+    strings.
+    """
     for node in ast.walk(TREES[file]):
         match node:
             case ast.Constant(value=str(text)) if text.isidentifier() and is_private(text):
                 yield text
-            case ast.Call(func=ast.Name(id="private_name" | "private_reader"), args=[ast.Constant(value=str(path))]):
+            case ast.Call(
+                func=ast.Name(id="private_name" | "private_reader"),
+                args=[ast.Constant(value=str(path))],
+            ):
                 yield path.rpartition(".")[2]
             case ast.Attribute(attr=name) if is_private(name):
                 yield name
@@ -83,13 +105,22 @@ NAMES = set(names_in(LIST))
 def test_only_the_list_holds_them():
     """A private name of torch or Python stands in `_private_names.py`, and nowhere else."""
     for file in set(FILES) - {LIST}:
-        assert set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set(), file
+        assert (
+            set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set()
+        ), file
 
 
 def test_every_attribute_exists():
-    """The import of parawrap finds all other names. The tests of the features test what a name does."""
+    """The import of parawrap finds all other names.
+
+    The tests of the features test what a name does.
+    """
     module = torch.nn.Module()
-    assert vars(module).keys() >= names.NOT_CALLED | {names.PARAMETERS, names.BUFFERS, names.CHILDREN}
+    assert vars(module).keys() >= names.NOT_CALLED | {
+        names.PARAMETERS,
+        names.BUFFERS,
+        names.CHILDREN,
+    }
     assert hasattr(module, names.COMPILED_CALL)
     compiled = torch.compile(module)
     assert names.is_compiled_module(compiled)
@@ -116,7 +147,10 @@ weakref.finalize(owned, print, "owned")
 
 
 def test_threads_are_joined(tmp_path):
-    """A rank ends when the threads of its function end. Idle workers of thread pools do not hold it."""
+    """A rank ends when the threads of its function end.
+
+    Idle workers of thread pools do not hold it.
+    """
     script = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

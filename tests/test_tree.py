@@ -46,7 +46,9 @@ Checked.runs = 0
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """A dataclass that is also an OrderedDict with the same values, like ModelOutput of transformers."""
+    """A dataclass that is also an OrderedDict with the same values, like ModelOutput of
+    transformers.
+    """
 
     logits: Any = None
     hidden: Any = None
@@ -96,18 +98,31 @@ def containers(values):
     few = st.lists(values, max_size=3)
     items = st.dictionaries(st.text("abc", min_size=1, max_size=3), values, max_size=3)
     sequences = [few.map(kind) for kind in (list, tuple, Words, deque)]
-    mappings = [items.map(kind) for kind in (dict, OrderedDict, Options, Batch, lambda found: Bag(list, found))]
+    mappings = [
+        items.map(kind)
+        for kind in (dict, OrderedDict, Options, Batch, lambda found: Bag(list, found))
+    ]
     records = [st.builds(kind, values, values) for kind in (Point, Slotted, Output)]
-    return st.one_of(*sequences, *mappings, *records, st.builds(Plain, values), st.builds(Checked, values))
+    return st.one_of(
+        *sequences, *mappings, *records, st.builds(Plain, values), st.builds(Checked, values)
+    )
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.builds(torch.Size, st.just((2, 3)))
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=3)
+    | st.builds(torch.Size, st.just((2, 3)))
+)
 trees = st.recursive(scalars, containers, max_leaves=12)
 
 
 @given(trees)
 def test_rebuilt_values_and_addresses(tree):
-    """A rebuilt value has equal types at every level; evaluating the address of a leaf returns that leaf."""
+    """A rebuilt value has equal types at every level; evaluating the address of a leaf returns that
+    leaf.
+    """
     leaves, spec = flatten(tree)
     assert_same(unflatten(spec, leaves), tree)
     marks = [object() for _ in leaves]
@@ -119,17 +134,29 @@ def test_rebuilt_values_and_addresses(tree):
 
 
 def test_containers_keep_what_they_are():
-    """Bounds, factories, attributes, orders, fields that are not set, and the types of torch.return_types."""
+    """Bounds, factories, attributes, orders, fields that are not set, and the types of
+    torch.return_types.
+    """
     assert rebuilt(deque([1, 2], maxlen=2)).maxlen == 2
     assert rebuilt(defaultdict(list, a=1))["new"] == rebuilt(Bag(list, a=1))["new"] == []
     for value in (Words([1]), Options(a=1)):
         value.tag = "validation"
         assert rebuilt(value).tag == "validation"
     output = rebuilt(Output(logits=1))
-    assert (type(output), dict(output), output.logits, output.hidden) == (Output, {"logits": 1}, 1, None)
+    assert (type(output), dict(output), output.logits, output.hidden) == (
+        Output,
+        {"logits": 1},
+        1,
+        None,
+    )
     found = rebuilt(torch.tensor([[1.0, 2.0]]).max(1))
     assert (type(found), found.indices.tolist()) == (torch.return_types.max, [1])
-    for value in ({1: "one", "a": "letter", None: 0}, {"b": 1, "a": 2}, types.MappingProxyType({"a": 1}), Counter("aab")):
+    for value in (
+        {1: "one", "a": "letter", None: 0},
+        {"b": 1, "a": 2},
+        types.MappingProxyType({"a": 1}),
+        Counter("aab"),
+    ):
         assert rebuilt(value) == value
         assert [*rebuilt(value)] == [*value]
         assert type(rebuilt(value)) in (type(value), dict)
@@ -145,7 +172,11 @@ class Corner(tuple, enum.Enum):
     TOP = (0, 1)
 
 
-@pytest.mark.parametrize("value", [Corner.TOP, torch.nn.ReLU(), UserList([1]), torch.Size((2, 3)), None, "text"], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Corner.TOP, torch.nn.ReLU(), UserList([1]), torch.Size((2, 3)), None, "text"],
+    ids=repr,
+)
 def test_leaves(value):
     """Enum members, modules, sizes, and classes that only look like a list are one leaf."""
     assert flatten(value)[0][0] is value
@@ -154,7 +185,10 @@ def test_leaves(value):
 
 @pytest.mark.parametrize("bases", [(), (list,), (Point,)], ids=["plain", "list", "namedtuple"])
 def test_keep_whole_makes_one_leaf(bases):
-    """Also after an instance was flattened. Rebuilding returns the instance, or what took its place."""
+    """Also after an instance was flattened.
+
+    Rebuilding returns the instance, or what took its place.
+    """
     cls = type("Cargo", bases, {})
     value = cls(1, 2) if bases == (Point,) else cls()
     flatten(value)

@@ -12,7 +12,15 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
-from parawrap import DataParallel, ShardError, TupleParallel, cat, default_collate, tp_collate, tuple_fn
+from parawrap import (
+    DataParallel,
+    ShardError,
+    TupleParallel,
+    cat,
+    default_collate,
+    tp_collate,
+    tuple_fn,
+)
 from tests.helpers.calling import Calls
 
 TWO = ["cpu"] * 2

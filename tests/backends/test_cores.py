@@ -15,7 +15,9 @@ from parawrap.backends.cores import _cgroup_quota, usable_cores
 def cores(monkeypatch, tmp_path):
     """Set the cores of the affinity mask. The folder of cgroups is `tmp_path`, without a quota."""
     monkeypatch.setattr(_cgroup_quota, "__defaults__", (tmp_path,))
-    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)), raising=False)
+    return lambda count: monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(count)), raising=False
+    )
 
 
 def test_cores_without_an_affinity_mask(cores, monkeypatch):
@@ -36,7 +38,10 @@ def test_cores_without_an_affinity_mask(cores, monkeypatch):
     ],
 )
 def test_usable_cores(cores, tmp_path, files, usable):
-    """They are the minimum of affinity mask and cgroup's quota, and at least one. Unreadable text sets no limit."""
+    """They are the minimum of affinity mask and cgroup's quota, and at least one.
+
+    Unreadable text sets no limit.
+    """
     cores(4)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -44,17 +49,22 @@ def test_usable_cores(cores, tmp_path, files, usable):
 
 
 def test_auto_has_up_to_eight_lanes(cores):
-    """With more cores, each lane gets more threads, because more lanes would wait for the interpreter lock."""
+    """With more cores, each lane gets more threads, because more lanes would wait for the
+    interpreter lock.
+    """
     for count, lanes in ((3, 3), (64, 8)):
         cores(count)
         assert len(backend_of("cpu").every_device()) == lanes
 
 
 @pytest.mark.parametrize(
-    ("usable", "torch_threads", "lanes", "threads"), [(8, 2, 1, 2), (8, 2, 2, 1), (8, 2, 64, 1), (2, 32, 1, 2)]
+    ("usable", "torch_threads", "lanes", "threads"),
+    [(8, 2, 1, 2), (8, 2, 2, 1), (8, 2, 64, 1), (2, 32, 1, 2)],
 )
 def test_lanes_share_the_threads(cores, monkeypatch, usable, torch_threads, lanes, threads):
-    """Each lane gets an equal number of threads, at least one, and all lanes no more than the cores."""
+    """Each lane gets an equal number of threads, at least one, and all lanes no more than the
+    cores.
+    """
     cores(usable)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torch_threads)
     assert backend_of("cpu").intra_op_threads(lanes) == threads

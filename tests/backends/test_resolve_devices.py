@@ -1,4 +1,6 @@
-"""Turn the `devices` argument into one torch device per lane, on a machine that may have no accelerator."""
+"""Turn the `devices` argument into one torch device per lane, on a machine that may have no
+accelerator.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from parawrap.launch import Device
 
 CPU = torch.device("cpu")
 
-cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="says what a machine without accelerator answers")
+cpu_only = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="says what a machine without accelerator answers"
+)
 
 
 class FakeBackend(Backend):
@@ -38,7 +42,9 @@ def fakes(monkeypatch):
 def test_a_missing_accelerator(device):
     """The message names the device, and suggests "auto"."""
     for devices in (device, [device]):
-        with pytest.raises(DeviceUnavailableError, match=f"{str(device).replace('GPU', 'cuda')}.*auto"):
+        with pytest.raises(
+            DeviceUnavailableError, match=f"{str(device).replace('GPU', 'cuda')}.*auto"
+        ):
             resolve_devices(devices)
     with pytest.raises(DeviceUnavailableError, match="'cpu'"):
         resolve_devices([0])
@@ -51,7 +57,10 @@ def test_unknown_kinds_are_refused(kind):
         resolve_devices(f"{kind}:0")
 
 
-@pytest.mark.parametrize("value", ["", "cpu:", "cpu:x", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]])
+@pytest.mark.parametrize(
+    "value",
+    ["", "cpu:", "cpu:x", "cpu:0:0", "cpu: 0", {"cpu"}, iter(["cpu"]), ["cpu", True], [":0"]],
+)
 def test_other_values_are_refused(value):
     with pytest.raises(ParawrapError):
         resolve_devices(value)
@@ -63,7 +72,11 @@ def test_a_backend_without_streams(fakes):
     every = tuple(torch.device("meta", index) for index in range(3))
     assert resolve_devices("meta") == every
     assert resolve_devices(["meta:1", every[1]]) == (every[1],) * 2
-    assert (fake.new_stream(every[0]), fake.rng_state(every[0]), fake.is_capturing()) == (None, None, False)
+    assert (fake.new_stream(every[0]), fake.rng_state(every[0]), fake.is_capturing()) == (
+        None,
+        None,
+        False,
+    )
     with fake.activate(every[0], None):
         assert (resolve_device("meta:2"), resolve_device("meta")) == (every[2], every[0])
     with pytest.raises(DeviceUnavailableError, match="meta:0 to meta:2"):
@@ -75,7 +88,9 @@ def test_a_backend_without_streams(fakes):
 @pytest.mark.parametrize("name", ["gpu", "cuda", "GPU"])
 @pytest.mark.usefixtures("fakes")
 def test_gpu_and_cuda_mean_the_same(name):
-    """Blocks, DataParallel, and launches accept the same names, in any case, with and without an index."""
+    """Blocks, DataParallel, and launches accept the same names, in any case, with and without an
+    index.
+    """
     every = tuple(torch.device("cuda", index) for index in range(3))
     assert resolve_devices(name) == every
     assert resolve_devices([f"{name}:1", name, "cuda:0"]) == (every[1], every[0], every[0])

@@ -21,7 +21,9 @@ ROW = Row(
 
 def test_without_a_gpu(monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: started.append(suite) or 0)
+    monkeypatch.setattr(
+        command, "_in_a_process", lambda suite, names, fixed: started.append(suite) or 0
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["cuda", "launching"]) == 1
     assert "cuda cannot run: no GPU is available: torch" in capsys.readouterr().out
@@ -37,7 +39,10 @@ def test_results_name_the_machine(monkeypatch, tmp_path, capsys):
     document = json.loads((tmp_path / "cuda.json").read_text())
     assert dt.date.fromisoformat(document["date"])
     assert document["command"] == "make bench-cuda (python -m benchmarks cuda)"
-    assert (document["hardware"]["gpu"], document["versions"]["torch"]) == ("NVIDIA H200, driver 580.1", torch.__version__)
+    assert (document["hardware"]["gpu"], document["versions"]["torch"]) == (
+        "NVIDIA H200, driver 580.1",
+        torch.__version__,
+    )
     assert document["rows"] == [json.loads(json.dumps(ROW.as_json()))]
     page = (tmp_path / "cuda.md").read_text()
     assert page.startswith(f"# On one GPU\n\n{document['date']}, ")

@@ -38,7 +38,9 @@ def measured(unit):
     if unit == "times":
         return [result["value"] for result in results if result["unit"] == "ratio"]
     scale = {"us": {"us": 1, "ms": 1e3, "s": 1e6}, "ms": {"us": 1e-3, "ms": 1, "s": 1e3}}[unit]
-    times = [(arm[f"median_{each}"], each) for arm in arms for each in scale if f"median_{each}" in arm]
+    times = [
+        (arm[f"median_{each}"], each) for arm in arms for each in scale if f"median_{each}" in arm
+    ]
     times += [(result["value"], result["unit"]) for result in results if result["unit"] in scale]
     return [value * scale[each] for value, each in times]
 
@@ -47,10 +49,14 @@ def measured(unit):
 def test_figures_of_pages_are_results(page):
     """Each figure is a rounded time or result of benchmarks/results."""
     text = (ROOT / page).read_text()
-    rows = re.findall(r"^\| .+ \| (us|ms|times) \| ([\d.,]+) \| (?:.+ \| )?([\d.,]*) ?\|$", text, re.MULTILINE)
+    rows = re.findall(
+        r"^\| .+ \| (us|ms|times) \| ([\d.,]+) \| (?:.+ \| )?([\d.,]*) ?\|$", text, re.MULTILINE
+    )
     assert len(rows) >= 5
     for unit, *figures in rows:
         for figure in filter(None, (each.replace(",", "") for each in figures)):
             digits = len(figure.partition(".")[2])
             is_baseline = unit == "times" and figure == "1"
-            assert is_baseline or f"{float(figure):.{digits}f}" in {f"{each:.{digits}f}" for each in measured(unit)}, figure
+            assert is_baseline or f"{float(figure):.{digits}f}" in {
+                f"{each:.{digits}f}" for each in measured(unit)
+            }, figure

@@ -54,7 +54,9 @@ def test_all_ends_with_the_report_of_torch(monkeypatch, capsys):
 
 def test_limits_are_warnings(monkeypatch, tmp_path):
     """Docker's shared memory, few open files, and a GPU that torch does not use."""
-    monkeypatch.setattr(_doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=1 << 20))
+    monkeypatch.setattr(
+        _doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=1 << 20)
+    )
     monkeypatch.setattr(_doctor.resource, "getrlimit", lambda _: (256, 4096))
     assert "--shm-size" in _doctor._check_shared_memory(tmp_path)[1]
     assert _doctor._check_shared_memory(tmp_path / "gone")[1] == ""

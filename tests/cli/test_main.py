@@ -40,8 +40,13 @@ def test_wrong_usage_has_one_line(here, args, message):
 
 def test_ctrl_c_ends_a_launch(folder):
     started = folder / "started"
-    text = "import sys\nfrom parawrap.cli import main\nsys.path.insert(0, '.')\nsys.exit(main(sys.argv[1:]))"
-    with running_script(folder, text, "run", "train:forever", "--device", "cpu", "--", started) as process:
+    text = (
+        "import sys\nfrom parawrap.cli import main\nsys.path.insert(0, "
+        "'.')\nsys.exit(main(sys.argv[1:]))"
+    )
+    with running_script(
+        folder, text, "run", "train:forever", "--device", "cpu", "--", started
+    ) as process:
         eventually(lambda: started.exists() or process.poll() is not None, "the start of the rank")
         os.kill(process.pid, signal.SIGINT)
         output, _ = process.communicate(PATIENCE_S)

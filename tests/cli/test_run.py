@@ -10,7 +10,20 @@ import torch
 
 def test_each_rank_gets_arguments(here):
     """A parameter without an annotation takes the type of its default, or a string."""
-    shown = here("run", "train:main", "--device", "cpu", "--n", "2", "--", "0.1", "1", "text", "--epochs", "3")
+    shown = here(
+        "run",
+        "train:main",
+        "--device",
+        "cpu",
+        "--n",
+        "2",
+        "--",
+        "0.1",
+        "1",
+        "text",
+        "--epochs",
+        "3",
+    )
     assert shown.returncode == 0
     lines = shown.stdout.splitlines()
     assert lines[-2:] == [f"rank {rank}: ({rank}, '0.1', ('1', 'text'), 3)" for rank in range(2)]
@@ -20,12 +33,19 @@ def test_each_rank_gets_arguments(here):
 def test_decorated_has_its_platform(here):
     two = "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
     assert here("run", "train:decorated", "--set", "ram=None").stdout == two
-    assert here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
-    assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--set", "n_gpus=2").stderr
+    assert (
+        here("run", "train:decorated", "--n", "1", "--set", "seed=7").stdout == "rank 0: (1, 7)\n"
+    )
+    assert (
+        "n_gpus=2: device='cpu' uses no GPUs"
+        in here("run", "train:decorated", "--set", "n_gpus=2").stderr
+    )
 
 
 def test_cluster_functions_run_here(here):
-    """--local, with the fields of this machine, tries a function of Slurm here. --device slurm keeps it on Slurm."""
+    """--local, with the fields of this machine, tries a function of Slurm here. --device slurm
+    keeps it on Slurm.
+    """
     on_cpus = "run", "train:on_slurm", "--local", "--device", "cpu"
     assert here(*on_cpus).stdout == "rank 0: (1.0, 1)\n"
     assert here(*on_cpus, "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
@@ -119,14 +139,19 @@ def test_threads_are_not_taken_for_ranks(here, folder, platform, options, tasks,
 
 
 def test_dry_run_starts_nothing(here, folder):
-    shown = here("run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started")
+    shown = here(
+        "run", "train:forever", "--device", "cpu", "--n", "2", "--dry-run", "--", "started"
+    )
     assert shown.returncode == 0
     assert "rank 1: node 0, local rank 1, cpu" in shown.stdout
     assert not (folder / "started").exists()
 
 
 def test_failures_have_tracebacks(here, folder):
-    """The traceback of a rank has source lines. A module that imports a missing package is not itself missing."""
+    """The traceback of a rank has source lines.
+
+    A module that imports a missing package is not itself missing.
+    """
     shown = here("run", "train:fail", "--device", "cpu")
     assert (shown.returncode, "rank 0:" in shown.stdout) == (1, False)
     assert 'raise ValueError("no data")' in shown.stderr
@@ -135,7 +160,10 @@ def test_failures_have_tracebacks(here, folder):
     shown = here("run", "broken:main")
     assert (shown.returncode, "No module named 'missing_package'" in shown.stderr) == (1, True)
     shown = here("run", "train:leave", "--inline")
-    assert (shown.returncode, "sys.exit(0) was called, so there are no results" in shown.stderr) == (1, True)
+    assert (
+        shown.returncode,
+        "sys.exit(0) was called, so there are no results" in shown.stderr,
+    ) == (1, True)
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     shown = here("run", "exits:tried")
     assert (shown.returncode, "under if __name__ == '__main__':" in shown.stderr) == (1, True)
@@ -145,10 +173,18 @@ WRONG = [
     # the command line, the message, and a command line with its cure
     ("train", "'train' does not name a function. Give MODULE:FUNCTION", "train:tried"),
     ("gone:main", "module 'gone' was not found in ", None),
-    ("train.py:tried", "Give MODULE:FUNCTION, such as jobs.train:main for jobs/train.py", "train:tried"),
+    (
+        "train.py:tried",
+        "Give MODULE:FUNCTION, such as jobs.train:main for jobs/train.py",
+        "train:tried",
+    ),
     ("train:gone", "'train' has no function 'gone'", "train:tried"),
     ("train:tried --set sed=1", "unexpected keyword argument 'sed'", "train:tried --set seed=1"),
-    ("train:tried --set seed", "--set seed: give FIELD=VALUE, such as --set seed=1", "train:tried --set seed=1"),
+    (
+        "train:tried --set seed",
+        "--set seed: give FIELD=VALUE, such as --set seed=1",
+        "train:tried --set seed=1",
+    ),
     (
         "train:tried --device cpu --n 2 --set n_cpus=3",
         "--n 2 and --set n_cpus=3 both give the ranks per node: leave one of them out",
@@ -177,7 +213,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("line", "message", "cured"), WRONG, ids=[line for line, *_ in WRONG])
 def test_wrong_names_and_options(here, line, message, cured):
-    """The message names the wrong value, without a traceback. The command line with the cure runs."""
+    """The message names the wrong value, without a traceback.
+
+    The command line with the cure runs.
+    """
     shown = here("run", *line.split())
     assert shown.returncode == 2
     assert message in shown.stderr
@@ -192,15 +231,31 @@ def test_wrong_names_and_options(here, line, message, cured):
     ("target", "words", "result"),
     [
         ("typed", ["--lr", "0.5", "--n-steps", "4"], "(0.5, 4, False, None, None, 'fast', {})"),
-        ("typed", ["0.5", "--verbose", "--name", "3", "--sizes", "1", "2"], "(0.5, 3, True, '3', [1, 2], 'fast', {})"),
-        ("typed", ["0.5", "--no-verbose", "--sizes", "[1, 2]"], "(0.5, 3, False, None, [1, 2], 'fast', {})"),
-        ("configured", ["--config.lr", "1", "--config.n-layers", "4"], "Config(lr=1.0, n_layers=4)"),
+        (
+            "typed",
+            ["0.5", "--verbose", "--name", "3", "--sizes", "1", "2"],
+            "(0.5, 3, True, '3', [1, 2], 'fast', {})",
+        ),
+        (
+            "typed",
+            ["0.5", "--no-verbose", "--sizes", "[1, 2]"],
+            "(0.5, 3, False, None, [1, 2], 'fast', {})",
+        ),
+        (
+            "configured",
+            ["--config.lr", "1", "--config.n-layers", "4"],
+            "Config(lr=1.0, n_layers=4)",
+        ),
         ("script", ["--lr", "0.5"], "(0.5, ['train', '--lr', '0.5'])"),
     ],
 )
 def test_annotations_convert(here, target, words, result):
     shown = here("run", f"train:{target}", "--inline", "--", *words)
-    assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (0, [f"rank 0: {result}"], "")
+    assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (
+        0,
+        [f"rank 0: {result}"],
+        "",
+    )
 
 
 def test_help_of_function_is_shown(here):
@@ -218,7 +273,10 @@ def test_modules_in_folders(here, folder):
     (folder / "jobs").mkdir()
     (folder / "jobs" / "job.py").write_text("import sys\ndef main(*_): return sys.argv\n")
     for options in ["--inline"], ["--device", "cpu"]:
-        assert here("run", "jobs.job:main", *options, "--", "1").stdout == "rank 0: ['jobs.job', '1']\n"
+        assert (
+            here("run", "jobs.job:main", *options, "--", "1").stdout
+            == "rank 0: ['jobs.job', '1']\n"
+        )
     assert here("run", "os:fspath", "--inline", "--", "a").stdout == "rank 0: 'a'\n"
 
 

@@ -11,7 +11,12 @@ from parawrap.displays import Span, Timeline, write_timeline
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "lanes.json"
-    write_timeline(path, Timeline("Net in lanes", ["lane 0"], [Span(0, 0, 1_000_000, "forward, batch 0", "forward")]))
+    write_timeline(
+        path,
+        Timeline(
+            "Net in lanes", ["lane 0"], [Span(0, 0, 1_000_000, "forward, batch 0", "forward")]
+        ),
+    )
     return path
 
 

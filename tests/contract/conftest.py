@@ -43,7 +43,8 @@ def launcher(request, tmp_path_factory):
             request.getfixturevalue("ray_cluster")
             import ray
 
-            ray.init(log_to_driver=False, logging_level="ERROR")  # because launches of several threads cannot join at once
+            # Because launches of several threads cannot join at once
+            ray.init(log_to_driver=False, logging_level="ERROR")
             cleanup.callback(ray.shutdown)
             made = SubmitLauncher("ray", 2, device="ray")
         else:
@@ -55,7 +56,9 @@ def launcher(request, tmp_path_factory):
 
 
 class Observed:
-    """The observations of all scenarios under one launcher, by name. Scenarios run at the same time.
+    """The observations of all scenarios under one launcher, by name.
+
+    Scenarios run at the same time.
 
     Attributes:
         folder: Has a folder for each scenario.
@@ -80,7 +83,9 @@ class Observed:
             observation = self._launcher.play(function, *args, **options)
             self._results[name] = lambda: observation
         else:
-            self._results[name] = self._pool.submit(self._launcher.play, function, *args, **options).result
+            self._results[name] = self._pool.submit(
+                self._launcher.play, function, *args, **options
+            ).result
 
     def _new_folder(self, name):
         folder = Path(self.folder, name)
@@ -98,7 +103,9 @@ class Observed:
             ("silence", {"hang_timeout_s": 6}, is_watched),
         ):
             if is_kept:
-                self._results[limited] = self._pool.submit(self._end_by_limit, self._new_folder(limited), **limit).result
+                self._results[limited] = self._pool.submit(
+                    self._end_by_limit, self._new_folder(limited), **limit
+                ).result
         self._play(
             "described",
             scenarios.describe_rank,
@@ -113,9 +120,17 @@ class Observed:
         failed = self._new_folder("raised")
         restarting = self._new_folder("restarting")
         wait_options = {"do": self._preempt(restarting), "max_restarts": 1, "grace_s": 60}
-        self._play("restarting", scenarios.live_through_restarts, restarting, has_handle, **wait_options)
+        self._play(
+            "restarting", scenarios.live_through_restarts, restarting, has_handle, **wait_options
+        )
         fail = scenarios.fail_while_others_wait
-        self._play("raised", fail, scenarios.raise_odd_error, max_restarts=1, upon_finish=(failed / "finished").touch)
+        self._play(
+            "raised",
+            fail,
+            scenarios.raise_odd_error,
+            max_restarts=1,
+            upon_finish=(failed / "finished").touch,
+        )
         self._play("sys.exit", fail, partial(sys.exit, 3))
         dies = {"dies": True} if name == "inline" else {}
         self._play("os._exit", fail, partial(os._exit, 7), **dies)
@@ -123,11 +138,16 @@ class Observed:
         self._play("result", scenarios.return_lock)
         if name != "inline":
             cancelled = self._new_folder("cancel")
-            self._play("cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled), **dies)
+            self._play(
+                "cancel", scenarios.wait_for_ever, cancelled, do=self._cancel(cancelled), **dies
+            )
             self._play("left in a collective", scenarios.leave_others_in_a_collective)
 
     def _end_by_limit(self, folder, **limit):
-        """Exceed a limit. If a rank had not begun, on a busy machine, try again with a longer limit."""
+        """Exceed a limit.
+
+        If a rank had not begun, on a busy machine, try again with a longer limit.
+        """
         while True:
             observation = self._launcher.play(scenarios.wait_for_ever, folder, **limit)
             if len([*folder.glob("begun-*")]) == 2:
@@ -138,7 +158,8 @@ class Observed:
         def cancel(launch):
             wait_for_reports(folder, "begun", 2)
             if hasattr(launch, "stacks"):
-                eventually(lambda: launch.state == "running", "the state of the launch")  # Slurm reports it later
+                # Slurm reports it later
+                eventually(lambda: launch.state == "running", "the state of the launch")
                 self.stacks.update(launch.stacks(), running=(launch.state, launch.done()))
             launch.cancel()
 

@@ -54,7 +54,9 @@ class Observation:
 
 
 def observe(call):
-    """Make a call, which returns results, the handle's state, and its logs; and record them or the exception."""
+    """Make a call, which returns results, the handle's state, and its logs; and record them or the
+    exception.
+    """
     try:
         results, state, logs = call()
         return Observation(results, state=state, logs=logs)
@@ -74,7 +76,9 @@ class SubmitLauncher:
         self._fields = {"n_nodes": n_nodes, "n_cpus": 2 // n_nodes, **fields}
 
     def play(self, function, *args, do=None, kwargs=None, **fields):
-        """Launch two ranks, call `do(launch)` while they run, and wait for the end of the launch."""
+        """Launch two ranks, call `do(launch)` while they run, and wait for the
+        end of the launch.
+        """
         states = []
 
         def call():
@@ -105,7 +109,8 @@ class TorchrunLauncher:
         """Make the call in every process, and return what the last rank returns or raises."""
         platform_fields = {"device": "cpu", "n_cpus": 2, "verbose": False, **fields}
         world = TorchrunWorld(
-            tempfile.mkdtemp(dir=self._folder), lambda: call_from_world(function, args, kwargs or {}, platform_fields)
+            tempfile.mkdtemp(dir=self._folder),
+            lambda: call_from_world(function, args, kwargs or {}, platform_fields),
         )
         try:
             if do is not None:
@@ -124,18 +129,33 @@ class InlineLauncher:
     name, n_nodes = "inline", 1
 
     def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
-        """Call the function while another thread runs `do`; with `dies`, call it in a subprocess."""
+        """Call the function while another thread runs `do`; with `dies`, call
+        it in a subprocess.
+        """
         platform_fields = {"device": "cpu", "n_cpus": 4, "verbose": False, **fields}
         if dies:
-            program = f"import sys, pickle; sys.path.insert(0, {str(ROOT)!r}); pickle.load(sys.stdin.buffer)()"
-            call = cloudpickle.dumps(lambda: wrapper(Platform(**platform_fields))(function).inline(*args))
+            program = (
+                f"import sys, pickle; sys.path.insert(0, {str(ROOT)!r}); "
+                "pickle.load(sys.stdin.buffer)()"
+            )
+            call = cloudpickle.dumps(
+                lambda: wrapper(Platform(**platform_fields))(function).inline(*args)
+            )
             command = [sys.executable, "-c", program]
-            done = subprocess.run(command, input=call, capture_output=True, check=False, timeout=PATIENCE_S)
+            done = subprocess.run(
+                command, input=call, capture_output=True, check=False, timeout=PATIENCE_S
+            )
             return Observation(exit_code=done.returncode, output=done.stderr.decode())
         thread = threading.Thread(target=lambda: do is None or do(self))
         thread.start()
         try:
-            return observe(lambda: (wrapper(Platform(**platform_fields))(function).inline(*args, **(kwargs or {})), "", ()))
+            return observe(
+                lambda: (
+                    wrapper(Platform(**platform_fields))(function).inline(*args, **(kwargs or {})),
+                    "",
+                    (),
+                )
+            )
         finally:
             thread.join()
 

@@ -1,4 +1,7 @@
-"""Functions that ranks run in the contract suite. Ranks import this module, so it imports little."""
+"""Functions that ranks run in the contract suite.
+
+Ranks import this module, so it imports little.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def report(folder, topic, text=""):
 
 
 def hold_lock(folder):
-    """Hold a file lock until this process ends; `launches.assert_no_survivors` waits for the lock."""
+    """Hold a file lock until this process ends; `launches.assert_no_survivors`
+    waits for the lock.
+    """
     file = Path(folder, f"life-{current_rank().global_rank}").open("w")  # noqa: SIM115 (open until the process ends)
     fcntl.flock(file, fcntl.LOCK_EX)
     _held.append(file)
@@ -50,7 +55,9 @@ def is_last_rank():
 
 
 def describe_rank(a, value_of, *, b, big):
-    """Return nearly everything that a rank can find out about itself, and its own copy of a big argument."""
+    """Return nearly everything that a rank can find out about itself, and its own copy of a big
+    argument.
+    """
     rank = current_rank()
     total = torch.tensor([10.0 + rank.global_rank])
     dist.all_reduce(total, group=rank.group)
@@ -62,7 +69,14 @@ def describe_rank(a, value_of, *, b, big):
     except Exception as error:
         refusal = error
     return {
-        "place": (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart, str(rank.device)),
+        "place": (
+            rank.global_rank,
+            rank.local_rank,
+            rank.node,
+            rank.world_size,
+            rank.restart,
+            str(rank.device),
+        ),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
         "platform": (rank.platform.seed, rank.platform.n_nodes),
         "group": (rank.group.size(), rank.group.rank(), dist.get_rank()),
@@ -78,7 +92,9 @@ def describe_rank(a, value_of, *, b, big):
 
 
 def live_through_restarts(folder, fails_first):
-    """Fail in the first start, be preempted in the second and requeue, and return the steps in the last."""
+    """Fail in the first start, be preempted in the second and requeue, and return the steps in the
+    last.
+    """
     rank, state = current_rank(), Path(folder, "state")
     start = rank.restart + (not fails_first)
     if start == 0 and is_last_rank():
@@ -136,7 +152,9 @@ def wait_for_ever(folder):
 
 
 def leave_daemon(folder):
-    """Start a process that leaves the rank's process group, report both process ids, and wait to be ended."""
+    """Start a process that leaves the rank's process group, report both process ids, and wait to be
+    ended.
+    """
     daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)
     report(folder, "pids", f"{os.getpid()} {daemon.pid}")
     wait_for_ever(folder)

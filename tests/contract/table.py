@@ -106,7 +106,9 @@ def _write_page(cells):
 def main():
     import pytest
 
-    from tests.contract.table import _written as from_tests  # this file runs as __main__, and tests import another copy
+    from tests.contract.table import (
+        _written as from_tests,  # this file runs as __main__, and tests import another copy
+    )
 
     os.environ[_WRITES] = "1"
     tests = "contract", "launch/slurm", "launch/ray", "launch/test_missing_clusters.py"

@@ -8,7 +8,13 @@ import threading
 
 import pytest
 
-from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, UnsendableError
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    LaunchTimeoutError,
+    RankDiedError,
+    UnsendableError,
+)
 from tests.contract import scenarios
 from tests.contract.table import check_cell
 from tests.helpers.launches import assert_no_survivors, wait_for_reports
@@ -20,7 +26,9 @@ NOT_SUPERVISED = ("slurm", *UNWATCHED)
 
 
 def test_an_exception_arrives(launcher, observed):
-    """While others wait, with its attributes, its rank, and its traceback; after as many failures as allowed."""
+    """While others wait, with its attributes, its rank, and its traceback; after as many failures
+    as allowed.
+    """
     found = observed["raised"]
     check_cell("raised", launcher.name, found.behavior)
     assert found.kind is scenarios.OddError
@@ -36,7 +44,10 @@ def test_an_exception_arrives(launcher, observed):
     assert "scenarios.py" in found.notes
     if launcher.name not in UNWATCHED:  # they do not restart after a failure
         assert found.state == "failed"
-        assert "attempt 0 failed: rank 1 raised tests.contract.scenarios.OddError: code 5" in found.notes
+        assert (
+            "attempt 0 failed: rank 1 raised tests.contract.scenarios.OddError: code 5"
+            in found.notes
+        )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +59,10 @@ def test_an_exception_arrives(launcher, observed):
     ],
 )
 def test_a_dead_rank_raises(launcher, observed, situation, number, code, text):
-    """RankDiedError has the rank, signal, and exit code. Under torchrun and inline, a death ends the caller too."""
+    """RankDiedError has the rank, signal, and exit code.
+
+    Under torchrun and inline, a death ends the caller too.
+    """
     found = observed[situation]
     how = f"signal {number.name}" if number else f"exit code {code}"
     if launcher.name == "inline" and situation == "sys.exit":
@@ -69,7 +83,10 @@ def test_a_dead_rank_raises(launcher, observed, situation, number, code, text):
 
 
 def test_an_unsendable_result_is_named(launcher, observed):
-    """UnsendableError has the address within the result, and its notes name the rank. Inline accepts any result."""
+    """UnsendableError has the address within the result, and its notes name the rank.
+
+    Inline accepts any result.
+    """
     found = observed["result"]
     if launcher.name == "inline":
         assert list(found.expect_results()[0]) == ["locks"]
@@ -80,13 +97,17 @@ def test_an_unsendable_result_is_named(launcher, observed):
 
 
 def test_bad_input_raises_before_any_rank(launcher, tmp_path):
-    """Arguments that cannot be sent, and folders that cannot be written; unless the launcher sends and keeps nothing."""
+    """Arguments that cannot be sent, and folders that cannot be written; unless the launcher sends
+    and keeps nothing.
+    """
     (tmp_path / "file").touch()
     logs = {"console_logs": tmp_path / "file" / "logs"}
     if launcher.name in UNWATCHED:
         # Also limits: these launchers do not watch the function.
         options = {"timeout_min": 0.1, "hang_timeout_s": 3, **logs}
-        assert set(launcher.play(lambda: scenarios.take(threading.Lock()), **options).expect_results()) == {"taken"}
+        assert set(
+            launcher.play(lambda: scenarios.take(threading.Lock()), **options).expect_results()
+        ) == {"taken"}
         return
     found = launcher.play(scenarios.take, {"schedule": [1, threading.Lock()]})
     check_cell("argument", launcher.name, found.behavior)
@@ -126,7 +147,10 @@ def test_a_time_limit_ends_the_ranks(launcher, observed, situation):
 
 
 def test_cancel_ends_the_ranks(launcher, observed):
-    """Ranks clean up, no process survives, and results() raises. Before, stacks() shows every rank."""
+    """Ranks clean up, no process survives, and results() raises.
+
+    Before, stacks() shows every rank.
+    """
     if launcher.name == "inline":
         return
     found, folder = observed["cancel"], observed.folder / "cancel"

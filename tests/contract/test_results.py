@@ -1,4 +1,6 @@
-"""Contract tests of successful launches: the view of each rank, its results, its output, and its restarts."""
+"""Contract tests of successful launches: the view of each rank, its results, its output, and its
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,36 @@ def _of_ranks(observed):
 
 
 def test_a_rank_knows_its_place(launcher, size, of_ranks):
-    """Results are in the order of ranks. Each node is one host; on Slurm, the two nodes are two hosts."""
+    """Results are in the order of ranks.
+
+    Each node is one host; on Slurm, the two nodes are two hosts.
+    """
     local = size // launcher.n_nodes
     assert of_ranks("place") == [(r, r % local, r // local, size, 0, "cpu") for r in range(size)]
     assert of_ranks("platform") == [("script", launcher.n_nodes)] * size
-    hosts = [f"node{r // local}" if launcher.name == "slurm" else os.uname().nodename for r in range(size)]
+    hosts = [
+        f"node{r // local}" if launcher.name == "slurm" else os.uname().nodename
+        for r in range(size)
+    ]
     assert of_ranks("host") == hosts
 
 
 def test_ranks_have_variables_of_torchrun(launcher, size, of_ranks):
     """Every rank has RANK, WORLD_SIZE, and so on. An inline rank keeps the caller's environment."""
     if launcher.name == "inline":
-        assert of_ranks("variables") == [{name: os.environ.get(name) for name in scenarios.VARIABLES}]
+        assert of_ranks("variables") == [
+            {name: os.environ.get(name) for name in scenarios.VARIABLES}
+        ]
         return
     local = size // launcher.n_nodes
     for rank, variables in enumerate(of_ranks("variables")):
         address, port = variables.pop("MASTER_ADDR"), variables.pop("MASTER_PORT")
-        numbers = {"RANK": rank, "LOCAL_RANK": rank % local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local}
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank % local,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": local,
+        }
         assert variables == {name: str(value) for name, value in numbers.items()}
         assert address
         assert int(port) > 0
@@ -68,24 +83,36 @@ def test_arguments_and_results_arrive(launcher, size, of_ranks):
 
 
 def test_surroundings_of_ranks(launcher, size, of_ranks):
-    """Every rank draws the numbers of a plain process with the script's seed, and can't read its standard input."""
-    expected = random.Random(0).random(), torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist()
+    """Every rank draws the numbers of a plain process with the script's seed, and can't read its
+    standard input.
+    """
+    expected = (
+        random.Random(0).random(),
+        torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist(),
+    )
     assert of_ranks("drawn") == [expected] * size
     assert launcher.name in KEEP_NO_OUTPUT or of_ranks("stdin") == [""] * size
 
 
 def test_output_has_a_rank_prefix(launcher, size, observed):
-    """Both streams are shown, kept by `logs`, and written to files. Under torchrun and inline they are not touched."""
+    """Both streams are shown, kept by `logs`, and written to files.
+
+    Under torchrun and inline they are not touched.
+    """
     observation, folder = observed["described"], observed.folder / "described"
     lines = observed.output.splitlines()
     if launcher.name in KEEP_NO_OUTPUT:
         text = observation.output or observed.output
-        assert all(f"{stream} of {rank}" in text for rank in range(size) for stream in ("out", "err"))
+        assert all(
+            f"{stream} of {rank}" in text for rank in range(size) for stream in ("out", "err")
+        )
         assert not any(observation.logs)
         assert not (folder / "logs").exists()
         return
     (logs,) = (folder / "logs").iterdir()
-    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(size)]
+    assert sorted(path.name for path in logs.iterdir()) == [
+        f"rank-{rank}.log" for rank in range(size)
+    ]
     for rank in range(size):
         for stream in "out", "err":
             assert f"[rank {rank}] {stream} of {rank}" in lines
@@ -94,7 +121,10 @@ def test_output_has_a_rank_prefix(launcher, size, observed):
 
 
 def test_upon_finish_is_called_once(launcher, observed):
-    """The launching process calls `upon_finish`, if the launch succeeds. Under torchrun, the process of rank 0 does."""
+    """The launching process calls `upon_finish`, if the launch succeeds.
+
+    Under torchrun, the process of rank 0 does.
+    """
     (called,) = (observed.folder / "described").glob("finished-*")
     assert called.name == f"finished-{launcher.name != 'torchrun'}"
     assert observed["raised"].kind is scenarios.OddError
@@ -108,12 +138,15 @@ def test_a_rank_cannot_launch(launcher, of_ranks):
 
 
 def test_a_launch_restarts(launcher, observed):
-    """After a failure, and after a preemption with `requeue()`, with all ranks saved at one step. No step is lost."""
+    """After a failure, and after a preemption with `requeue()`, with all ranks saved at one step.
+    No step is lost.
+    """
     size = 1 if launcher.name == "inline" else 2
     (step,) = {int(step) for step in wait_for_reports(observed.folder / "restarting", "due", size)}
     assert step > 0
     for rank in range(size):
         done = (observed.folder / "restarting" / f"steps-{rank}").read_text().split()
         assert done == [str(each) for each in range(step + 1)]
-    starts = 1 if launcher.name in ("torchrun", "inline") else 2  # they do not restart after a failure
+    # They do not restart after a failure
+    starts = 1 if launcher.name in ("torchrun", "inline") else 2
     assert observed["restarting"].expect_results() == [(step, starts)] * size

@@ -1,4 +1,7 @@
-"""The tests in this folder run on the GPUs that torch sees. Most need one GPU, and a few need several."""
+"""The tests in this folder run on the GPUs that torch sees.
+
+Most need one GPU, and a few need several.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """Run these tests last, because tests of launches fork, and a process that uses CUDA must not."""
+    """Run these tests last, because tests of launches fork, and a process that
+    uses CUDA must not.
+    """
     items.sort(key=lambda item: _HERE in item.path.parents)
 
 

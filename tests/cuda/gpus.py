@@ -19,7 +19,10 @@ def missing():
         return "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda":
-        return f"the accelerator of this process is {accelerator}: run this folder in a process of its own"
+        return (
+            f"the accelerator of this process is {accelerator}: run this folder in a process of "
+            "its own"
+        )
     return None
 
 

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from parawrap import DataParallel, parallel
 from tests.cuda.gpus import HOME, ONE, every
 from tests.cuda.zoo import NETS, conv_net, net_and_rows
-from tests.helpers.device_models import assert_same_gradients, assert_same_training_step, dropout, mlp, rows
+from tests.helpers.device_models import (
+    assert_same_gradients,
+    assert_same_training_step,
+    dropout,
+    mlp,
+    rows,
+)
 
 
 @pytest.mark.parametrize("count", [17, 1])
@@ -57,9 +63,11 @@ def test_products_as_first_work():
 
 @pytest.mark.parametrize("train", [True, False])
 def test_equals_data_parallel_of_torch(train):
-    """Two lanes on one GPU give the outputs, gradients, and names of torch.nn.DataParallel, and in eval mode the buffers.
+    """Two lanes on one GPU give the outputs, gradients, and names of torch.nn.DataParallel, and in
+    eval mode the buffers.
 
-    In train mode, both of torch's lanes on one GPU write the module's buffers. Here lane 0 alone does, as on two GPUs.
+    In train mode, both of torch's lanes on one GPU write the module's buffers. Here lane 0 alone
+    does, as on two GPUs.
     """
     module = conv_net().to(HOME).train(train)
     theirs = nn.DataParallel(copy.deepcopy(module), device_ids=[0, 0])

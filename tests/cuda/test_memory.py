@@ -1,7 +1,7 @@
 """Memory is read only between its write and its reuse, is bounded, and is freed.
 
-A caching allocator reuses freed memory at once, while GPU work may run much later. These tests keep streams busy, free
-tensors that other streams have not read yet, and fill their memory with NaN.
+A caching allocator reuses freed memory at once, while GPU work may run much later. These tests keep
+streams busy, free tensors that other streams have not read yet, and fill their memory with NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tests.cuda.gpus import HOME, ONE, TWICE, every, settle
 PATIENCE_S = 30
 WIDTH = 512
 SHAPE = (4096, WIDTH)
-"""16 MiB in double precision. The caching allocator keeps separate blocks for this size and reuses equal ones."""
+"""16 MiB in double precision.
+
+The caching allocator keeps separate blocks for this size and reuses equal ones.
+"""
 LONG = 600_000_000
 """GPU clock cycles, about a third of a second: much longer than the host's work in a test."""
 SPARE = 4  # tensors allocated in advance, because a new allocation may wait for all GPUs
@@ -60,7 +63,9 @@ def full(value, device=HOME):
 
 
 def poison():
-    """Allocate all memory that the current stream can get for such tensors, and fill it with NaN."""
+    """Allocate all memory that the current stream can get for such tensors, and
+    fill it with NaN.
+    """
     return [full(math.nan) for _ in range(SPARE + 2)]
 
 
@@ -76,7 +81,9 @@ def released(tensor):
 
 
 def input_let_go_of(p, model, cycles):
-    """The caller frees a submitted input and reuses its memory before the lane's stream reads it."""
+    """The caller frees a submitted input and reuses its memory before the
+    lane's stream reads it.
+    """
     x = full(1.0)
     gone = released(x)
     model.keep_busy({0}, cycles)
@@ -90,14 +97,18 @@ def input_let_go_of(p, model, cycles):
 
 
 def input_brought_over(p, model, cycles):
-    """A batch is copied into the memory of the previous batch before the lane's stream has read that batch."""
+    """A batch is copied into the memory of the previous batch before the lane's stream has read
+    that batch.
+    """
     batches = [full(float(index), "cpu") for index in range(4)]
     model.keep_busy({0}, cycles)
     return all(is_all(output, index + 1.0) for index, output in enumerate(list(p.map(batches))))
 
 
 def result_used_elsewhere(p, model, cycles):
-    """A thread frees an output that its stream has not read yet, and the lane reuses the memory for new outputs."""
+    """A thread frees an output that its stream has not read yet, and the lane reuses the memory for
+    new outputs.
+    """
     futures, bad = [p.submit(full(1.0))], full(math.nan)
 
     def use():
@@ -116,7 +127,9 @@ def result_used_elsewhere(p, model, cycles):
 
 
 def parts_joined_elsewhere(p, model, cycles):
-    """A caller's stream has not joined its outputs yet when lanes allocate outputs for another caller."""
+    """A caller's stream has not joined its outputs yet when lanes allocate outputs for another
+    caller.
+    """
     x, bad = full(1.0), full(math.nan)
     stream = cuda.Stream(HOME)
     stream.wait_stream(cuda.current_stream(HOME))
@@ -161,7 +174,10 @@ def lanes_before_caller(p, model, cycles):
     ],
 )
 def test_memory_is_read_in_time(happens, lanes):
-    """Outputs are right if streams run late. A first run without delays loads kernels and allocates memory."""
+    """Outputs are right if streams run late.
+
+    A first run without delays loads kernels and allocates memory.
+    """
     model = Late().to(HOME)
     gc.collect()
     settle()
@@ -200,7 +216,9 @@ def test_the_host_may_free_an_input(pinned, devices):
 
 @pytest.mark.parametrize("lanes", [ONE, TWICE], ids=["one lane", "two lanes on a GPU"])
 def test_map_needs_bounded_memory(lanes):
-    """The peak over 100 batches exceeds that over 10 by at most a few batches, and outputs come in order."""
+    """The peak over 100 batches exceeds that over 10 by at most a few batches, and outputs come in
+    order.
+    """
     model = Late().to(HOME)
     batch = torch.zeros(1024, SHAPE[1], dtype=torch.float64)
 

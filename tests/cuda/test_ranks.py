@@ -11,7 +11,8 @@ from parawrap import Platform, current_rank, functional, wrapper
 from tests.cuda.gpus import HOME, every
 from tests.helpers.processes import run_script
 
-pytestmark = pytest.mark.timeout(300)  # a rank loads all of CUDA, and NCCL looks at the whole machine
+# A rank loads all of CUDA, and NCCL looks at the whole machine
+pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import torch
@@ -61,7 +62,9 @@ def test_a_rank_on_every_gpu(several):
 
 
 def test_loaders_on_the_default_device():
-    """A DataLoader draws the seed of its workers on the default device, with a generator of that device."""
+    """A DataLoader draws the seed of its workers on the default device, with a generator of that
+    device.
+    """
     loader = functional.shard_loader(DataLoader(range(3), 3, collate_fn=list))
     with torch.device("cuda"):
         assert list(loader) == [[0, 1, 2]]
@@ -74,7 +77,11 @@ def test_launches_share_out_gpus():
     @wrapper(Platform(device="gpu", n_gpus=1, verbose=False))
     def place(_):
         x = torch.ones(1, device=current_rank().device)
-        return str(x.device), torch.cuda.device_count(), str(torch.cuda.get_device_properties(0).uuid)
+        return (
+            str(x.device),
+            torch.cuda.device_count(),
+            str(torch.cuda.get_device_properties(0).uuid),
+        )
 
     count = torch.cuda.device_count()
     outcomes = [outcome[0] for outcome in place.map(range(2 * count), max_parallel=count + 1)]

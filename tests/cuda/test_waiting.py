@@ -1,4 +1,6 @@
-"""The host does not wait for GPUs in calls or training steps, and no data passes through the host."""
+"""The host does not wait for GPUs in calls or training steps, and no data
+passes through the host.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def test_a_step_of_training(net, place, devices):
     model, x = net_and_rows(net, SMALL)
     plain = copy.deepcopy(model)
     at_home, x = x.to(HOME), placed(x, place)
-    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.01), batch) for each, batch in ((model, x), (plain, at_home))]
+    pairs = [
+        (each, torch.optim.SGD(each.parameters(), lr=0.01), batch)
+        for each, batch in ((model, x), (plain, at_home))
+    ]
     with parallel(model, devices), torch_refuses_to_wait():
         for _ in range(3):
             for each, optimizer, batch in pairs:
@@ -71,7 +76,9 @@ def test_a_step_of_training(net, place, devices):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_map(place, devices):
-    """Streaming batches does not make the host wait, except to limit how far a lane runs ahead of its GPU."""
+    """Streaming batches does not make the host wait, except to limit how far a lane runs ahead of
+    its GPU.
+    """
     model = mlp().to(HOME)
     batches = [rows(count) for count in (SMALL, LARGE, SMALL, LARGE, LARGE)]
     expected = [copy.deepcopy(model)(batch.to(HOME)).detach() for batch in batches]

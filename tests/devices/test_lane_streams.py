@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from parawrap import DataParallel, ReplicaError, parallel
-from tests.helpers.device_models import SIMS, Holder, assert_same_gradients, mlp, rows, settle, side_stream
+from tests.helpers.device_models import (
+    SIMS,
+    Holder,
+    assert_same_gradients,
+    mlp,
+    rows,
+    settle,
+    side_stream,
+)
 from tests.helpers.waiting import PATIENCE_S
 
 TWICE = ["sim:0", "sim:0"]

@@ -11,7 +11,14 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from tests import simdevice
-from tests.helpers.device_models import SIMS, assert_same_gradients, assert_same_training_step, devices_of, mlp, rows
+from tests.helpers.device_models import (
+    SIMS,
+    assert_same_gradients,
+    assert_same_training_step,
+    devices_of,
+    mlp,
+    rows,
+)
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
 

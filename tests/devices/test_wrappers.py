@@ -22,7 +22,14 @@ from parawrap import (
     tuple_fn,
 )
 from tests import simdevice
-from tests.helpers.device_models import SIMS, assert_same_gradients, assert_same_steps, devices_of, mlp, rows
+from tests.helpers.device_models import (
+    SIMS,
+    assert_same_gradients,
+    assert_same_steps,
+    devices_of,
+    mlp,
+    rows,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,25 @@ RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
 def html(value):
-    """Return the texts by element, heads of rows as cells. Fail if an element is open or might run a script."""
+    """Return the texts by element, heads of rows as cells.
+
+    Fail if an element is open or might run a script.
+    """
     texts = {}
     for element in ET.fromstring(value._repr_html_()).iter():
         assert element.tag not in ("script", "style", "link", "img", "b")
         if element.text:
-            texts.setdefault("td" if element.get("scope") == "row" else element.tag, []).append(element.text)
+            texts.setdefault("td" if element.get("scope") == "row" else element.tag, []).append(
+                element.text
+            )
     return texts
 
 
 def test_stats_as_text_and_html():
-    """The table of `print(p.stats())` is the one in a notebook. Numbers are aligned on the right."""
+    """The table of `print(p.stats())` is the one in a notebook.
+
+    Numbers are aligned on the right.
+    """
     with parallel(nn.Linear(3, 2), TWO, out_dims=0) as p:
         p(torch.zeros(5, 3))
         stats = p.stats()
@@ -46,7 +54,14 @@ def test_results_show_short_values():
     """A long value is shortened; if its `__repr__` raises, its type and the exception are shown."""
     results = RankResults(["<b>", Unshowable(), list(range(1000))])
     shown = html(results)["td"]
-    assert shown[:6] == ["0", "str", "'<b>'", "1", "Unshowable", "<Unshowable: its __repr__ raised KeyError>"]
+    assert shown[:6] == [
+        "0",
+        "str",
+        "'<b>'",
+        "1",
+        "Unshowable",
+        "<Unshowable: its __repr__ raised KeyError>",
+    ]
     assert shown[8].startswith("[0, 1, 2")
     assert shown[8].endswith(" ...")
     assert len(repr(results)) < 300
@@ -72,7 +87,9 @@ def test_launch_shows_its_state_now(tmp_path):
             raise ValueError("<b>")
 
     launch = wrapper(RANKS)(train).submit()
-    eventually(lambda: started.exists() and "last" in launch.logs(0), "the output of the first rank")
+    eventually(
+        lambda: started.exists() and "last" in launch.logs(0), "the output of the first rank"
+    )
     shown = html(launch)
     assert shown["caption"][0].endswith("train on 2 ranks: running")
     assert shown["td"][:3] == ["0", "running", "last"]
@@ -91,7 +108,12 @@ def test_reprs_are_one_short_line(tmp_path):
     with parallel(nn.Linear(3, 2), TWO) as p:
         p(torch.zeros(9, 3))
         shown = [launchable, launch, RANKS, Wrapper(RANKS), p, p.method("forward"), p.stats()]
-        shown += [p.stats().lanes[0], p.submit(torch.zeros(1, 3)), p.map([]), p.trace(tmp_path / "t.html")]
+        shown += [
+            p.stats().lanes[0],
+            p.submit(torch.zeros(1, 3)),
+            p.map([]),
+            p.trace(tmp_path / "t.html"),
+        ]
     shown += list(launch.results())
     assert eval(repr(RANKS)) == RANKS
     for value in shown:
@@ -103,11 +125,20 @@ def test_reprs_are_one_short_line(tmp_path):
 def test_notebook_shows_tables(tmp_path, monkeypatch):
     """A notebook displays an object as HTML. `map(progress=True)` shows a widget."""
     block = "import torch\nfrom parawrap import parallel\nmodel = torch.nn.Linear(3, 2)\n"
-    block += "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, progress=True))"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (block, "p.stats()")])
+    block += (
+        "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, "
+        "progress=True))"
+    )
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in (block, "p.stats()")]
+    )
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    mapped, stats = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute().cells
+    mapped, stats = (
+        NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}})
+        .execute()
+        .cells
+    )
     (shown,) = stats.outputs
     assert "busy s" in shown.data["text/html"]
     (bar,) = mapped.outputs

@@ -27,7 +27,13 @@ def data_of(page):
 
 def test_text_names_the_slowest_span():
     """`str` has one line per track and one for the slowest span. An aside has no idle time."""
-    made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", without_idle=[2])
+    made = timeline(
+        span(0, 0, 30),
+        span(1, 0, 10, "forward, batch 3"),
+        span(2, 0, 40),
+        tracks="abc",
+        without_idle=[2],
+    )
     assert str(made).splitlines() == [
         "a block: 3 spans in 40 ms",
         "  a        1 span  idle     10 ms (25%)",
@@ -39,12 +45,31 @@ def test_text_names_the_slowest_span():
 
 
 def test_trace_has_the_format_of_chrome(tmp_path):
-    """Complete events in microseconds, and a thread name for each track. It is read as it was written."""
-    made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), without_idle=[1])
+    """Complete events in microseconds, and a thread name for each track.
+
+    It is read as it was written.
+    """
+    made = timeline(
+        span(0, 1, 2, "forward, batch 0", batch=0, rows=4),
+        span(1, 1, 3, error="ValueError"),
+        without_idle=[1],
+    )
     write_timeline(tmp_path / "t.json", made)
-    assert read_timeline(tmp_path / "t.json") == Timeline("a block", ["lane 0", "lane 1"], list(made.spans), [1])
-    write_timeline(tmp_path / "t.json", timeline(span(0, 1, 3, "forward, 4 rows", rows=4, batch=None)))
-    event = {"name": "forward, 4 rows", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 1000, "dur": 2000}
+    assert read_timeline(tmp_path / "t.json") == Timeline(
+        "a block", ["lane 0", "lane 1"], list(made.spans), [1]
+    )
+    write_timeline(
+        tmp_path / "t.json", timeline(span(0, 1, 3, "forward, 4 rows", rows=4, batch=None))
+    )
+    event = {
+        "name": "forward, 4 rows",
+        "cat": "forward",
+        "ph": "X",
+        "pid": 0,
+        "tid": 0,
+        "ts": 1000,
+        "dur": 2000,
+    }
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lane 0"}},
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "lane 1"}},
@@ -54,10 +79,15 @@ def test_trace_has_the_format_of_chrome(tmp_path):
 
 def test_page_has_the_data(tmp_path):
     """Times in the page begin at 0, and are in microseconds. An aside has no gaps."""
-    write_timeline(tmp_path / "t.html", timeline(span(0, 10, 30, rows=4), span(1, 20, 30), without_idle=[1]))
+    write_timeline(
+        tmp_path / "t.html", timeline(span(0, 10, 30, rows=4), span(1, 20, 30), without_idle=[1])
+    )
     data = data_of((tmp_path / "t.html").read_text())
     assert data["tracks"] == [{"label": "lane 0", "gaps": []}, {"label": "lane 1", "gaps": None}]
-    assert data["spans"] == [[0, 0, 20000, "forward", 0, {"rows": 4}], [1, 10000, 10000, "forward", 0, {}]]
+    assert data["spans"] == [
+        [0, 0, 20000, "forward", 0, {"rows": 4}],
+        [1, 10000, 10000, "forward", 0, {}],
+    ]
     assert (data["duration"], data["slowest"], data["kinds"]) == (20000, 0, ["forward"])
     busy = [span(0, 10, 30), span(0, 20, 25), span(0, 40, 50), span(1, 12, 20), span(1, 20, 60)]
     write_timeline(tmp_path / "t.html", timeline(*busy))
@@ -80,7 +110,10 @@ def test_names_cannot_end_the_data(tmp_path):
     [
         ("{", "is not a trace of parawrap"),
         ('[{"ph": "X", "name": "a"}]', "is not a trace of parawrap"),
-        ('{"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": 9, "ts": 5.5}]}', "is not a trace of parawrap"),
+        (
+            '{"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": 9, "ts": 5.5}]}',
+            "is not a trace of parawrap",
+        ),
         ('{"traceEvents": [], "otherData": {"title": "a", "without_idle": []}}', "has no spans"),
     ],
     ids=range(4),

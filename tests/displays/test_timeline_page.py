@@ -12,15 +12,26 @@ FITS = "document.documentElement.scrollWidth <= innerWidth"
 
 def batch(track, number, start, end, **details):
     name = f"forward, batch {number}, {number + 1} rows"
-    return Span(track, start * MS, end * MS, name, "forward", {"batch": number, "rows": number + 1, **details})
+    return Span(
+        track,
+        start * MS,
+        end * MS,
+        name,
+        "forward",
+        {"batch": number, "rows": number + 1, **details},
+    )
 
 
 @pytest.fixture
 def path(tmp_path):
-    """A page with two lanes: three batches in the first, and two in the second, where the last raised."""
+    """A page with two lanes: three batches in the first, and two in the second, where the last
+    raised.
+    """
     spans = [batch(0, 0, 0, 10), batch(0, 2, 10, 20), batch(0, 3, 60, 80), batch(1, 1, 0, 15)]
     spans.append(batch(1, 4, 70, 100, error="ValueError"))
-    write_timeline(tmp_path / "lanes.html", Timeline("Net in lanes", ["lane 0 on cpu", "lane 1 on cpu"], spans))
+    write_timeline(
+        tmp_path / "lanes.html", Timeline("Net in lanes", ["lane 0 on cpu", "lane 1 on cpu"], spans)
+    )
     return tmp_path / "lanes.html"
 
 
@@ -31,8 +42,8 @@ def view(window):
 def place_of(window, index):
     """Return the middle of a span in the window, in pixels."""
     x, y = window.run(
-        f"(([s, r]) => [r.left + 1 + (x(s.start) + x(s.end)) / 2, r.top + tracks[s.track].top + LABEL + ROW / 2])"
-        f"([spans[{index}], canvas.getBoundingClientRect()])"
+        "(([s, r]) => [r.left + 1 + (x(s.start) + x(s.end)) / 2, r.top + tracks[s.track].top + "
+        f"LABEL + ROW / 2])([spans[{index}], canvas.getBoundingClientRect()])"
     )
     return x, y
 
@@ -67,7 +78,10 @@ def test_hover_shows_rows_and_times(window, path):
 
 
 def test_wheel_zooms_and_drag_pans(window, path):
-    """The time under the mouse stays in place while zooming. Dragging moves the view by the same distance."""
+    """The time under the mouse stays in place while zooming.
+
+    Dragging moves the view by the same distance.
+    """
     opened = window(path)
     x, y = place_of(opened, 2)
     opened.page.mouse.move(x, y)
@@ -85,7 +99,9 @@ def test_wheel_zooms_and_drag_pans(window, path):
 
 
 def test_keys_reach_every_span(window, path):
-    """Arrows go to the next span and track, Home and End to the ends, Enter and the letters change the view."""
+    """Arrows go to the next span and track, Home and End to the ends, Enter and the letters change
+    the view.
+    """
     opened = window(path)
     opened.page.focus("#canvas")
     seen = []
@@ -105,10 +121,15 @@ def test_keys_reach_every_span(window, path):
 
 
 def test_clicks_select_and_zoom(window, path):
-    """The details of the selected span are below the picture. Each button zooms to its span or gap."""
+    """The details of the selected span are below the picture.
+
+    Each button zooms to its span or gap.
+    """
     opened = window(path)
     opened.page.mouse.dblclick(*place_of(opened, 1))
-    assert opened.text("details").startswith("forward, batch 2, 3 rows\nlane 0 on cpu\n10 ms, from 10 ms to 20 ms")
+    assert opened.text("details").startswith(
+        "forward, batch 2, 3 rows\nlane 0 on cpu\n10 ms, from 10 ms to 20 ms"
+    )
     assert view(opened) == (0, 30)
     opened.page.click("#all")
     assert opened.text("details") == "Select a span to see its details."
@@ -120,7 +141,9 @@ def test_clicks_select_and_zoom(window, path):
 
 
 def test_names_are_text(window, tmp_path):
-    """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does not widen the page."""
+    """A long title, label, or name that looks like HTML runs no script, is shown as it is, and does
+    not widen the page.
+    """
     name = f"<img src=x onerror=console.log(1)>{'x' * 300}"
     span = Span(0, 0, MS, name, name, {"error": name})
     write_timeline(tmp_path / "t.html", Timeline(name, [name], [span]))

@@ -1,8 +1,11 @@
-"""A case is a model, devices, and events in a block. The oracle is the plain call of an equal model after equal events.
+"""A case is a model, devices, and events in a block.
 
-Every call is made six times. `run` returns the end of a case: "answered" if every value and gradient was right, "refused"
-if parawrap raised the same ParawrapError six times and everything before was right, else "wrong". So a case is wrong, too,
-if one of six equal calls ends in another way than the others.
+The oracle is the plain call of an equal model after equal events.
+
+Every call is made six times. `run` returns the end of a case: "answered" if every value and
+gradient was right, "refused" if parawrap raised the same ParawrapError six times and everything
+before was right, else "wrong". So a case is wrong, too, if one of six equal calls ends in another
+way than the others.
 """
 
 from __future__ import annotations
@@ -21,7 +24,17 @@ from torch import nn
 from parawrap import parallel
 from parawrap.errors import ParawrapError
 from tests.fuzz.changes import CHANGES, WRITES_OTHERS, WRITES_PARAMETERS
-from tests.fuzz.models import OUTPUT_TREES, WIDTH, Counter, RowWise, Spec, build, drawn_body, drawn_output, float64_on
+from tests.fuzz.models import (
+    OUTPUT_TREES,
+    WIDTH,
+    Counter,
+    RowWise,
+    Spec,
+    build,
+    drawn_body,
+    drawn_output,
+    float64_on,
+)
 
 FORMS = ("positional", "keyword", "list", "nested", "items")
 SCALES = ("missing", "number", "zero_dim", "one_row", "string")
@@ -52,14 +65,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a case: "answered", "refused", or "wrong"; and the error of a refusal, or the difference."""
+    """The end of a case: "answered", "refused", or "wrong"; and the error of a refusal, or the
+    difference.
+    """
 
     end: str
     detail: str = ""
 
     @property
     def kind(self) -> str:
-        """The end and some words of the detail: outcomes of one kind have one cause, most of the time."""
+        """The end and some words of the detail: outcomes of one kind have one cause, most of the
+        time.
+        """
         text = self.detail.partition(" raised ")[2] or self.detail
         words = [word for word in text.split() if not any(letter.isdigit() for letter in word)]
         return f"{self.end}: {' '.join(words[:5])}"
@@ -163,14 +180,21 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def detached(value: Any) -> list[Any]:
-    """Return the leaves, parameters as plain tensors: a whole call may return its lane's view of a parameter."""
+    """Return the leaves, parameters as plain tensors: a whole call may return its lane's view of a
+    parameter.
+    """
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(value)]
 
 
 def backward(output: Any) -> None:
     """Run the backward pass of a weighted sum. Every element has another weight."""
     losses = [
-        (leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)).sum()
+        (
+            leaf
+            * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(
+                leaf.shape
+            )
+        ).sum()
         for leaf in leaves_of(output)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
@@ -200,19 +224,30 @@ def compare(actual: Any, expected: Any, place: str) -> None:
 def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, place: str) -> None:
     for name in ("shape", "dtype", "requires_grad"):
         if getattr(actual, name) != getattr(expected, name):
-            raise Wrong(f"{name} of {place} is {getattr(actual, name)} and must be {getattr(expected, name)}")
+            raise Wrong(
+                f"{name} of {place} is {getattr(actual, name)} and must be "
+                f"{getattr(expected, name)}"
+            )
     mine, theirs = actual.detach().cpu(), expected.detach().cpu()
     close = torch.isclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
     if not bool(close.all()):
         at = tuple(int(index) for index in (~close).nonzero()[0])
-        raise Wrong(f"value of {place} at {at} is {float(mine[at])} and must be {float(theirs[at])}")
+        raise Wrong(
+            f"value of {place} at {at} is {float(mine[at])} and must be {float(theirs[at])}"
+        )
 
 
 def _shown(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, (torch.Tensor, list, tuple, dict)) else repr(value)
+    return (
+        type(value).__name__
+        if isinstance(value, (torch.Tensor, list, tuple, dict))
+        else repr(value)
+    )
 
 
-def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+def attempt(
+    call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, BaseException | None]:
     try:
         return call(*args, **kwargs), None
     except TimeoutError:
@@ -222,7 +257,9 @@ def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, B
 
 
 def agree(actual: BaseException | None, expected: BaseException | None, place: str) -> bool:
-    """Return True if neither raised. Raise Refused for an error of parawrap, and Wrong for errors of other classes.
+    """Return True if neither raised.
+
+    Raise Refused for an error of parawrap, and Wrong for errors of other classes.
 
     Torch refuses the tensors that a closure keeps on another device than the lane's.
     """
@@ -270,21 +307,29 @@ class Run:
             except Refused as error:
                 if self._may_be_refused():
                     raise
-                raise Wrong(f"{self.place} was refused, and every output follows the rows: {error}") from error
+                raise Wrong(
+                    f"{self.place} was refused, and every output follows the rows: {error}"
+                ) from error
         self.place = "after the block"
         self._check_restored()
         self.call("no_grad", 5, 1)
         self._compare_tensors()
 
     def _may_be_refused(self) -> bool:
-        """True for outputs and buffers that no rule joins, and for a tensor that lanes elsewhere cannot have."""
+        """True for outputs and buffers that no rule joins, and for a tensor that lanes elsewhere
+        cannot have.
+        """
         names = {*_names_in(self.case.body), *_names_in(self.case.outputs)}
-        is_unclear = bool(names & {"table", "written_buffer"}) or _has_texts_alone(self.case.outputs)
+        is_unclear = bool(names & {"table", "written_buffer"}) or _has_texts_alone(
+            self.case.outputs
+        )
         return is_unclear or self._has_tensors_elsewhere()
 
     def _has_tensors_elsewhere(self) -> bool:
         """True if lanes share tensors of closures that are on another device."""
-        return set(self.case.devices) != {self.case.home} and "enclosed" in _names_in(self.case.body)
+        return set(self.case.devices) != {self.case.home} and "enclosed" in _names_in(
+            self.case.body
+        )
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)
@@ -302,7 +347,9 @@ class Run:
             torch.manual_seed(number)
             with float64_on(self.home):
                 CHANGES[name](built, Random(number))
-        if name in WRITES_OTHERS or (name in WRITES_PARAMETERS and set(self.case.devices) != {self.case.home}):
+        if name in WRITES_OTHERS or (
+            name in WRITES_PARAMETERS and set(self.case.devices) != {self.case.home}
+        ):
             self.p.refresh()
 
     def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:
@@ -326,11 +373,16 @@ class Run:
         return [(expected, inputs), (actual, own_inputs)] if agree(error, theirs, place) else None
 
     def call(self, name: str, rows: int, number: int) -> None:
-        """Call both models, in training with a backward pass, and compare outputs, gradients, and counters."""
+        """Call both models, in training with a backward pass, and compare outputs, gradients, and
+        counters.
+        """
         learns = name in ("backward", "few", "step")
         sides = self.forward("grad" if learns else name, rows, number)
         if sides is not None and learns and self._backward([output for output, _ in sides]):
-            compare(*_gradients([inputs for _, inputs in reversed(sides)]), f"gradients of inputs after {self.place}")
+            compare(
+                *_gradients([inputs for _, inputs in reversed(sides)]),
+                f"gradients of inputs after {self.place}",
+            )
             self._compare_gradients()
             if name == "step":
                 self._step()
@@ -345,7 +397,10 @@ class Run:
         ends = []
         with torch.set_grad_enabled(random.random() < 0.5):
             for _ in range(TIMES):
-                errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
+                errors = [
+                    attempt(built.model, *args, **kwargs, flags="fail")[1]
+                    for built in (self.mine, self.oracle)
+                ]
                 ends.append(repr(errors[0]))
         require_one_end(ends, "a call that fails")
         agree(*errors, "a call that fails")
@@ -358,21 +413,30 @@ class Run:
 
     def stream(self, name: str, random: Random, number: int) -> None:
         """Run several whole batches through the lanes."""
-        if self._has_tensors_elsewhere():  # an error of torch, in the lanes that happen to take a batch
+        # An error of torch, in the lanes that happen to take a batch
+        if self._has_tensors_elsewhere():
             return
         counts = [random.randint(1, 9) for _ in range(random.randint(1, 5))]
         with torch.no_grad():
-            batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
+            batches = [
+                inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)
+            ]
             expected = [attempt(self.oracle.model, *args, **kwargs) for args, kwargs in batches]
             if any(error is not None for _, error in expected):
                 return
             ends = []
             for _ in range(TIMES):
-                batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
+                batches = [
+                    inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)
+                ]
                 actual, error = attempt(self._streamed, name, batches)
                 ends.append(repr(error))
                 if error is None:
-                    compare(detached(actual), detached([each for each, _ in expected]), f"outputs of {name}")
+                    compare(
+                        detached(actual),
+                        detached([each for each, _ in expected]),
+                        f"outputs of {name}",
+                    )
         require_one_end(ends, name)
         agree(error, None, name)
         self._forget_counts()  # nothing comes back
@@ -389,12 +453,16 @@ class Run:
         return agree(actual, expected, f"backward of {self.place}")
 
     def _compare_gradients(self) -> None:
-        for (name, mine), (_, theirs) in zip(self.mine.tensors(), self.oracle.tensors(), strict=True):
+        for (name, mine), (_, theirs) in zip(
+            self.mine.tensors(), self.oracle.tensors(), strict=True
+        ):
             if mine.is_leaf and theirs.is_leaf:
                 compare(mine.grad, theirs.grad, f"gradient of {name} after {self.place}")
 
     def _compare_tensors(self) -> None:
-        for (name, mine), (_, theirs) in zip(self.mine.tensors(), self.oracle.tensors(), strict=True):
+        for (name, mine), (_, theirs) in zip(
+            self.mine.tensors(), self.oracle.tensors(), strict=True
+        ):
             compare(mine.detach(), theirs.detach(), f"{name} after {self.place}")
 
     def _check_restored(self) -> None:
@@ -405,7 +473,11 @@ class Run:
 
     def _step(self) -> None:
         for built in (self.oracle, self.mine):
-            unique = {id(tensor): tensor for _, tensor in built.tensors() if tensor.requires_grad and tensor.is_leaf}
+            unique = {
+                id(tensor): tensor
+                for _, tensor in built.tensors()
+                if tensor.requires_grad and tensor.is_leaf
+            }
             if unique:
                 torch.optim.SGD(list(unique.values()), lr=0.05).step()
 

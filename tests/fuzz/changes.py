@@ -1,4 +1,7 @@
-"""Changes that a user makes to a model between calls. Each is made to the model and to the oracle alike."""
+"""Changes that a user makes to a model between calls.
+
+Each is made to the model and to the oracle alike.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch import nn
 from tests.fuzz.models import Buffers, Built, Holder, Keeper, Mode
 
 WRITES_PARAMETERS = frozenset({"data_mul", "data_new"})
-"""Changes through ``.data`` that lanes on the model's own device see, because they hold its parameters."""
+"""Changes through ``.data`` that lanes on the model's own device see, because they hold its
+parameters."""
 
 WRITES_OTHERS = frozenset({"held_data", "buffer_data"})
 """Changes through ``.data`` that no lane sees."""
@@ -51,9 +55,17 @@ def _held(built: Built, random: Random) -> torch.Tensor:
 def _learnable(built: Built, *, frozen: bool) -> list[torch.Tensor]:
     """Return the tensors that may require grad: parameters, and some buffers and plain tensors."""
     found = [value for module in built.modules() for value in module._parameters.values()]
-    found += [value for block in built.blocks if isinstance(block, Buffers) for value in block.buffers()]
-    found += [tensor for block in built.blocks if isinstance(block, Keeper) for tensor in block.held()]
-    return [each for each in found if each is not None and each.is_leaf and not (frozen and each.requires_grad)]
+    found += [
+        value for block in built.blocks if isinstance(block, Buffers) for value in block.buffers()
+    ]
+    found += [
+        tensor for block in built.blocks if isinstance(block, Keeper) for tensor in block.held()
+    ]
+    return [
+        each
+        for each in found
+        if each is not None and each.is_leaf and not (frozen and each.requires_grad)
+    ]
 
 
 def _part_with_mode(built: Built, random: Random) -> nn.Module:
@@ -114,7 +126,9 @@ CHANGES: dict[str, Callable[[Built, Random], Any]] = {
     "held_data": lambda built, random: _held(built, random).data.mul_(0.5),
     "write": lambda built, random: write(_parameter(built, random)),
     "held_write": lambda built, random: write(_held(built, random)),
-    "freeze": lambda built, random: random.choice(_learnable(built, frozen=False)).requires_grad_(False),
+    "freeze": lambda built, random: random.choice(_learnable(built, frozen=False)).requires_grad_(
+        False
+    ),
     "unfreeze": unfreeze,
     "recast": lambda built, random: built.model.float().double(),
     "replace_parameter": lambda built, random: replace_tensor(built, random, "_parameters"),
@@ -122,7 +136,9 @@ CHANGES: dict[str, Callable[[Built, Random], Any]] = {
     "replace_part": replace_part,
     "grow": lambda built, random: replace_part(built, random, grows=True),
     "replace_attribute": replace_attribute,
-    "hook": lambda built, random: built.handles.append(random.choice(built.modules()).register_forward_hook(scaled)),
+    "hook": lambda built, random: built.handles.append(
+        random.choice(built.modules()).register_forward_hook(scaled)
+    ),
     "unhook": unhook,
     "train": lambda built, random: built.model.train(),
     "eval": lambda built, random: built.model.eval(),

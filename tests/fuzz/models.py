@@ -1,8 +1,8 @@
 """A generator of models that treat rows independently, by construction.
 
-A model is described by a `Spec`, a nested tuple of a name and the specs of its parts. `build` makes the same model from
-the same spec and seed each time, so the oracle is a second build: a deep copy would share closures.
-Every block maps (rows, WIDTH) to (rows, WIDTH), in float64.
+A model is described by a `Spec`, a nested tuple of a name and the specs of its parts. `build` makes
+the same model from the same spec and seed each time, so the oracle is a second build: a deep copy
+would share closures. Every block maps (rows, WIDTH) to (rows, WIDTH), in float64.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor], t
     "plain": (linear, lambda layer, x: layer(x)),
     "norm": (lambda: nn.LayerNorm(WIDTH), lambda layer, x: layer(x)),
     "weight_norm": (lambda: parametrizations.weight_norm(linear()), lambda layer, x: layer(x)),
-    "lookup": (lambda: nn.Embedding(7, WIDTH), lambda layer, x: layer(3 + x.detach().sum(1).round().long().clamp(-3, 3))),
-    "conv": (lambda: nn.Conv1d(1, 1, 3, padding=1), lambda layer, x: layer(x.unsqueeze(1)).squeeze(1)),
+    "lookup": (
+        lambda: nn.Embedding(7, WIDTH),
+        lambda layer, x: layer(3 + x.detach().sum(1).round().long().clamp(-3, 3)),
+    ),
+    "conv": (
+        lambda: nn.Conv1d(1, 1, 3, padding=1),
+        lambda layer, x: layer(x.unsqueeze(1)).squeeze(1),
+    ),
     "recurrent": (
         lambda: nn.GRU(2, 2, batch_first=True),
         lambda layer, x: layer(x.unflatten(1, (2, 2)))[0].flatten(1),
@@ -83,7 +89,9 @@ class SlottedBox:
 
 
 class Keeper(nn.Module):
-    """A block that keeps tensors in places of Python: how to read and how to replace the tensor of each place."""
+    """A block that keeps tensors in places of Python: how to read and how to replace the tensor of
+    each place.
+    """
 
     places: tuple[tuple[Callable[[Any], torch.Tensor], Callable[[Any, torch.Tensor], Any]], ...]
 
@@ -113,17 +121,29 @@ class Attributes(Keeper):
     places = (
         (lambda block: block.plain, lambda block, new: setattr(block, "plain", new)),
         (lambda block: block.items[1], lambda block, new: block.items.__setitem__(1, new)),
-        (lambda block: block.table["outer"]["inner"], lambda block, new: block.table["outer"].update(inner=new)),
-        (lambda block: block.table["other"]["inner"], lambda block, new: block.table.update(other={"inner": new})),
+        (
+            lambda block: block.table["outer"]["inner"],
+            lambda block, new: block.table["outer"].update(inner=new),
+        ),
+        (
+            lambda block: block.table["other"]["inner"],
+            lambda block, new: block.table.update(other={"inner": new}),
+        ),
         (lambda block: block.box.items[0], lambda block, new: setattr(block.box, "items", [new])),
-        (lambda block: block.slot.items[0], lambda block, new: setattr(block, "slot", SlottedBox([new]))),
+        (
+            lambda block: block.slot.items[0],
+            lambda block, new: setattr(block, "slot", SlottedBox([new])),
+        ),
         (lambda block: block.space.shift, lambda block, new: setattr(block.space, "shift", new)),
     )
 
     def __init__(self) -> None:
         super().__init__()
         self.plain, self.items = torch.randn(WIDTH), ["a string", torch.randn(WIDTH)]
-        self.table = {"outer": {"inner": torch.randn(WIDTH)}, "other": {"inner": torch.randn(WIDTH)}}
+        self.table = {
+            "outer": {"inner": torch.randn(WIDTH)},
+            "other": {"inner": torch.randn(WIDTH)},
+        }
         self.box, self.slot = Box([torch.randn(WIDTH)]), SlottedBox([torch.randn(WIDTH)])
         self.space = types.SimpleNamespace(shift=torch.randn(WIDTH))
 
@@ -155,7 +175,9 @@ class Enclosed(Keeper):
 
 
 class Buffers(nn.Module):
-    """A buffer that requires grad, one that is not persistent, a plain one, and a frozen parameter."""
+    """A buffer that requires grad, one that is not persistent, a plain one, and
+    a frozen parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +214,10 @@ class Scratch(nn.Module):
 
 
 class WrittenBuffer(nn.Module):
-    """A buffer that forward writes in place, and reads in the same call. Its rows are the rows of the call."""
+    """A buffer that forward writes in place, and reads in the same call.
+
+    Its rows are the rows of the call.
+    """
 
     scratch = ("room",)
 
@@ -253,7 +278,16 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "counter": Counter,
     "twins": Twins,
 }
-_FINDING_MOST = ("scratch", "scratch", "scratch", "mode", "attributes", "attributes", "buffers", "twins")
+_FINDING_MOST = (
+    "scratch",
+    "scratch",
+    "scratch",
+    "mode",
+    "attributes",
+    "attributes",
+    "buffers",
+    "twins",
+)
 LEAF_NAMES = (*LEAVES, *_FINDING_MOST)
 
 
@@ -309,7 +343,9 @@ class InContainer(Holder):
 
 
 # Containers: how to make one, and how to read its parts.
-CONTAINERS: dict[str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], Iterable[nn.Module]]]] = {
+CONTAINERS: dict[
+    str, tuple[Callable[[list[nn.Module]], Any], Callable[[Any], Iterable[nn.Module]]]
+] = {
     "in_sequential": (lambda parts: nn.Sequential(*parts), lambda held: held),
     "in_list": (lambda parts: parts, lambda held: held),
     "in_tuple": (lambda parts: (tuple(parts), "more"), lambda held: held[0]),
@@ -455,7 +491,9 @@ def drawn_body(random: Random) -> Spec:
 
 
 class RowWise(nn.Module):
-    """A whole model: it sums the rows of its inputs, applies a block, and makes the outputs that its spec names."""
+    """A whole model: it sums the rows of its inputs, applies a block, and makes the outputs that
+    its spec names.
+    """
 
     def __init__(self, body: nn.Module, outputs: Spec) -> None:
         super().__init__()
@@ -513,7 +551,11 @@ def summed(x: Any) -> torch.Tensor:
         return x
     if isinstance(x, list) and all(isinstance(item, torch.Tensor) and item.ndim == 1 for item in x):
         return torch.stack(x)
-    parts = [summed(part) for part in (x.values() if isinstance(x, dict) else x) if not isinstance(part, int | None | str)]
+    parts = [
+        summed(part)
+        for part in (x.values() if isinstance(x, dict) else x)
+        if not isinstance(part, int | None | str)
+    ]
     wide = [part.double() if part.ndim == 2 else part.double().unsqueeze(1) for part in parts]
     return functools.reduce(torch.add, wide)
 
@@ -527,10 +569,18 @@ class Built:
         self.model: RowWise
 
     def block(self, spec: Spec) -> nn.Module:
-        """Make a block. Counters in a checkpoint do not count, because the lanes' second calls of it do not come back."""
+        """Make a block.
+
+        Counters in a checkpoint do not count, because the lanes' second calls of it do not come
+        back.
+        """
         name, *parts = spec
         first = len(self.blocks)
-        made = LEAVES[name]() if name in LEAVES else HOLDERS[name]([self.block(part) for part in parts])
+        made = (
+            LEAVES[name]()
+            if name in LEAVES
+            else HOLDERS[name]([self.block(part) for part in parts])
+        )
         for block in self.blocks[first:] if isinstance(made, InCheckpoint) else ():
             block.counts = False
         self.blocks.append(made)
@@ -551,10 +601,15 @@ class Built:
         """Yield every tensor that the modules hold, with a name for messages."""
         for index, module in enumerate(self.modules()):
             held = module.held() if isinstance(module, Keeper) else []
-            yield from ((f"{type(module).__name__}[{index}].held()[{which}]", tensor) for which, tensor in enumerate(held))
+            yield from (
+                (f"{type(module).__name__}[{index}].held()[{which}]", tensor)
+                for which, tensor in enumerate(held)
+            )
             for own in (module._parameters, module._buffers, vars(module)):
                 for name, value in own.items():
-                    if isinstance(value, torch.Tensor) and name not in getattr(module, "scratch", ()):
+                    if isinstance(value, torch.Tensor) and name not in getattr(
+                        module, "scratch", ()
+                    ):
                         yield f"{type(module).__name__}[{index}].{name}", value
 
 

@@ -1,7 +1,9 @@
-"""Calls, streams, and submitted calls of one block in four threads, while a fifth changes the model.
+"""Calls, streams, and submitted calls of one block in four threads, while a fifth changes the
+model.
 
-``python -m tests.fuzz.races --seconds 600`` prints what ran. Each output shows what the call has read of the model, and
-must be that of one moment: no row from before a change next to one from after it, no change that a finished one forgets.
+``python -m tests.fuzz.races --seconds 600`` prints what ran. Each output shows what the call has
+read of the model, and must be that of one moment: no row from before a change next to one from
+after it, no change that a finished one forgets.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ COLUMNS = ("weight", "scale", "buffer", "hooks")
 
 
 class Shown(nn.Module):
-    """Its output has one column for each part of the model that is changed: ``x`` times its value."""
+    """Its output has one column for each part of the model that is changed:
+    ``x`` times its value.
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +88,10 @@ class Race:
         """Race for that long, and return the failures."""
         jobs = [self._call, self._call, self._submit, self._stream, self._change]
         with parallel(self.model, ["cpu"] * self.lanes, out_dims=0) as p:
-            threads = [threading.Thread(target=self._repeat, args=(job, p, at)) for at, job in enumerate(jobs)]
+            threads = [
+                threading.Thread(target=self._repeat, args=(job, p, at))
+                for at, job in enumerate(jobs)
+            ]
             for thread in threads:
                 thread.start()
             until = time.monotonic() + seconds
@@ -161,9 +168,13 @@ class Race:
             if name == "hooks":
                 assert value in (0, 1), f"{value} hooks"
                 continue
-            assert before[name] <= value <= after[name], f"{name}: {before[name]} <= {value} <= {after[name]}"
+            assert before[name] <= value <= after[name], (
+                f"{name}: {before[name]} <= {value} <= {after[name]}"
+            )
         if is_together:
-            assert output[0, 0] == output[0, 2], f"weight {output[0, 0]} and buffer {output[0, 2]} are of two moments"
+            assert output[0, 0] == output[0, 2], (
+                f"weight {output[0, 0]} and buffer {output[0, 2]} are of two moments"
+            )
 
     def _change(self, p, draw):
         model, kind = self.model, draw.random()
@@ -175,7 +186,10 @@ class Race:
         elif kind < 0.6:
             number = self._begun["weight"] + 1
             self._begun.update(weight=number, buffer=number)
-            state = {"weight": torch.full((1,), float(number)), "buffer": torch.full((1,), float(number))}
+            state = {
+                "weight": torch.full((1,), float(number)),
+                "buffer": torch.full((1,), float(number)),
+            }
             with torch.inference_mode(False):
                 self._loading.write(lambda: model.load_state_dict(state))
             self._ended.update(weight=number, buffer=number)
@@ -200,12 +214,20 @@ def main():
     torch.set_num_threads(1)
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     lock = "with" if has_lock else "without"
-    print(f"Python {sys.version.split()[0]} {lock} the interpreter lock, torch {torch.__version__}", flush=True)
+    print(
+        f"Python {sys.version.split()[0]} {lock} the interpreter lock, torch {torch.__version__}",
+        flush=True,
+    )
     failures = []
     for lanes in (2, 3):
         race = Race(lanes, arguments.seed)
         failures += race.run(arguments.seconds / 2)
-        print(f"{lanes} lanes: {dict(sorted(race.counts.items()))}", *race.errors[:5], sep="\n", flush=True)
+        print(
+            f"{lanes} lanes: {dict(sorted(race.counts.items()))}",
+            *race.errors[:5],
+            sep="\n",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

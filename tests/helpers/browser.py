@@ -39,19 +39,29 @@ class Window:
 @pytest.fixture(scope="session")
 def chromium():
     has_driver = importlib.util.find_spec("playwright") is not None
-    require("browser", None if CHROMIUM and has_driver else "it needs Debian's chromium and the package playwright")
+    require(
+        "browser",
+        None
+        if CHROMIUM and has_driver
+        else "it needs Debian's chromium and the package playwright",
+    )
     from playwright.sync_api import sync_playwright
 
     with (
         sync_playwright() as driver,
-        contextlib.closing(driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])) as browser,
+        contextlib.closing(
+            driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        ) as browser,
     ):
         yield browser
 
 
 @pytest.fixture
 def window(chromium):
-    """A function that opens a file in a window. At the end, no window had an error or a request beyond its file."""
+    """A function that opens a file in a window.
+
+    At the end, no window had an error or a request beyond its file.
+    """
     opened = []
 
     def show(path, width=1280, height=800, **options):

@@ -6,7 +6,10 @@ import warnings
 
 
 def warnings_of(use):
-    """Return the messages of all warnings that `use` causes. Each must point at the file that defines `use`."""
+    """Return the messages of all warnings that `use` causes.
+
+    Each must point at the file that defines `use`.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         use()

@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # every test run loads this file, even without the packages t
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """Two Slurm nodes that take jobs from this process. Call `settle` after a test that leaves jobs or kills a node."""
+    """Two Slurm nodes that take jobs from this process.
+
+    Call `settle` after a test that leaves jobs or kills a node.
+    """
     from tests.helpers.slurm_cluster import SlurmCluster, missing
 
     require("slurm", missing())

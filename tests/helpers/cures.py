@@ -1,4 +1,6 @@
-"""Try the cure of an error: the code that fails is in a block of `says`, and the code with the cure follows it."""
+"""Try the cure of an error: the code that fails is in a block of `says`, and the code with the cure
+follows it.
+"""
 
 from __future__ import annotations
 

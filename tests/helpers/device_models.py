@@ -15,7 +15,10 @@ SIMS = ["sim:0", "sim:1", "sim:2", "sim:3"]
 
 
 def mlp() -> nn.Module:
-    """Return two linear layers. In double precision, the order of additions changes no result noticeably."""
+    """Return two linear layers.
+
+    In double precision, the order of additions changes no result noticeably.
+    """
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
@@ -62,12 +65,17 @@ class Holder(nn.Module):
         super().__init__()
         self.linear = nn.Linear(5, 3, dtype=torch.float64, device=home)
         self.register_buffer("factor", torch.rand(3, dtype=torch.float64, device=home))
-        self.register_buffer("mask", torch.tensor([True, False, True], device=home), persistent=False)
+        self.register_buffer(
+            "mask", torch.tensor([True, False, True], device=home), persistent=False
+        )
         self.scale = torch.rand(3, dtype=torch.float64, device=home)
         self.held = {"shift": [torch.rand(3, dtype=torch.float64, device=home)]}
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.where(self.mask, self.linear(x) * self.factor, 0.0) * self.scale + self.held["shift"][0]
+        return (
+            torch.where(self.mask, self.linear(x) * self.factor, 0.0) * self.scale
+            + self.held["shift"][0]
+        )
 
 
 def devices_of(values: Iterable[Tensor]) -> list[str]:
@@ -89,8 +97,12 @@ def settle() -> None:
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Assert that each gradient equals the plain model's, on any device, and lies on its parameter's device."""
-    for (name, mine), (other, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    """Assert that each gradient equals the plain model's, on any device, and lies on its
+    parameter's device.
+    """
+    for (name, mine), (other, theirs) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
         assert name == other
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None:
@@ -99,14 +111,18 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 
 def assert_same_training_step(model: nn.Module, x: Tensor, devices: Any) -> None:
-    """Assert that a training step in a block has the output, the output device, and the gradients of a plain copy."""
+    """Assert that a training step in a block has the output, the output device, and the gradients
+    of a plain copy.
+    """
     plain = copy.deepcopy(model)
     with parallel(model, devices):
         assert_same_steps(model, model, plain, x)
 
 
 def assert_same_steps(called: nn.Module, model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """Assert that steps with calls of `called` have the plain output and its device, and give `model` the gradients."""
+    """Assert that steps with calls of `called` have the plain output and its device, and give
+    `model` the gradients.
+    """
     expected = plain(x.to(next(plain.parameters()).device))
     expected.square().sum().backward()
     for _ in range(2):  # the first call makes the replicas, the second reuses them

@@ -10,8 +10,8 @@ import parawrap
 
 PACKAGE = f"{Path(parawrap.__file__).parent}/"
 
-# Python looks for signals when a function begins, when a loop goes back, and after a call. Never between a lock and the
-# block of its `with`, or between two assignments
+# Python looks for signals when a function begins, when a loop goes back, and after a call. Never
+# between a lock and the block of its `with`, or between two assignments
 _BEFORE = {"RESUME", "JUMP_BACKWARD"}
 _AFTER = ("CALL",)
 
@@ -46,14 +46,20 @@ class Interrupts:
             # Without a line: a generator that is being thrown away, in which Python ignores errors
             if is_moment and frame.f_lineno is not None:
                 if self.left == 0:
-                    self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+                    self.where = (
+                        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} "
+                        f"{frame.f_code.co_name}"
+                    )
                     raise KeyboardInterrupt
                 self.left -= 1
         return self._trace
 
 
 def moments_of(work, step=1):
-    """Run `work` again and again, with an interrupt at each moment in turn. Yield the place of each."""
+    """Run `work` again and again, with an interrupt at each moment in turn.
+
+    Yield the place of each.
+    """
     moment = 0
     while True:
         interrupts = Interrupts(moment)

@@ -10,7 +10,10 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def results_of(launch, while_waiting=lambda: None):
-    """Return the results of a launch, or raise its error. A launch that hangs fails with its stacks."""
+    """Return the results of a launch, or raise its error.
+
+    A launch that hangs fails with its stacks.
+    """
 
     def ended():
         while_waiting()

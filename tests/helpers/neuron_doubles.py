@@ -1,8 +1,8 @@
 """Doubles of the vendor's packages, and small models for them.
 
-A double has only names that the vendor documents, records each call in order with its arguments, and compiles models as the
-emulated runtime does. It is as strict as the vendor's pages allow: the placement context is per process, and dynamic
-batching raises the vendor's type of error.
+A double has only names that the vendor documents, records each call in order with its arguments,
+and compiles models as the emulated runtime does. It is as strict as the vendor's pages allow: the
+placement context is per process, and dynamic batching raises the vendor's type of error.
 
 torch_neuron leaves models with few operators on the CPU, so each model has several.
 """
@@ -28,9 +28,12 @@ from parawrap.testing import NeuronHost
 
 
 class Double:
-    """A double of one package. With `experimental`, its placement functions are in the ``experimental`` module.
+    """A double of one package.
 
-    A call is recorded as its name and arguments. "torch.jit.load" is recorded if it loads onto chosen cores.
+    With `experimental`, its placement functions are in the ``experimental`` module.
+
+    A call is recorded as its name and arguments. "torch.jit.load" is recorded if it loads onto
+    chosen cores.
     """
 
     def __init__(self, name: str, host: NeuronHost, *, experimental: bool) -> None:
@@ -50,12 +53,17 @@ class Double:
         vars(self.package).update(members)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Import the double under the vendor's name, and let torch.jit.load use the chosen cores, as the vendor's does."""
+        """Import the double under the vendor's name, and let torch.jit.load use the chosen cores,
+        as the vendor's does.
+        """
         monkeypatch.setitem(sys.modules, self.name, self.package)
-        monkeypatch.setattr(_vendor_runtimes, "find_programs", lambda part: [])  # its models are of the emulated compiler
+        # Its models are of the emulated compiler
+        monkeypatch.setattr(_vendor_runtimes, "find_programs", lambda part: [])
         monkeypatch.setattr(torch.jit, "load", self._loaded)
 
-    def _trace(self, model: Callable[..., Any], example_inputs: Any, **options: Any) -> torch.jit.ScriptModule:
+    def _trace(
+        self, model: Callable[..., Any], example_inputs: Any, **options: Any
+    ) -> torch.jit.ScriptModule:
         self.calls.append((f"{self.name}.trace", model, example_inputs, options))
         compiled = self._host.trace(model, example_inputs, **options)
         if options.get("dynamic_batch_size"):
@@ -65,7 +73,9 @@ class Double:
     @contextmanager
     def _neuron_cores_context(self, start_nc: int = -1, nc_count: int = -1) -> Iterator[None]:
         """Raise ValueError for an invalid number of cores, as documented."""
-        assert self._cores is None, "two threads entered the context, which is documented as not thread-safe"
+        assert self._cores is None, (
+            "two threads entered the context, which is documented as not thread-safe"
+        )
         self.calls.append((f"{self._place}.neuron_cores_context", start_nc, nc_count))
         if not 0 < nc_count <= self._host.core_count() - start_nc:
             raise ValueError(f"invalid number of NeuronCores: {nc_count}")
@@ -83,7 +93,9 @@ class Double:
 
     def _dynamic_batch(self, neuron_script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         self.calls.append((f"{self.name}.dynamic_batch", neuron_script))
-        assert isinstance(neuron_script, torch.jit.ScriptModule), "documented only for the models that trace returns"
+        assert isinstance(neuron_script, torch.jit.ScriptModule), (
+            "documented only for the models that trace returns"
+        )
         try:
             self._host.dynamic_batch(neuron_script)
         except ShapeError as error:
@@ -101,7 +113,10 @@ def rows(count: int) -> Tensor:
 
 
 class Doubling(nn.Module):
-    """Two tensors in, two tensors out. Its small whole numbers are exact in every floating-point format."""
+    """Two tensors in, two tensors out.
+
+    Its small whole numbers are exact in every floating-point format.
+    """
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return 2 * x + 1, x + y + y

@@ -1,4 +1,6 @@
-"""Helpers for launch tests: platforms, bounded waits, process ids, and parents that run as scripts."""
+"""Helpers for launch tests: platforms, bounded waits, process ids, and parents
+that run as scripts.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,13 @@ def assert_nothing_left(pids, work, much_work):
     def held():
         gc.collect()
         found = [psutil.Process(pid) for pid in pids]
-        of_each = [(each.num_fds(), each.num_threads(), len(each.children(recursive=True))) for each in found]
-        return [count for counts in of_each for count in counts], [each.memory_info().rss for each in found]
+        of_each = [
+            (each.num_fds(), each.num_threads(), len(each.children(recursive=True)))
+            for each in found
+        ]
+        return [count for counts in of_each for count in counts], [
+            each.memory_info().rss for each in found
+        ]
 
     measured = []
     for _ in range(3):
@@ -61,7 +68,10 @@ def assert_nothing_left(pids, work, much_work):
 
 
 def kill_with_stacks(pid):
-    """Kill a process and its children. Those with PYTHONFAULTHANDLER=1 print their stacks before."""
+    """Kill a process and its children.
+
+    Those with PYTHONFAULTHANDLER=1 print their stacks before.
+    """
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         family = [*parent.children(recursive=True), parent]
@@ -73,7 +83,9 @@ def kill_with_stacks(pid):
 
 
 def warm_processes():
-    """Return the warm process that forks this process's ranks, as a list; empty before the first launch."""
+    """Return the warm process that forks this process's ranks, as a list; empty before the first
+    launch.
+    """
 
     def is_warm(process):
         try:
@@ -90,7 +102,11 @@ def descendant_pids():
 
 def processes_in(folder):
     processes = psutil.process_iter(["cmdline"])
-    return [each for each in processes if any(str(folder) in argument for argument in each.info["cmdline"] or ())]
+    return [
+        each
+        for each in processes
+        if any(str(folder) in argument for argument in each.info["cmdline"] or ())
+    ]
 
 
 def failure_of(function, *args, platform=None):
@@ -106,7 +122,9 @@ def notes_of(error):
 
 
 def pids_in(folder, count):
-    """Wait for `count` files of a folder whose names are process ids, such as ``4711.pid``, and return these."""
+    """Wait for `count` files of a folder whose names are process ids, such as ``4711.pid``, and
+    return these.
+    """
 
     def found():
         paths = [*Path(folder).glob("*.pid")]
@@ -123,11 +141,15 @@ def write_script(folder, text):
 
 def start_python(*args, **options):
     command = [sys.executable, *map(str, args)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **options)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, text=True, start_new_session=True, **options
+    )
 
 
 def run_script(folder, text, *args, patience_s=PATIENCE_S):
-    """Run a script in its own process and return its standard output; fail if its exit code is not 0."""
+    """Run a script in its own process and return its standard output; fail if its exit code is not
+    0.
+    """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start_python(write_script(folder, text), *args, cwd=folder, **pipes) as script:
         try:

@@ -8,5 +8,7 @@ from hypothesis import strategies as st
 __all__ = ["assume", "given", "st"]
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile("patient", parent=settings.default, deadline=None, suppress_health_check=SLOW)
+settings.register_profile(
+    "patient", parent=settings.default, deadline=None, suppress_health_check=SLOW
+)
 settings.load_profile("patient")

@@ -1,4 +1,5 @@
-"""A real Ray cluster on this machine: a head node and worker nodes, each with its own scheduler and object store.
+"""A real Ray cluster on this machine: a head node and worker nodes, each with its own scheduler and
+object store.
 
 The nodes share this machine's address and hostname. Ray writes all files into one temporary folder.
 """
@@ -18,7 +19,10 @@ _STORE_BYTES = 100 << 20
 
 
 class RayCluster:
-    """A Ray cluster of two nodes that runs inside a ``with`` block. This process can join it as a driver."""
+    """A Ray cluster of two nodes that runs inside a ``with`` block.
+
+    This process can join it as a driver.
+    """
 
     def __init__(self) -> None:
         self._cleanup = contextlib.ExitStack()
@@ -31,9 +35,12 @@ class RayCluster:
             patch = cleanup.enter_context(pytest.MonkeyPatch.context())
             patch.setenv("RAY_TMPDIR", str(self.folder))
             patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-            patch.setenv("RAY_worker_niceness", "0")  # else busy processes nearby leave workers hardly any time
-            patch.setenv("RAY_enable_worker_prestart", "0")  # else each driver starts a worker per CPU, on two cores
-            # Ray counts a node as lost after five failed checks. A killed node fails each at once, a busy one after 10 s.
+            # Else busy processes nearby leave workers hardly any time
+            patch.setenv("RAY_worker_niceness", "0")
+            # Else each driver starts a worker per CPU, on two cores
+            patch.setenv("RAY_enable_worker_prestart", "0")
+            # Ray counts a node as lost after five failed checks. A killed node fails each at once,
+            # a busy one after 10 s.
             patch.setenv("RAY_health_check_period_ms", "300")
 
             from ray.cluster_utils import Cluster
@@ -61,11 +68,15 @@ class RayCluster:
     def add_node(self) -> str:
         """Start a node, wait until it has joined, and return its id."""
         head = {} if self._cluster.head_node else {"include_dashboard": False}
-        # More CPUs than this machine has, so that no launch of the contract waits for another one's end.
+        # More CPUs than this machine has, so that no launch of the contract waits for another one's
+        # end.
         return self._cluster.add_node(num_cpus=16, object_store_memory=_STORE_BYTES, **head).node_id
 
     def kill_node(self, node: str) -> None:
-        """Kill all processes of a worker node, without a graceful shutdown. Ray notices the loss seconds later."""
+        """Kill all processes of a worker node, without a graceful shutdown.
+
+        Ray notices the loss seconds later.
+        """
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)
         self._cluster.remove_node(found, allow_graceful=False)
 

@@ -31,7 +31,12 @@ def assert_same(one, other):
             assert_same(mine, theirs)
     elif dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
-        assert_same(*({name: getattr(each, name) for name in names if hasattr(each, name)} for each in (one, other)))
+        assert_same(
+            *(
+                {name: getattr(each, name) for name in names if hasattr(each, name)}
+                for each in (one, other)
+            )
+        )
     elif isinstance(one, torch.Tensor):
         assert_close(one, other, equal_nan=True)
     elif isinstance(one, np.ndarray):

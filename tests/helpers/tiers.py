@@ -9,7 +9,9 @@ import pytest
 
 
 def require(tier: str, missing: str | None) -> None:
-    """Skip the test if `missing` says why the tier cannot run; fail if PARAWRAP_TEST_REQUIRE names the tier."""
+    """Skip the test if `missing` says why the tier cannot run; fail if PARAWRAP_TEST_REQUIRE names
+    the tier.
+    """
     if missing is None:
         return
     if tier in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):

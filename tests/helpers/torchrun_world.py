@@ -16,16 +16,36 @@ ROOT = Path(__file__).parents[2]
 
 
 class TorchrunWorld:
-    """Two processes of torchrun, with a folder for their endings. Not thread-safe; `stop` ends the world."""
+    """Two processes of torchrun, with a folder for their endings.
+
+    Not thread-safe; `stop` ends the world.
+    """
 
     def __init__(self, folder, call):
         self._folder = Path(folder)
         Path(folder, "call").write_bytes(cloudpickle.dumps(call))
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(folder)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            str(folder),
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
+        }
         with Path(folder, "log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=folder,
             )
 
     @property
@@ -39,7 +59,11 @@ class TorchrunWorld:
     def endings(self):
         """Return the return value of the call in each rank, or None if torchrun ended a rank."""
         paths = [Path(self._folder, f"ending-{rank}") for rank in range(2)]
-        return [pickle.loads(path.read_bytes()) for path in paths] if all(path.exists() for path in paths) else None
+        return (
+            [pickle.loads(path.read_bytes()) for path in paths]
+            if all(path.exists() for path in paths)
+            else None
+        )
 
     def preempt(self):
         """Send SIGUSR2 to one rank, as a user of torchrun would."""

@@ -12,7 +12,19 @@ from tests.helpers.processes import kill_with_stacks, start_python
 from tests.helpers.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-_VARIABLES = ("SLURM", "OMPI", "PMI", "PMIX", "MPI_", "TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_")
+_VARIABLES = (
+    "SLURM",
+    "OMPI",
+    "PMI",
+    "PMIX",
+    "MPI_",
+    "TORCHELASTIC",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "GROUP_",
+)
 
 
 def environment(**added):
@@ -23,19 +35,39 @@ def environment(**added):
 
 
 def torchrun(folder, *names, script, options=()):
-    """Run the scenarios of a script in a torchrun world of two ranks, and return torchrun's exit code."""
-    args = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options, script, folder, *names
+    """Run the scenarios of a script in a torchrun world of two ranks, and return torchrun's exit
+    code.
+    """
+    args = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *options,
+        script,
+        folder,
+        *names,
+    )
     return _exit_codes([start_python(*args, cwd=folder, env=environment())])[0]
 
 
 def run_with_variables(variables, folder, *names, script):
-    """Run scenarios in processes that find their world only in variables, and return the exit codes."""
-    started = [start_python(script, folder, *names, cwd=folder, env=environment(**each)) for each in variables]
+    """Run scenarios in processes that find their world only in variables, and return the exit
+    codes.
+    """
+    started = [
+        start_python(script, folder, *names, cwd=folder, env=environment(**each))
+        for each in variables
+    ]
     return _exit_codes(started)
 
 
 def _exit_codes(processes):
-    """Wait for processes and return their exit codes. Late ones and their children print their stacks, and are killed."""
+    """Wait for processes and return their exit codes.
+
+    Late ones and their children print their stacks, and are killed.
+    """
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -52,7 +52,9 @@ def store():
 
 @pytest.mark.parametrize("is_requested_before", [False, True])
 def test_every_rank_answers_a_request_for_stacks(is_requested_before, store, monkeypatch):
-    """Also after its function has returned, and after the ranks have agreed on a step: others may wait for it."""
+    """Also after its function has returned, and after the ranks have agreed on a step: others may
+    wait for it.
+    """
     monkeypatch.setattr(Requests, "number", 0)
     requests = [Requests(), Requests()]
     ranks = [Agreement(lambda: store, rank, 2, requests[rank]) for rank in range(2)]
@@ -64,7 +66,9 @@ def test_every_rank_answers_a_request_for_stacks(is_requested_before, store, mon
         first.close()
         for count, number in (1, 3), (2, 5):
             Requests.number = number
-            eventually(lambda count=count: all(len(each.answers) == count for each in requests), "answers")
+            eventually(
+                lambda count=count: all(len(each.answers) == count for each in requests), "answers"
+            )
         assert [[number for number, _ in each.answers] for each in requests] == [[3, 5]] * 2
         assert threading.current_thread().name in requests[1].answers[0][1]
 

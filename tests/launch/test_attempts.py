@@ -16,7 +16,10 @@ from tests.helpers.waiting import PATIENCE_S
 
 
 def test_restarts_up_to_max_restarts(caplog):
-    """All ranks start again, with a line in the log. The last failure is raised, with a note for each earlier attempt."""
+    """All ranks start again, with a line in the log.
+
+    The last failure is raised, with a note for each earlier attempt.
+    """
 
     def train():
         rank = current_rank()
@@ -63,6 +66,8 @@ def test_the_time_limit_of_restarts():
     def train():
         raise ValueError
 
-    error = failure_of(train, platform=ranks(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None))
+    error = failure_of(
+        train, platform=ranks(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None)
+    )
     assert type(error) is LaunchTimeoutError
     assert "timeout_min" in str(error)

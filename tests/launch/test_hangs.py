@@ -1,4 +1,6 @@
-"""What a hang looks like: which ranks `hang_timeout_s` ends, what Ctrl-C shows, and which failure is reported."""
+"""What a hang looks like: which ranks `hang_timeout_s` ends, what Ctrl-C shows, and which failure
+is reported.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_rank_that_prints_makes_progress():
 
 
 def test_ranks_that_compute_alone_make_progress():
-    function = wrapper(ranks(hang_timeout_s=1.0, ipc_groups=None))(lambda: spin(time.monotonic() + 3))
+    function = wrapper(ranks(hang_timeout_s=1.0, ipc_groups=None))(
+        lambda: spin(time.monotonic() + 3)
+    )
     assert function() == (None, None)
 
 

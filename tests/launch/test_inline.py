@@ -1,4 +1,6 @@
-"""`inline` runs a decorated function in this process as rank 0 of 1, and restores the process afterwards."""
+"""`inline` runs a decorated function in this process as rank 0 of 1, and restores the process
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def draws():
 
 
 def test_function_is_rank_0_of_1():
-    """It runs in the calling thread with the caller's objects; its result comes back in RankResults of length one."""
+    """It runs in the calling thread with the caller's objects; its result comes back in RankResults
+    of length one.
+    """
     platform, lock = alone(name="mine"), threading.Lock()
 
     @wrapper(platform)
@@ -41,13 +45,21 @@ def test_function_is_rank_0_of_1():
     results = train.inline(lock, b=2)
     assert isinstance(results, RankResults)
     ((rank, thread, a, b),) = results
-    assert (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart) == (0, 0, 0, 1, 0)
+    assert (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart) == (
+        0,
+        0,
+        0,
+        1,
+        0,
+    )
     assert (rank.device, rank.platform) == (torch.device("cpu"), platform)
     assert (thread, a, b) == (threading.get_ident(), lock, 2)
 
 
 def test_the_process_is_restored(monkeypatch):
-    """Also after an exception: no rank, no process group, the excepthook, and the numbers of all generators."""
+    """Also after an exception: no rank, no process group, the excepthook, and the numbers of all
+    generators.
+    """
 
     def hook(*_):
         raise AssertionError
@@ -57,7 +69,14 @@ def test_the_process_is_restored(monkeypatch):
         value = torch.ones(2)
         dist.all_reduce(value)
         dist.barrier(group=current_rank().group)
-        found.append((value.tolist(), dist.get_world_size(), current_rank().group is dist.group.WORLD, inside_a_rank()))
+        found.append(
+            (
+                value.tolist(),
+                dist.get_world_size(),
+                current_rank().group is dist.group.WORLD,
+                inside_a_rank(),
+            )
+        )
         if fails:
             raise KeyError
 
@@ -78,12 +97,18 @@ def test_the_process_is_restored(monkeypatch):
     assert draws() == expected
     with pytest.raises(LaunchError, match="not a rank") as caught:
         current_rank()
-    for cure in "function decorated with @wrapper(Platform(...))", ".inline(...) to run it here as rank 0 of 1":
+    for cure in (
+        "function decorated with @wrapper(Platform(...))",
+        ".inline(...) to run it here as rank 0 of 1",
+    ):
         assert cure in str(caught.value)
 
 
 def test_an_existing_group_is_kept():
-    assert inline(lambda: (dist.is_initialized(), current_rank().group), ipc_groups=None) == (False, None)
+    assert inline(lambda: (dist.is_initialized(), current_rank().group), ipc_groups=None) == (
+        False,
+        None,
+    )
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -97,7 +122,9 @@ def test_an_existing_group_is_kept():
 
 @pytest.mark.parametrize("error", [ValueError("v"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_exception_is_unchanged(error):
-    """The caller gets the same exception object, without notes, with a traceback like that of a plain call."""
+    """The caller gets the same exception object, without notes, with a traceback like that of a
+    plain call.
+    """
 
     def failing():
         raise error
@@ -105,5 +132,9 @@ def test_exception_is_unchanged(error):
     with pytest.raises(type(error)) as caught:
         inline(failing)
     assert caught.value is error
-    assert (getattr(error, "__notes__", None), error.__cause__, error.__context__) == (None, None, None)
+    assert (getattr(error, "__notes__", None), error.__cause__, error.__context__) == (
+        None,
+        None,
+        None,
+    )
     assert traceback.extract_tb(error.__traceback__)[-1].name == "failing"

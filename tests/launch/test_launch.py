@@ -25,8 +25,13 @@ def test_handle_follows_the_launch(tmp_path):
 
     launch = wrapper(ranks())(waits).submit(tmp_path / "go")
     assert (launch.state, launch.done()) in (("pending", False), ("running", False))
-    eventually(lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"], "both lines")
-    says = r"still run after 0\.01 seconds, and they continue: call results\(\) again, or cancel\(\)"
+    eventually(
+        lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"],
+        "both lines",
+    )
+    says = (
+        r"still run after 0\.01 seconds, and they continue: call results\(\) again, or cancel\(\)"
+    )
     with pytest.raises(TimeoutError, match=says):
         launch.results(timeout=0.01)
     (tmp_path / "go").touch()
@@ -70,7 +75,10 @@ def test_cancel_waits_for_the_ranks(tmp_path):
 
 
 def test_upon_finish_may_use_its_launch(tmp_path, caplog):
-    """It can read the results of its launch, cancel it without effect, and start another launch. Its error is logged."""
+    """It can read the results of its launch, cancel it without effect, and start another launch.
+
+    Its error is logged.
+    """
     calls = []
 
     def finish():
@@ -78,7 +86,9 @@ def test_upon_finish_may_use_its_launch(tmp_path, caplog):
         calls.append((launch.results(), wrapper(ranks(1))(lambda: 2)()))
         raise LookupError("in finish")
 
-    launch = wrapper(ranks(1, upon_finish=finish))(lambda go: eventually(go.exists, "go")).submit(tmp_path / "go")
+    launch = wrapper(ranks(1, upon_finish=finish))(lambda go: eventually(go.exists, "go")).submit(
+        tmp_path / "go"
+    )
     (tmp_path / "go").touch()
     assert launch.results(timeout=PATIENCE_S) == launch.results() == (True,)
     assert (calls, launch.state) == ([((True,), (2,))], "finished")
@@ -92,7 +102,8 @@ import os, signal, sys, time
 from parawrap import Platform, wrapper
 
 os.environ["PARAWRAP_TEST_MARK"] = sys.argv[1]  # of the warm process and its ranks
-launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False))(lambda: time.sleep(600))
+two = Platform(device="cpu", n_cpus=2, grace_s=0.5, verbose=False)
+launchable = wrapper(two)(lambda: time.sleep(600))
 returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
 
 def interrupt(*_):
@@ -131,14 +142,22 @@ launch(0.01)
 
 def processes_with_mark(mark):
     found = psutil.process_iter(["environ"])
-    return [each for each in found if (each.info["environ"] or {}).get("PARAWRAP_TEST_MARK") == mark]
+    return [
+        each for each in found if (each.info["environ"] or {}).get("PARAWRAP_TEST_MARK") == mark
+    ]
 
 
 def test_two_interrupts_leave_nothing(tmp_path):
-    """At any moment of a start: a script can catch them and launch again, or end, although it keeps the exceptions."""
+    """At any moment of a start: a script can catch them and launch again, or end, although it keeps
+    the exceptions.
+    """
     rounds = int(os.environ.get("PARAWRAP_CHAOS", "8"))
     with running_script(tmp_path, INTERRUPTS, tmp_path, rounds) as script:
         output, _ = script.communicate(PATIENCE_S)
-        assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), output
-        assert "\nKeyboardInterrupt" in output  # Python may write more if the second one comes while it exits
+        assert [line for line in output.splitlines() if line == "1 1"] == ["1 1"] * (1 + rounds), (
+            output
+        )
+        assert (
+            "\nKeyboardInterrupt" in output
+        )  # Python may write more if the second one comes while it exits
         eventually(lambda: not processes_with_mark(str(tmp_path)), "the end of all processes")

@@ -32,14 +32,18 @@ def test_dry_run_shows_the_launch():
 
 
 def test_ddp_model_is_no_result():
-    with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send functional\.unwrap"):
+    with pytest.raises(
+        UnsendableError, match=r"the result cannot be sent.*send functional\.unwrap"
+    ):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
 
 
 def test_ranks_know_surroundings(tmp_path, monkeypatch):
-    """Environment, working directory, import path, and `sys.argv` are those of the parent at the call.
+    """Environment, working directory, import path, and `sys.argv` are those of the parent at the
+    call.
 
-    The exception, and the signal that killed a rank, arrive also if the parent ignores SIGCHLD, as some servers do.
+    The exception, and the signal that killed a rank, arrive also if the parent ignores SIGCHLD, as
+    some servers do.
     """
     (tmp_path / "user_module.py").write_text("VALUE = 'imported'")
 
@@ -48,9 +52,20 @@ def test_ranks_know_surroundings(tmp_path, monkeypatch):
 
         total = torch.ones(1 << 22)
         dist.all_reduce(total)  # its sum hangs after a fork with several threads
-        return total.sum(), torch.get_num_threads(), user_module.VALUE, os.environ["MINE"], Path.cwd(), sys.argv
+        return (
+            total.sum(),
+            torch.get_num_threads(),
+            user_module.VALUE,
+            os.environ["MINE"],
+            Path.cwd(),
+            sys.argv,
+        )
 
-    functions = {"looks": looks, "raises": lambda: 1 / 0, "killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+    functions = {
+        "looks": looks,
+        "raises": lambda: 1 / 0,
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    }
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINE", "zweit\u00e9\udc80")
     monkeypatch.syspath_prepend(tmp_path)
@@ -59,13 +74,21 @@ def test_ranks_know_surroundings(tmp_path, monkeypatch):
     torch.rand(1 << 22).sum()  # starts this process's own threads
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     launches = {
-        name: wrapper(ranks(2 if name == "looks" else 1))(function).submit() for name, function in functions.items()
+        name: wrapper(ranks(2 if name == "looks" else 1))(function).submit()
+        for name, function in functions.items()
     }
     for launch in launches.values():
         eventually(launch.done, "the end of the launch")
     signal.signal(signal.SIGCHLD, before)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    expected = float(2 << 22), threads, "imported", "zweit\u00e9\udc80", tmp_path, ["script.py", "--lr", "0.1"]
+    expected = (
+        float(2 << 22),
+        threads,
+        "imported",
+        "zweit\u00e9\udc80",
+        tmp_path,
+        ["script.py", "--lr", "0.1"],
+    )
     assert launches["looks"].results() == (expected,) * 2
     with pytest.raises(ZeroDivisionError) as raised:
         launches["raises"].results()
@@ -141,11 +164,16 @@ def test_launches_leave_nothing(protocol):
     launchable = wrapper(ranks(ipc_protocol=protocol, grace_s=0.5))(works)
 
     def launch():
-        launches = {end: launchable.submit(end) for end in ("returns", "raises", "dies", "cancelled")}
+        launches = {
+            end: launchable.submit(end) for end in ("returns", "raises", "dies", "cancelled")
+        }
         launches["cancelled"].cancel()
         for end, each in launches.items():
             with contextlib.suppress(ValueError, LaunchError):
-                assert all(len(result) == 1001 and result[-1][0] == 999 for result in each.results(PATIENCE_S))
+                assert all(
+                    len(result) == 1001 and result[-1][0] == 999
+                    for result in each.results(PATIENCE_S)
+                )
                 assert end == "returns"
 
     assert_nothing_left([os.getpid()], launch, lambda: [launch() for _ in range(5)])

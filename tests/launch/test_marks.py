@@ -1,4 +1,6 @@
-"""What a rank is found by reaches its children of multiprocessing, and no other program or later code."""
+"""What a rank is found by reaches its children of multiprocessing, and no other program or later
+code.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ LAUNCHES = """
 import os
 from parawrap import Platform, wrapper, current_rank
 if __name__ == "__main__":
-    print(list(wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: current_rank().global_rank)()))
+    two = Platform(device="cpu", n_cpus=2, verbose=False)
+    print(list(wrapper(two)(lambda: current_rank().global_rank)()))
 """
 SHOWS = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
 def run_program(code, **options):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options
+    )
     return done.stdout.strip() or done.stderr
 
 
@@ -261,7 +266,8 @@ def test_user_signals_belong_to_the_function():
 
 POD = """
 import os
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
 from parawrap import Platform, current_rank, wrapper
 def place(): return current_rank().global_rank, os.environ["WORLD_SIZE"]
 print(*wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(place)())
@@ -280,7 +286,10 @@ for launcher in "env", None:
 
 
 def test_a_pod_or_notebook_is_no_torchrun(tmp_path):
-    """Ranks start here. If another number of processes was started, the message names the variable."""
+    """Ranks start here.
+
+    If another number of processes was started, the message names the variable.
+    """
     assert run_script(tmp_path, POD).splitlines() == [
         "(0, '2') (1, '2')",
         "(0, '2') (1, '2')",

@@ -1,4 +1,6 @@
-"""A function for a cluster where no cluster is: each cure that a message names leads to a run that works."""
+"""A function for a cluster where no cluster is: each cure that a message names leads to a run that
+works.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def place():
 
 
 def refusal_of(make, *cell):
-    """Return the message of a refusal; fail if docs/launch_failures.md has another one in this cell."""
+    """Return the message of a refusal; fail if docs/launch_failures.md has another one in this
+    cell.
+    """
     with pytest.raises((LaunchError, PlatformError)) as raised:
         make()
     if cell:
@@ -78,7 +82,9 @@ def test_no_slurm_and_no_gpus(no_slurm):
 
 def test_slurm_refuses_the_job(no_slurm):
     for name in ("sbatch", "srun", "scontrol", "scancel"):
-        (no_slurm / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: nowhere' >&2\nexit 1\n")
+        (no_slurm / name).write_text(
+            "#!/bin/sh\necho 'sbatch: error: invalid partition specified: nowhere' >&2\nexit 1\n"
+        )
         (no_slurm / name).chmod(0o755)
     platform = Platform(device="slurm", n_nodes=2, partition="nowhere")
     message = refusal_of(lambda: wrapper(platform)(place)())
@@ -111,6 +117,8 @@ def test_no_surrounding_world():
     function = wrapper(Platform(device="cpu", n_cpus=1, launcher="env"))(place)
     for call in function, function.dry_run:
         message = refusal_of(call)
-        assert message.startswith("launcher='env' needs a process that torchrun, srun, or mpirun started")
+        assert message.startswith(
+            "launcher='env' needs a process that torchrun, srun, or mpirun started"
+        )
         assert "leave launcher out" in message
     assert list(wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(place)()) == [(0, 1)]

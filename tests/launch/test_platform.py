@@ -1,4 +1,6 @@
-"""Platform: allowed values, and the errors for other values, with the field, its value, and a cure that works."""
+"""Platform: allowed values, and the errors for other values, with the field, its value, and a cure
+that works.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,18 @@ VALUES = [
     ("launcher", ["kubernetes"], "give env, local, ray or slurm, or None", ["local", None]),
     ("n_nodes", [0, "2", 1.5], "give a number of machines, at least 1", [1]),
     ("n_cpus", [0, None], "give a number of ranks or threads, at least 1", [2]),
-    ("master_port", [-1, 1 << 16, "29500", None], "give a port number below 65536, or 0 for any free one", [0, 29500]),
-    ("seed", ["abc", 1.5, 2**70], "give a whole number of 64 bits, 'script', or None", [0, None, "script"]),
+    (
+        "master_port",
+        [-1, 1 << 16, "29500", None],
+        "give a port number below 65536, or 0 for any free one",
+        [0, 29500],
+    ),
+    (
+        "seed",
+        ["abc", 1.5, 2**70],
+        "give a whole number of 64 bits, 'script', or None",
+        [0, None, "script"],
+    ),
     ("max_restarts", [-1, None], "give a number of restarts, at least 0", [0, 1]),
     ("ipc_protocol", ["udp", 1], "give tcp or file, or None", ["tcp", "file", None]),
     ("grace_s", [-0.1, NAN, None, INF], "give a number of seconds, at least 0", [9, 1]),
@@ -70,32 +82,82 @@ VALUES = [
     ("hang_timeout_s", [0, NAN], "give a number of seconds above 0, or None", [600, None]),
     ("ipc_timeout_min", [0], "give a number of minutes above 0, or None", [60, None]),
     ("ram", [0, NAN, "16"], "give a number of GB above 0, or None", [16, None]),
-    ("print_ranks", [(2,), (-1,), "0", 0], r"give None, or global ranks from 0 to 1, such as \(0,\)", [(0,), (1,), None]),
-    ("ipc_groups", [[[0, 0]]], "rank 0 appears twice: put each rank into one group at most", [[[0, 1]]]),
+    (
+        "print_ranks",
+        [(2,), (-1,), "0", 0],
+        r"give None, or global ranks from 0 to 1, such as \(0,\)",
+        [(0,), (1,), None],
+    ),
+    (
+        "ipc_groups",
+        [[[0, 0]]],
+        "rank 0 appears twice: put each rank into one group at most",
+        [[[0, 1]]],
+    ),
     ("ipc_groups", [((0, 2),)], "rank 2 does not exist: give ranks from 0 to 1", [[[0, 1]]]),
-    ("ipc_groups", NO_GROUPS, r"give None, .. or lists of global ranks, such as \[\[0, 1\], \[2, 3\]\]", [[[1, 0]], []]),
+    (
+        "ipc_groups",
+        NO_GROUPS,
+        r"give None, .. or lists of global ranks, such as \[\[0, 1\], \[2, 3\]\]",
+        [[[1, 0]], []],
+    ),
 ]
 
 
 @pytest.mark.parametrize("choice", [0, -1], ids=["first", "last"])
 def test_cures_of_values(choice):
-    """Two ranks meet on a platform with the first values that the messages name, and with the last ones."""
+    """Two ranks meet on a platform with the first values that the messages name, and with the last
+    ones.
+    """
     fields = {"device": "cpu", "n_cpus": 2}
     for field, refused, says, values in VALUES:
         for value in refused:
-            with pytest.raises(PlatformError, match=f"^{re.escape(f'{field}={value!r}: ')}.*{says}"):
+            with pytest.raises(
+                PlatformError, match=f"^{re.escape(f'{field}={value!r}: ')}.*{says}"
+            ):
                 replace(TWO, **{field: value})
         fields[field] = values[choice]
     assert list(wrapper(Platform(**fields))(place)()) == [(0, 2, 2), (1, 2, 2)]
 
 
 PLATFORMS = [
-    # the machine, the refused fields, the message, the fields with its cures, and the number of ranks
-    (no_cuda, {"device": "cpu", "n_gpus": 2}, "leave n_gpus out, and set n_cpus to", [{"device": "cpu", "n_cpus": 2}], 2),
-    (no_cuda, {"device": "auto", "n_gpus": 2}, "leave n_gpus out, and set n_cpus to", [{"device": "auto", "n_cpus": 2}], 2),
-    (no_cuda, {"device": "gpu", "n_gpus": 2}, "'cpu', with n_cpus as the number", [{"device": "cpu", "n_cpus": 2}], 2),
-    (four_gpus, {"device": "gpu", "n_gpus": 5}, "4 are visible", [{"device": "gpu", "n_gpus": 4}], 4),
-    (four_gpus, {"device": "gpu", "n_gpus": 0}, "at least 1, or None for all", [{"device": "gpu", "n_gpus": None}], 4),
+    # the machine, the refused fields, the message, the fields with its cures, and the number of
+    # ranks
+    (
+        no_cuda,
+        {"device": "cpu", "n_gpus": 2},
+        "leave n_gpus out, and set n_cpus to",
+        [{"device": "cpu", "n_cpus": 2}],
+        2,
+    ),
+    (
+        no_cuda,
+        {"device": "auto", "n_gpus": 2},
+        "leave n_gpus out, and set n_cpus to",
+        [{"device": "auto", "n_cpus": 2}],
+        2,
+    ),
+    (
+        no_cuda,
+        {"device": "gpu", "n_gpus": 2},
+        "'cpu', with n_cpus as the number",
+        [{"device": "cpu", "n_cpus": 2}],
+        2,
+    ),
+    (
+        four_gpus,
+        {"device": "gpu", "n_gpus": 5},
+        "4 are visible",
+        [{"device": "gpu", "n_gpus": 4}],
+        4,
+    ),
+    (
+        four_gpus,
+        {"device": "gpu", "n_gpus": 0},
+        "at least 1, or None for all",
+        [{"device": "gpu", "n_gpus": None}],
+        4,
+    ),
     (
         four_gpus,
         {"device": "slurm", "n_nodes": 2, "n_gpus": 4, "launcher": "local"},
@@ -103,27 +165,54 @@ PLATFORMS = [
         [{"device": "slurm", "n_nodes": 2, "n_gpus": 2, "launcher": "local"}],
         4,
     ),
-    (a_mac, {"device": "mps", "n_gpus": 2}, "1 is visible here: give at most 1", [{"device": "mps", "n_gpus": 1}], 1),
+    (
+        a_mac,
+        {"device": "mps", "n_gpus": 2},
+        "1 is visible here: give at most 1",
+        [{"device": "mps", "n_gpus": 1}],
+        1,
+    ),
     (
         no_cuda,
         {"device": "cpu", "n_nodes": 2},
-        "give 1, or launcher='local' to start those of all nodes here, or the launcher 'slurm' or 'ray'",
-        [{"device": "cpu", "n_nodes": 2, "launcher": launcher} for launcher in ("local", "slurm", "ray")],
+        "give 1, or launcher='local' to start those of all nodes here, or the launcher 'slurm' or",
+        [
+            {"device": "cpu", "n_nodes": 2, "launcher": launcher}
+            for launcher in ("local", "slurm", "ray")
+        ],
         2,
     ),
-    (no_cuda, {"device": "gpu", "launcher": "slurm"}, "give a number per node", [{"device": "slurm", "n_gpus": 2}], 2),
-    (no_cuda, {"device": "ray", "ipc_protocol": "file"}, "give 'tcp'", [{"device": "ray", "ipc_protocol": "tcp"}], 1),
+    (
+        no_cuda,
+        {"device": "gpu", "launcher": "slurm"},
+        "give a number per node",
+        [{"device": "slurm", "n_gpus": 2}],
+        2,
+    ),
+    (
+        no_cuda,
+        {"device": "ray", "ipc_protocol": "file"},
+        "give 'tcp'",
+        [{"device": "ray", "ipc_protocol": "tcp"}],
+        1,
+    ),
     (
         no_cuda,
         {"device": "slurm", "launcher": "ray"},
         "device='slurm' names the launcher already: leave one of them out, or give 'local'",
-        [{"device": "slurm"}, {"launcher": "ray"}, *({"device": "slurm", "launcher": name} for name in ("slurm", "local"))],
+        [
+            {"device": "slurm"},
+            {"launcher": "ray"},
+            *({"device": "slurm", "launcher": name} for name in ("slurm", "local")),
+        ],
         1,
     ),
 ]
 
 
-@pytest.mark.parametrize(("machine", "refused", "says", "cures", "size"), PLATFORMS, ids=range(len(PLATFORMS)))
+@pytest.mark.parametrize(
+    ("machine", "refused", "says", "cures", "size"), PLATFORMS, ids=range(len(PLATFORMS))
+)
 def test_cures_of_platforms(machine, refused, says, cures, size, monkeypatch):
     """Platforms of this machine run. Other platforms are made."""
     machine(monkeypatch)
@@ -141,15 +230,23 @@ def test_cures_of_platforms(machine, refused, says, cures, size, monkeypatch):
 
 @pytest.mark.usefixtures("four_gpus")
 def test_device_names_ignore_case():
-    """`device` is a `Device`, which equals its lower-case name; "cuda" is gpu, and "auto" is the best device."""
-    spellings = {Device.CPU: ["cpu", "CPU"], Device.GPU: ["gpu", "Gpu", "cuda", "CUDA", "auto", "AUTO", Device.AUTO]}
+    """`device` is a `Device`, which equals its lower-case name; "cuda" is gpu, and "auto" is the
+    best device.
+    """
+    spellings = {
+        Device.CPU: ["cpu", "CPU"],
+        Device.GPU: ["gpu", "Gpu", "cuda", "CUDA", "auto", "AUTO", Device.AUTO],
+    }
     for kind, names in spellings.items():
         assert [Platform(device=name).device for name in names] == [kind] * len(names)
         assert Platform(device=kind).device == kind.value
 
 
 def test_auto_is_the_best_device(monkeypatch):
-    """The GPU of a Mac, or else one CPU rank. A device that is missing is an error that names the CPU."""
+    """The GPU of a Mac, or else one CPU rank.
+
+    A device that is missing is an error that names the CPU.
+    """
     no_cuda(monkeypatch)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert (Platform().device, Platform().world_size) == (Device.CPU, 1)
@@ -187,12 +284,20 @@ def test_world_size_counts_devices(monkeypatch):
 def test_backend_follows_device():
     """GPUs use NCCL, with gloo for CPU tensors; other devices use gloo; the field overrides."""
     platforms = [Platform(device="cpu"), Platform(device="gpu"), on_cpu(backend="cpu:gloo")]
-    assert [each.process_group_backend for each in platforms] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo"]
+    assert [each.process_group_backend for each in platforms] == [
+        "gloo",
+        "cpu:gloo,cuda:nccl",
+        "cpu:gloo",
+    ]
 
 
 def test_platform_is_frozen_value():
-    """It equals its pickle and other spellings; `replace` returns a new platform, and validates it."""
-    platform = on_cpu(n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs"))
+    """It equals its pickle and other spellings; `replace` returns a new
+    platform, and validates it.
+    """
+    platform = on_cpu(
+        n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs")
+    )
     assert pickle.loads(pickle.dumps(platform)) == platform
     assert on_cpu(ipc_groups=[[0]]) == Platform(device=Device.CPU, ipc_groups=((0,),))
     assert Platform("mine", "cpu").name == "mine"

@@ -1,4 +1,6 @@
-"""Ranks that stay: each call has the contract of a launch, and the ranks keep their state between calls."""
+"""Ranks that stay: each call has the contract of a launch, and the ranks keep their state between
+calls.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_a_changed_variable_is_sent(world):
 
 
 def test_one_rank_can_be_called(world):
-    """An index selects one rank, and the call returns its value. The other ranks keep their state."""
+    """An index selects one rank, and the call returns its value.
+
+    The other ranks keep their state.
+    """
     assert (len(world), [one(my_rank) for one in world], world[-1](my_rank)) == (2, [0, 1], 1)
     world(store, "value", 0)
     world[1](store, "value", 7)
@@ -70,7 +75,9 @@ def test_one_rank_can_be_called(world):
 
 
 def test_calls_that_cannot_work(world):
-    """Wrong arguments, generators, other ranks, and values that cannot be sent are refused, with the cure."""
+    """Wrong arguments, generators, other ranks, and values that cannot be sent are refused, with
+    the cure.
+    """
 
     def numbers():
         yield 1
@@ -86,10 +93,19 @@ def test_calls_that_cannot_work(world):
         (lambda: world(numbers), "Return values instead"),
         (lambda: world[2], "rank=2: there are the ranks 0 to 1"),
         (lambda: world.logs(2), "rank=2: there are the ranks 0 to 1"),
-        (lambda: world(dict, config=[threading.Lock()]), r"^kwargs\['config'\]\[0\] cannot be sent to another process: "),
+        (
+            lambda: world(dict, config=[threading.Lock()]),
+            r"^kwargs\['config'\]\[0\] cannot be sent to another process: ",
+        ),
         (lambda: world(print, launch), r"args\[0\].*send its results instead"),
-        (lambda: world(print, world), r"args\[0\].*ranks belong to the process that opened them: call them there"),
-        (lambda: pickle.dumps(world), "ranks belong to the process that opened them: call them there"),
+        (
+            lambda: world(print, world),
+            r"args\[0\].*ranks belong to the process that opened them: call them there",
+        ),
+        (
+            lambda: pickle.dumps(world),
+            "ranks belong to the process that opened them: call them there",
+        ),
         (lambda: world(history), r"the result\['history'\].*\[1\].* cannot be sent .*: lock"),
         (lambda: world(lambda: ranks(1).open()), r"Platform\.open was called within a rank"),
     ]:
@@ -131,7 +147,9 @@ def test_tensors_outlive_later_calls(world):
 
 
 def test_a_class_with_slots(world):
-    """An object of the script's class arrives, and a misspelled attribute is an error in the rank too."""
+    """An object of the script's class arrives, and a misspelled attribute is an error in the rank
+    too.
+    """
 
     @dataclasses.dataclass(slots=True)
     class Result:
@@ -146,7 +164,9 @@ def test_a_class_with_slots(world):
 
 
 def test_functions_of_other_modules_keep_their_globals(world, tmp_path):
-    """A module that was loaded from a file, and a script with other globals than `__main__`, as under a profiler."""
+    """A module that was loaded from a file, and a script with other globals than `__main__`, as
+    under a profiler.
+    """
     text = "number = 0\ndef count():\n    global number\n    number += 1\n    return number\n"
     (tmp_path / "loaded.py").write_text(text)
     spec = importlib.util.spec_from_file_location("loaded_from_file", tmp_path / "loaded.py")
@@ -174,7 +194,9 @@ def test_surroundings_go_with_a_call(world, tmp_path, monkeypatch):
 
 
 def test_a_default_timeout_of_sockets_is_harmless():
-    """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never counts as a result."""
+    """`socket.setdefaulttimeout` of the script limits no call, and an early end of a rank never
+    counts as a result.
+    """
     default = socket.getdefaulttimeout()
     socket.setdefaulttimeout(0.05)
     try:
@@ -200,7 +222,9 @@ def speak(word):
 
 
 def test_output_of_a_call(capfd, tmp_path):
-    """Output has its rank in front, is shown before the call returns, and is kept by `logs` and in files."""
+    """Output has its rank in front, is shown before the call returns, and is kept by `logs` and in
+    files.
+    """
     with ranks(verbose=True, console_logs=tmp_path, print_ranks=(1,)).open() as opened:
         opened(speak, "one")
         assert capfd.readouterr().out == "[rank 1] one of 1\n"
@@ -215,7 +239,10 @@ def test_output_of_a_call(capfd, tmp_path):
 
 
 def test_a_submitted_call_has_a_handle(world, tmp_path):
-    """The handle has the state, stacks, output, and results of its call. Later calls wait for it."""
+    """The handle has the state, stacks, output, and results of its call.
+
+    Later calls wait for it.
+    """
     world(speak, "before")
     world(store, "order", [])
 
@@ -227,7 +254,12 @@ def test_a_submitted_call_has_a_handle(world, tmp_path):
     launch = world.submit(work, tmp_path / "go")
     later = [world.submit(lambda step=step: recall("order").append(step)) for step in range(5)]
     eventually(lambda: launch.logs(0) and launch.logs(1), "output of the call")
-    assert (launch.done(), launch.state, world.state, later[0].done()) == (False, "running", "running", False)
+    assert (launch.done(), launch.state, world.state, later[0].done()) == (
+        False,
+        "running",
+        "running",
+        False,
+    )
     for stacks in launch.stacks(), world.stacks():
         assert sorted(stacks) == [0, 1]
         assert all("in work" in text for text in stacks.values())
@@ -268,7 +300,8 @@ def test_calls_of_several_threads(world):
     """Each thread gets the results of its calls, in the world that it calls."""
     with ranks(3).open() as other, ThreadPoolExecutor(4) as pool:
         calls = [
-            [pool.submit((world, other)[number % 2], all_sum, float(number)) for _ in range(20)] for number in range(4)
+            [pool.submit((world, other)[number % 2], all_sum, float(number)) for _ in range(20)]
+            for number in range(4)
         ]
         found = [{each.result(PATIENCE_S) for each in several} for several in calls]
         other(store, "world", 3)
@@ -277,7 +310,9 @@ def test_calls_of_several_threads(world):
 
 
 def test_a_fork_cannot_use_them(world):
-    """A forked child that uses a launch, or calls or closes ranks, gets an error, and leaves them to its parent."""
+    """A forked child that uses a launch, or calls or closes ranks, gets an error, and leaves them
+    to its parent.
+    """
     launch = wrapper(ranks(1))(my_rank).submit()
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
@@ -294,7 +329,10 @@ def test_a_fork_cannot_use_them(world):
         text = errors.read()
     os.waitpid(pid, 0)
     assert f"belongs to process {os.getpid()}" in text
-    assert f"these ranks belong to process {os.getpid()}: call my_rank there, not in a forked child" in text
+    assert (
+        f"these ranks belong to process {os.getpid()}: call my_rank there, not in a forked child"
+        in text
+    )
     assert (launch.results(PATIENCE_S), world(my_rank)) == ((0,), (0, 1))
 
 
@@ -403,8 +441,14 @@ def test_a_lost_handle_ends_its_ranks():
     ("fields", "text"),
     [
         ({"launcher": "env"}, "launcher='env': .*launcher='local'"),
-        ({"launcher": "slurm"}, r"launcher='slurm': .*launcher='local', or decorate the function with @wrapper\(Platform"),
-        ({"max_restarts": 1}, "max_restarts=1: .*Leave max_restarts out, and open new ranks after a failure"),
+        (
+            {"launcher": "slurm"},
+            r"launcher='slurm': .*launcher='local', or decorate the function with @wrapper\(",
+        ),
+        (
+            {"max_restarts": 1},
+            "max_restarts=1: .*Leave max_restarts out, and open new ranks after a failure",
+        ),
     ],
     ids=["env", "slurm", "restarts"],
 )

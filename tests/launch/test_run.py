@@ -37,7 +37,10 @@ print(*launches())
 
 
 def test_all_runs_end_with_the_interpreter(tmp_path):
-    """Launches, those of `map` in other threads, and ranks that stay. Later launches are refused."""
+    """Launches, those of `map` in other threads, and ranks that stay.
+
+    Later launches are refused.
+    """
     assert run_script(tmp_path, EXITS, patience_s=60).splitlines() == ["1", "LaunchError True"]
 
 

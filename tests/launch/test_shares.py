@@ -202,7 +202,9 @@ def test_torchrun_gives_the_devices(monkeypatch):
     """The libraries in its processes choose a device by LOCAL_RANK."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PlatformError, match=r"started by torchrun: .* set CUDA_VISIBLE_DEVICES=2,3"):
+    with pytest.raises(
+        PlatformError, match=r"started by torchrun: .* set CUDA_VISIBLE_DEVICES=2,3"
+    ):
         on_gpus(device_ids=[2, 3])
     assert on_gpus(n_gpus=2).world_size == 2
 
@@ -211,7 +213,11 @@ def test_torchrun_gives_the_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "number", "says"),
     [
-        ({}, 1, "1 of the 2 launches that max_parallel allows at the same time can run, as each has 4"),
+        (
+            {},
+            1,
+            "1 of the 2 launches that max_parallel allows at the same time can run, as each has 4",
+        ),
         ({"n_gpus": 3}, 1, "repeat its number: device_ids=[0, 0, 1, 1, 2, 2]"),
         ({"n_gpus": 1, "device_ids": [2]}, 1, "repeat its number: device_ids=[2, 2]"),
     ],

@@ -1,6 +1,7 @@
 """The env launcher: a decorated function joins the world of torchrun, srun, or mpirun.
 
-The ranks of such a world run this file as their script, which runs the scenarios in order. A scenario checks itself.
+The ranks of such a world run this file as their script, which runs the scenarios in order. A
+scenario checks itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
+from parawrap import (
+    LaunchError,
+    Platform,
+    RankResults,
+    UnsendableError,
+    Wrapper,
+    current_rank,
+    functional,
+    wrapper,
+)
 from parawrap.errors import PlatformError, RankDiedError
 from parawrap.launch._world import find_world
 from parawrap.processes.process_groups import free_port
@@ -62,8 +72,12 @@ def group_size():
 
 @scenario
 def joining(rank):
-    """The function runs in the existing processes, which get all results at every call and are not ranks afterwards."""
-    function = on_cpu(lambda: (os.getpid(), current_rank().global_rank, current_rank().local_rank, total()))
+    """The function runs in the existing processes, which get all results at every call and are not
+    ranks afterwards.
+    """
+    function = on_cpu(
+        lambda: (os.getpid(), current_rank().global_rank, current_rank().local_rank, total())
+    )
     before = dict(os.environ)
     first, second = function(), function()
     assert dict(os.environ) == before
@@ -79,7 +93,10 @@ def joining(rank):
 
 @scenario
 def counts(rank):
-    """A platform without a number of ranks takes the world's. Another number is refused with both numbers."""
+    """A platform without a number of ranks takes the world's.
+
+    Another number is refused with both numbers.
+    """
     for fields in {"n_cpus": 2, "launcher": "env"}, {}:
         assert on_cpu(lambda: current_rank().platform.world_size, **fields)() == (2, 2)
     for count, fields in (3, {"n_cpus": 3}), (4, {"n_cpus": 2, "n_nodes": 2}):
@@ -92,21 +109,31 @@ def counts(rank):
 @scenario
 def groups(rank):
     nothing, alone, both = (None, False), (1, True), (2, True)
-    for groups, sizes in (None, (nothing, nothing)), ([], (both, both)), ([[1]], ((None, True), alone)):
+    for groups, sizes in (
+        (None, (nothing, nothing)),
+        ([], (both, both)),
+        ([[1]], ((None, True), alone)),
+    ):
         assert on_cpu(group_size, n_cpus=2, ipc_groups=groups)() == sizes
     assert on_cpu(group_size, ipc_groups=[[0], [1]])() == (alone, alone)
 
 
 @scenario
 def local_ranks(rank):
-    """With launcher="local", each process of the world starts its own ranks, which form a separate world and may stay."""
+    """With launcher="local", each process of the world starts its own ranks, which form a separate
+    world and may stay.
+    """
     platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False)
     results = wrapper(platform)(lambda: (total(), os.getpid()))()
     assert [value for value, _ in results] == [21, 21]
     assert len({os.getpid(), *(pid for _, pid in results)}) == 3
     error = error_of(Platform(device="cpu").open)
     assert type(error) is PlatformError
-    for cure in "Call the function directly", "decorate it with @wrapper(Platform(...))", "give launcher='local' to start":
+    for cure in (
+        "Call the function directly",
+        "decorate it with @wrapper(Platform(...))",
+        "give launcher='local' to start",
+    ):
         assert cure in str(error)
     with platform.open() as ranks:
         assert ranks(total) == (21, 21)
@@ -114,22 +141,33 @@ def local_ranks(rank):
 
 @scenario
 def an_existing_group(rank):
-    """The user's group is used and kept; outside a decorated function, the helpers of `functional` use it too."""
+    """The user's group is used and kept; outside a decorated function, the helpers of `functional`
+    use it too.
+    """
     dist.init_process_group("gloo")
     existing = dist.group.WORLD
-    assert on_cpu(lambda: (current_rank().group is dist.group.WORLD, total()))() == ((True, 21),) * 2
+    assert (
+        on_cpu(lambda: (current_rank().group is dist.group.WORLD, total()))() == ((True, 21),) * 2
+    )
     assert on_cpu(lambda: current_rank().group, ipc_groups=None)() == (None, None)
     assert on_cpu(lambda: current_rank().group.size(), ipc_groups=[[0], [1]])() == (1, 1)
     assert dist.group.WORLD is existing
     assert list(functional.get_dataset_sampler(range(5), pad=False)) == [[0, 1, 2], [3, 4]][rank]
     generator = torch.Generator().manual_seed(rank)
-    loader = functional.shard_loader(DataLoader(torch.arange(5.0), 2, shuffle=True, generator=generator))
+    loader = functional.shard_loader(
+        DataLoader(torch.arange(5.0), 2, shuffle=True, generator=generator)
+    )
     assert functional.gather_rows(torch.cat(list(loader)), loader).tolist() == [0, 1, 2, 3, 4]
     evaluated = functional.shard_loader(DataLoader(torch.arange(1.0)), pad=False)
     mine = list(evaluated)
-    assert functional.gather_rows(torch.cat(mine) if mine else torch.empty(0), evaluated).tolist() == [0]
+    assert functional.gather_rows(
+        torch.cat(mine) if mine else torch.empty(0), evaluated
+    ).tolist() == [0]
     assert functional.reduce_metrics(float(rank), weight=len(mine)) == 0
-    assert type(functional.to(torch.nn.Linear(1, 1), device="cpu")) is torch.nn.parallel.DistributedDataParallel
+    assert (
+        type(functional.to(torch.nn.Linear(1, 1), device="cpu"))
+        is torch.nn.parallel.DistributedDataParallel
+    )
     dist.destroy_process_group()
 
 
@@ -145,7 +183,10 @@ def different_calls(rank):
 
 @scenario
 def errors(rank):
-    """A rank raises its own error. The other one, in a collective or with its result, raises too. The next call works."""
+    """A rank raises its own error.
+
+    The other one, in a collective or with its result, raises too. The next call works.
+    """
 
     def fail(failing, waits):
         if current_rank().global_rank == failing:
@@ -161,7 +202,10 @@ def errors(rank):
             assert repr(error) == "KeyError('odd')"
             assert f"raised in rank {failing} of 2" in notes_of(error)
         elif waits:
-            assert "a connection to another rank broke: the output of that rank has the reason" in notes_of(error)
+            assert (
+                "a connection to another rank broke: the output of that rank has the reason"
+                in notes_of(error)
+            )
         else:
             assert type(error) is LaunchError
             assert "its function raised an exception, or its process ended" in str(error)
@@ -174,7 +218,10 @@ def errors(rank):
 
 @scenario
 def a_preemption(rank):
-    """After a signal to one rank, all ranks save at the same step, though they loop alone. Nothing is left behind."""
+    """After a signal to one rank, all ranks save at the same step, though they loop alone.
+
+    Nothing is left behind.
+    """
 
     def own_handler(*_):
         raise AssertionError
@@ -198,7 +245,9 @@ def a_preemption(rank):
     results = on_cpu(train, grace_s=60)()
     assert signal.getsignal(signal.SIGUSR2) is own_handler
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("parawrap")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("parawrap")
+    ]
     assert results[rank] == (os.getpid(), 1, saved)
     assert saved[0] >= 2
     assert [each[1:] for each in results] == [(1, [saved[0], "left"])] * 2
@@ -254,17 +303,22 @@ def test_a_world_of_torchrun(name, world):
 
 def slurm_variables(rank):
     return {
-        "SLURM_JOB_ID": 1_000_000 + os.getpid(), "SLURM_STEP_ID": 0, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": 1_000_000 + os.getpid(), "SLURM_STEP_ID": 0, "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": 2, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_NODEID": 0,
+        "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": 1,
     }  # fmt: skip
 
 
 def mpi_variables(rank):
-    """Return the variables of Open MPI. The node rank counts the processes of a node over all jobs."""
+    """Return the variables of Open MPI.
+
+    The node rank counts the processes of a node over all jobs.
+    """
     return {
         "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-        "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "OMPI_COMM_WORLD_NODE_RANK": rank, "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "OMPI_COMM_WORLD_NODE_RANK": rank,
+        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
     }  # fmt: skip
 
 
@@ -274,29 +328,44 @@ def mpi_variables(rank):
     ids=["srun", "mpirun"],
 )
 def test_worlds_of_srun_and_mpirun(variables, names, tmp_path):
-    assert worlds.run_with_variables(map(variables, range(2)), tmp_path, *names, script=HERE) == [0, 0]
+    assert worlds.run_with_variables(map(variables, range(2)), tmp_path, *names, script=HERE) == [
+        0,
+        0,
+    ]
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
 
 def test_a_world_without_an_address(monkeypatch, tmp_path):
     """Open MPI does not say where the ranks of two nodes meet. The variables of the message do."""
-    nodes = [mpi_variables(rank) | {"OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1} for rank in range(2)]
+    nodes = [
+        mpi_variables(rank) | {"OMPI_COMM_WORLD_LOCAL_RANK": 0, "OMPI_COMM_WORLD_LOCAL_SIZE": 1}
+        for rank in range(2)
+    ]
     for name in set(os.environ) - set(worlds.environment()):
         monkeypatch.delenv(name)
     with monkeypatch.context() as patch:
         for name, value in nodes[0].items():
             patch.setenv(name, str(value))
-        with pytest.raises(LaunchError, match="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"):
+        with pytest.raises(
+            LaunchError,
+            match="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there",
+        ):
             on_cpu(total)()
     names, address = ["counts", "groups"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    assert worlds.run_with_variables([each | address for each in nodes], tmp_path, *names, script=HERE) == [0, 0]
+    assert worlds.run_with_variables(
+        [each | address for each in nodes], tmp_path, *names, script=HERE
+    ) == [0, 0]
     assert failures_in(tmp_path) == {name: [None, None] for name in names}
 
 
 @pytest.mark.long
 def test_world_restarts_after_death(tmp_path):
-    assert worlds.torchrun(tmp_path, "being_killed", script=HERE, options=["--max-restarts", "1"]) == 0
-    assert [(tmp_path / f"{rank}.survived").read_text() for rank in range(2)] == ["RankResults(1, 1)"] * 2
+    assert (
+        worlds.torchrun(tmp_path, "being_killed", script=HERE, options=["--max-restarts", "1"]) == 0
+    )
+    assert [(tmp_path / f"{rank}.survived").read_text() for rank in range(2)] == [
+        "RankResults(1, 1)"
+    ] * 2
 
 
 def main(folder, *names):

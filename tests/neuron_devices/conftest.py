@@ -1,6 +1,8 @@
-"""The tests in this folder run with four simulated NeuronCores that are torch devices of kind "neuron".
+"""The tests in this folder run with four simulated NeuronCores that are torch devices of kind
+"neuron".
 
-A stand-in for the newer torch_neuronx makes them. In ranks, torch loads it at import, like the vendor's package.
+A stand-in for the newer torch_neuronx makes them. In ranks, torch loads it at import, like the
+vendor's package.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def torch_neuronx(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     (site / "torch_neuronx.py").write_text(_PACKAGE)
     (site / "torch_neuronx-0.dist-info").mkdir()
-    (site / "torch_neuronx-0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_neuronx\nVersion: 0\n")
+    (site / "torch_neuronx-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch_neuronx\nVersion: 0\n"
+    )
     (site / "torch_neuronx-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINT)
     paths = os.pathsep.join(map(str, (site, _ROOT)))
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +57,9 @@ def torch_neuronx(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _on_devices(torch_neuronx, monkeypatch):
-    """Start every test without a chosen runtime, and fail it if the simulated devices report a race."""
+    """Start every test without a chosen runtime, and fail it if the simulated devices report a
+    race.
+    """
     monkeypatch.delenv("PARAWRAP_NEURON_RUNTIME", raising=False)
     monkeypatch.setattr(_choose_runtime, "_chosen", None)
     simdevice.reset_stats()

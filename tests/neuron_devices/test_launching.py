@@ -14,7 +14,9 @@ from parawrap.launch.set_up import set_up
 
 
 def test_each_rank_has_a_device(monkeypatch):
-    """It is the current device until `set_default_device` sets another. parawrap sets no cores of the machine."""
+    """It is the current device until `set_default_device` sets another. parawrap sets no cores of
+    the machine.
+    """
     monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
 
     @wrapper(Platform(device="neuron", n_gpus=2, verbose=False))
@@ -31,7 +33,9 @@ def test_each_rank_has_a_device(monkeypatch):
         )
 
     groups = "cpu:gloo,neuron:neuron"
-    assert list(where()) == [([f"neuron:{rank}"] * 3, ["neuron:2"] * 2, groups, None) for rank in range(2)]
+    assert list(where()) == [
+        ([f"neuron:{rank}"] * 3, ["neuron:2"] * 2, groups, None) for rank in range(2)
+    ]
 
 
 def test_one_rank_per_device():
@@ -67,6 +71,8 @@ def test_device_ids(monkeypatch):
     assert list(where_by_default()) == ["neuron:3", "neuron:1"]
     assert "local rank 0, neuron:3" in where.dry_run()
     assert list(where.inline()) == [["neuron:3"] * 3]
-    one = wrapper(Platform(device="neuron", n_gpus=1, device_ids=[3, 1], verbose=False))(where.__wrapped__)
+    one = wrapper(Platform(device="neuron", n_gpus=1, device_ids=[3, 1], verbose=False))(
+        where.__wrapped__
+    )
     found = {tuple(outcome[0]) for outcome in one.map(range(4), max_parallel=2)}
     assert found == {("neuron:3",) * 3, ("neuron:1",) * 3}

@@ -27,7 +27,10 @@ def named(p):
     ids=str,
 )
 def test_plain_models_on_devices(devices, expected):
-    """Every spelling names torch devices. The plain model needs no trace, and has the plain outputs and gradients."""
+    """Every spelling names torch devices.
+
+    The plain model needs no trace, and has the plain outputs and gradients.
+    """
     model = mlp().to("neuron:0")
     assert named(parallel(model, devices)) == expected
     assert_same_training_step(model, rows(13), devices)
@@ -46,17 +49,22 @@ def test_plain_models_on_devices(devices, expected):
     ],
 )
 def test_no_trace_in_the_package(monkeypatch, use, name):
-    """The error says so, and how to run the plain model, also if PARAWRAP_NEURON_RUNTIME names the package."""
+    """The error says so, and how to run the plain model, also if PARAWRAP_NEURON_RUNTIME names the
+    package.
+    """
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(
-        DeviceUnavailableError, match=r"torch_neuronx has no trace.*parallel\(model, \['neuron:0', 'neuron:1'\]\)"
+        DeviceUnavailableError,
+        match=r"torch_neuronx has no trace.*parallel\(model, \['neuron:0', 'neuron:1'\]\)",
     ):
         use(mlp())
     assert named(parallel(mlp(), "neuron")) == ALL
 
 
 def test_packages_with_trace(torch_neuronx, monkeypatch):
-    """The generations are told apart by what they offer: here, "nc:0" is a core and "neuron:0" a torch device."""
+    """The generations are told apart by what they offer: here, "nc:0" is a core and "neuron:0" a
+    torch device.
+    """
     monkeypatch.setattr(torch_neuronx, "trace", torch.jit.trace, raising=False)
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
     assert runtime().name == "torch_neuronx"
@@ -65,7 +73,9 @@ def test_packages_with_trace(torch_neuronx, monkeypatch):
 
 
 def test_emulated_cores_come_first(monkeypatch):
-    """Inside `neuron_host`, and with PARAWRAP_NEURON_RUNTIME=host, "neuron" names the emulated cores."""
+    """Inside `neuron_host`, and with PARAWRAP_NEURON_RUNTIME=host, "neuron" names the emulated
+    cores.
+    """
     with testing.neuron_host(cores=2):
         model = neuron.trace(mlp(), rows(1))
         with parallel(model, "neuron") as p:

@@ -1,4 +1,6 @@
-"""The choice of the runtime: by name, by installed package, and with broken or placeholder packages."""
+"""The choice of the runtime: by name, by installed package, and with broken or placeholder
+packages.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ from parawrap.testing import NeuronHost
 
 INDEX = "https://pip.repos.neuron.amazonaws.com"
 VENDORS = ["torch_neuronx", "torch_neuron"]
-PLACEHOLDER = f'raise ImportError("WRONG PACKAGE. Please install the package from Neuron Repository - {INDEX}")'  # on PyPI
+# On PyPI
+PLACEHOLDER = (
+    'raise ImportError("WRONG PACKAGE. Please install the package from Neuron Repository - '
+    f'{INDEX}")'
+)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch):
-    """Start without a chosen runtime, without a named one, and without an installed vendor package."""
+    """Start without a chosen runtime, without a named one, and without an
+    installed vendor package.
+    """
     monkeypatch.setattr(_choose_runtime, "_chosen", None)
     monkeypatch.delenv("PARAWRAP_NEURON_RUNTIME", raising=False)
     for name in VENDORS:
@@ -52,17 +60,24 @@ def named(monkeypatch):
 
 
 def test_emulation_warns(named):
-    """The warning points at the user's line, and names the variable that silences it. Another name is refused."""
+    """The warning points at the user's line, and names the variable that silences it.
+
+    Another name is refused.
+    """
     for blank in "", "  ":
         named(blank)
-        with pytest.warns(UserWarning, match="no NeuronCore runtime is installed, .*=host") as warned:
+        with pytest.warns(
+            UserWarning, match="no NeuronCore runtime is installed, .*=host"
+        ) as warned:
             neuron.core_count()
         assert isinstance(runtime(), NeuronHost)
         assert warned[0].filename == __file__
     named("host")
     assert isinstance(runtime(), NeuronHost)
     named("HOST")
-    with pytest.raises(DeviceUnavailableError, match=r"RUNTIME='HOST'.*host, torch_neuronx, torch_neuron"):
+    with pytest.raises(
+        DeviceUnavailableError, match=r"RUNTIME='HOST'.*host, torch_neuronx, torch_neuron"
+    ):
         runtime()
 
 
@@ -79,14 +94,20 @@ def test_installed_package_is_chosen(install, named):
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("torch_neuronx", "'torch-neuronx==2.9.*'"), ("torch_neuron", "torch-neuron ")]
+    ("name", "package"),
+    [("torch_neuronx", "'torch-neuronx==2.9.*'"), ("torch_neuron", "torch-neuron ")],
 )
 def test_named_package_that_is_missing(install, named, name, package):
     """The error says what to install, and how to continue without it. It is not cached."""
     named(name)
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime()
-    for said in (f"{name} cannot be imported (ModuleNotFoundError", INDEX, package, "PARAWRAP_NEURON_RUNTIME=host"):
+    for said in (
+        f"{name} cannot be imported (ModuleNotFoundError",
+        INDEX,
+        package,
+        "PARAWRAP_NEURON_RUNTIME=host",
+    ):
         assert said in str(refused.value)
     install(name)
     assert runtime().name == name
@@ -97,9 +118,12 @@ def test_named_package_that_is_missing(install, named, name, package):
     [
         (
             PLACEHOLDER,
-            r"cannot be imported \(ImportError: WRONG PACKAGE.*placeholders.*pip install --extra-index-url https://pip",
+            r"cannot be imported \(ImportError: WRONG PACKAGE.*placeholders.*pip install --extra",
         ),
-        ("import missing_module", r"cannot be imported \(ModuleNotFoundError: No module named 'missing_module'"),
+        (
+            "import missing_module",
+            r"cannot be imported \(ModuleNotFoundError: No module named 'missing_module'",
+        ),
     ],
     ids=["placeholder", "dependency"],
 )

@@ -34,7 +34,10 @@ def compiled_linear(batch=1):
 
 @pytest.mark.parametrize("devices", [["nc:3", "nc:1"], "neuron"], ids=str)
 def test_same_object_runs_on_the_cores(host, devices):
-    """Inside the block, the compiled model takes any number of rows. After the block, only the compiled number."""
+    """Inside the block, the compiled model takes any number of rows.
+
+    After the block, only the compiled number.
+    """
     plain, model = compiled_linear(batch=2)
     x = torch.randn(9, 3)
     model(x[:2])  # TorchScript keeps its forward in the module from the first call
@@ -90,22 +93,35 @@ def test_untraced_model_is_refused(host):
 
 
 def test_options_of_the_block(host):
-    """Outputs without rows are refused unless `reduce` or `out_dims` declares them. A table is named by `in_dims`."""
-    model = neuron.trace(lambda x, table: (x @ table, x.sum()), (torch.zeros(2, 3), torch.zeros(3, 5)))
+    """Outputs without rows are refused unless `reduce` or `out_dims` declares them.
+
+    A table is named by `in_dims`.
+    """
+    model = neuron.trace(
+        lambda x, table: (x @ table, x.sum()), (torch.zeros(2, 3), torch.zeros(3, 5))
+    )
     x, table = torch.randn(4, 3), torch.randn(3, 5)  # two cores with the compiled size
-    with parallel(model, TWO, in_dims={"table": None}), pytest.raises(GatherError, match=r"output\[1\].*reduce"):
+    with (
+        parallel(model, TWO, in_dims={"table": None}),
+        pytest.raises(GatherError, match=r"output\[1\].*reduce"),
+    ):
         model(x, table)
     with parallel(model, TWO, in_dims={"table": None}, reduce="sum") as p:
         torch.testing.assert_close(p(x, table), (x @ table, x.sum()))
         torch.testing.assert_close(p.submit(x[:2], table).result(), (x[:2] @ table, x[:2].sum()))
-        with pytest.raises(ShapeError, match=r"input 0 is \[4, 3\], but the model is compiled for \[2, 3\]"):
+        with pytest.raises(
+            ShapeError, match=r"input 0 is \[4, 3\], but the model is compiled for \[2, 3\]"
+        ):
             p.submit(x, table).result()
     with parallel(compiled_linear()[1], TWO, join="list") as p:
         assert [len(output) for output in p(torch.randn(8, 3))] == [2] * 4
 
 
 def test_calls_that_run_plainly(host):
-    """A call under a dispatch mode, and a call in a lane, run on a core too. Compiled models ignore autocast."""
+    """A call under a dispatch mode, and a call in a lane, run on a core too.
+
+    Compiled models ignore autocast.
+    """
 
     class Nested(nn.Module):
         def __init__(self, compiled):

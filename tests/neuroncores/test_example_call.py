@@ -31,7 +31,10 @@ def inputs(rows):
 
 @pytest.mark.parametrize("through", [copy.deepcopy, saved_and_loaded], ids=["copied", "loaded"])
 def test_inputs_by_name(host, through):
-    """Alone, and for any number of rows over the cores, also by position. Copied and loaded models keep the names."""
+    """Alone, and for any number of rows over the cores, also by position.
+
+    Copied and loaded models keep the names.
+    """
     weighed = Weighed().eval()
     compiled = through(neuron.trace(weighed, example_kwarg_inputs=inputs(2)))
     given = inputs(2)
@@ -43,7 +46,9 @@ def test_inputs_by_name(host, through):
         assert_close(net(given["x"], given["mask"], given["bias"]), weighed(**given))
     few = {"bias": torch.ones(2, 5), "x": torch.ones(2, 3)}  # mask keeps its default
     assert_close(neuron.trace(weighed, example_kwarg_inputs=few)(**few), weighed(**few))
-    with pytest.raises(ShapeError, match=r"input 1 is \[2, 2\], but the model is compiled for \[2, 1\]"):
+    with pytest.raises(
+        ShapeError, match=r"input 1 is \[2, 2\], but the model is compiled for \[2, 1\]"
+    ):
         net(**{**inputs(8), "mask": torch.zeros(8, 2)})
     net.close()
 
@@ -53,14 +58,20 @@ def test_examples_by_position(host):
     x = torch.ones(2, 3)
     for example in (x, (x,), [x]):
         assert torch.equal(neuron.trace(torch.neg, example)(x), -x)
-    compiled = neuron.trace(lambda batch: batch["x"] * 2, ({"x": x},), compiler_args=["--auto-cast", "none"])
+    compiled = neuron.trace(
+        lambda batch: batch["x"] * 2, ({"x": x},), compiler_args=["--auto-cast", "none"]
+    )
     assert torch.equal(compiled({"x": x}), x * 2)
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        (({"x": torch.zeros(2, 3)},), {}, r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)"),
+        (
+            ({"x": torch.zeros(2, 3)},),
+            {},
+            r"is a dict\. .* example_kwarg_inputs=\. .* one dict, .*\(inputs,\)",
+        ),
         ((), {}, "the example has NoneType"),
         ((), {"example_kwarg_inputs": {"z": torch.zeros(2, 3)}}, "unexpected keyword argument 'z'"),
     ],

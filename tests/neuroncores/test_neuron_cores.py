@@ -12,12 +12,19 @@ from parawrap.backends import _neuron_devices, read_core_numbers
 from parawrap.neuroncores import resolve_cores
 
 # Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
-DEVICES = [{"neuron_device": number, "nc_count": 2, "memory_size": 34359738368} for number in range(2)]
+DEVICES = [
+    {"neuron_device": number, "nc_count": 2, "memory_size": 34359738368} for number in range(2)
+]
 
 
-@pytest.mark.parametrize("entry", ["gpu:0", "", "nc:", "nc:x", "nc:-1", "nc: 1", "nc:²", "0", -1, True, 1.0, None, "nc"])
+@pytest.mark.parametrize(
+    "entry", ["gpu:0", "", "nc:", "nc:x", "nc:-1", "nc: 1", "nc:²", "0", -1, True, 1.0, None, "nc"]
+)
 def test_entry_that_is_not_a_core(entry):
-    """The error shows the entry as the user wrote it, and the two valid spellings. A kind is not an entry of a list."""
+    """The error shows the entry as the user wrote it, and the two valid spellings.
+
+    A kind is not an entry of a list.
+    """
     with pytest.raises(DeviceListError) as refused:
         resolve_cores(["nc:0", entry], 4)
     assert str(refused.value).startswith(f"{entry!r} is not a NeuronCore")
@@ -29,8 +36,18 @@ def test_entry_that_is_not_a_core(entry):
     [
         ([], 4, DeviceListError, r"list of NeuronCores is empty.*omit the list"),
         ([1, 0, 1], 4, DeviceListError, r"nc:1 is named twice in \[.*'nc:1'.*num_workers"),
-        ("nc:14", 9, DeviceUnavailableError, "'nc:14' is not available: this process sees nc:0 to nc:8"),
-        ([0, 14], 9, DeviceUnavailableError, "'nc:14' is not .* NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES"),
+        (
+            "nc:14",
+            9,
+            DeviceUnavailableError,
+            "'nc:14' is not available: this process sees nc:0 to nc:8",
+        ),
+        (
+            [0, 14],
+            9,
+            DeviceUnavailableError,
+            "'nc:14' is not .* NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES",
+        ),
         (None, 0, DeviceUnavailableError, r"no NeuronCore is allocated.*NEURON_RT_VISIBLE_CORES"),
     ],
     ids=str,
@@ -44,24 +61,36 @@ def test_cores_of_other_processes(devices, visible, error, said):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        *(("NEURON_RT_VISIBLE_CORES", each, f"'{each}' is neither") for each in ("a", "-1", "1-", "0-3-5", "nc:0")),
+        *(
+            ("NEURON_RT_VISIBLE_CORES", each, f"'{each}' is neither")
+            for each in ("a", "-1", "1-", "0-3-5", "nc:0")
+        ),
         ("NEURON_RT_VISIBLE_CORES", "0,", "'' is neither"),
         ("NEURON_RT_VISIBLE_CORES", "0-3,5-4", "'5-4' is neither"),
         ("NEURON_RT_VISIBLE_CORES", "0-3,2-5", "'2-5' is neither"),
-        *(("NEURON_RT_NUM_CORES", each, "NEURON_RT_NUM_CORES=2") for each in ("-1", "two", "1.5", "\N{SUPERSCRIPT TWO}")),
+        *(
+            ("NEURON_RT_NUM_CORES", each, "NEURON_RT_NUM_CORES=2")
+            for each in ("-1", "two", "1.5", "\N{SUPERSCRIPT TWO}")
+        ),
     ],
 )
 def test_malformed_variables(variable, value, said):
     """The error shows the variable with its value, the malformed part, and valid spellings."""
     with pytest.raises(DeviceListError) as refused:
         read_core_numbers({variable: value})
-    for part in f"{variable}={value!r}", said, "'0-6', '3' or '0,2-4'" if "VISIBLE" in variable else "0 for all":
+    for part in (
+        f"{variable}={value!r}",
+        said,
+        "'0-6', '3' or '0,2-4'" if "VISIBLE" in variable else "0 for all",
+    ):
         assert part in str(refused.value)
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
 def test_variables_precede_the_tool(recorded, tmp_path, monkeypatch):
-    """Also malformed ones. The list precedes the number. Without a value, or with 0, the tool counts all cores.
+    """Also malformed ones.
+
+    The list precedes the number. Without a value, or with 0, the tool counts all cores.
 
     The tool is searched on PATH, and in the vendor's folder.
     """

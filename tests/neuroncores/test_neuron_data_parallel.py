@@ -46,7 +46,10 @@ def net_of(batch=1, device_ids=None, **options):
     ids=str,
 )
 def test_device_ids_select_the_cores(host, device_ids, indices):
-    """Indices and "nc:#" mean the same. A single entry is a list of one, and None means all cores of the process."""
+    """Indices and "nc:#" mean the same.
+
+    A single entry is a list of one, and None means all cores of the process.
+    """
     plain, _, net = net_of(device_ids=device_ids)
     x = torch.randn(8, 3)
     torch.testing.assert_close(net(input=x), plain(x))
@@ -55,7 +58,10 @@ def test_device_ids_select_the_cores(host, device_ids, indices):
 
 
 def test_closing_frees_the_cores(host):
-    """So does the last reference, at once. A call after `close` loads again. A deep copy has its own replicas."""
+    """So does the last reference, at once.
+
+    A call after `close` loads again. A deep copy has its own replicas.
+    """
     plain, compiled, net = net_of(batch=2)
     x = torch.randn(8, 3)
     for _ in range(2):
@@ -103,7 +109,9 @@ def test_without_dynamic_batching(host):
     assert counts(host, "inferences") == [1] * 4
     for rows, each in ((12, "3 per core"), (9, "2.25 per core"), (0, "0 per core")):
         with pytest.raises(
-            ShapeError, match=f"{rows} rows on dim 0 over 4 NeuronCores are {each}.* inference takes 2 rows. Pass 8"
+            ShapeError,
+            match=f"{rows} rows on dim 0 over 4 NeuronCores are {each}.* inference "
+            "takes 2 rows. Pass 8",
         ):
             net(torch.randn(rows, 3))
     net.split_size, x = 2, torch.randn(12, 3)
@@ -126,9 +134,13 @@ def test_another_dim_needs_exact_rows(host):
 
 
 def test_outputs_without_rows(host):
-    """They turn dynamic batching off, with a warning. 0-d outputs are one vector, with one value per chunk in row order."""
+    """They turn dynamic batching off, with a warning. 0-d outputs are one vector, with one value
+    per chunk in row order.
+    """
     compiled = neuron.trace(lambda x: (x * 2, x.mean()), torch.zeros(2, 3))
-    with pytest.warns(UserWarning, match=r"output 1 has no batch dimension.*set_dynamic_batching=False"):
+    with pytest.warns(
+        UserWarning, match=r"output 1 has no batch dimension.*set_dynamic_batching=False"
+    ):
         net = neuron.DataParallel(compiled)
     for rows, workers, split_size in ((8, 8, None), (10, 4, 2)):
         x = torch.randn(rows, 3)
@@ -143,20 +155,29 @@ def test_outputs_without_rows(host):
 
 def test_rows_that_disagree_are_refused(host):
     """A core does not broadcast a single row next to more."""
-    net = neuron.DataParallel(neuron.trace(lambda x, y: x * y, (torch.zeros(1, 3), torch.zeros(1, 3))))
+    net = neuron.DataParallel(
+        neuron.trace(lambda x, y: x * y, (torch.zeros(1, 3), torch.zeros(1, 3)))
+    )
     row, x = torch.randn(1, 3), torch.randn(16, 3)
     assert_equal(net(row.expand(16, 3), x), row * x)
-    with pytest.raises(ShapeError, match=r"input 1 is \[1, 3\], .* dim 0 may differ, if it is the same in all inputs"):
+    with pytest.raises(
+        ShapeError,
+        match=r"input 1 is \[1, 3\], .* dim 0 may differ, if it is the same in all inputs",
+    ):
         net(x, row)
     with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 16"):
         net(x, x[:4])
-    with pytest.raises(ShapeError, match=r"input 0 is .* a CPU tensor of torch.float32. Convert it"):
+    with pytest.raises(
+        ShapeError, match=r"input 0 is .* a CPU tensor of torch.float32. Convert it"
+    ):
         net(x.double(), x)
 
 
 @pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
 def test_layers_around_a_compiled_model(host, device_ids):
-    """Replicas follow their parameters, modes, and submodules, also compiled ones, and give the plain gradients."""
+    """Replicas follow their parameters, modes, and submodules, also compiled ones, and give the
+    plain gradients.
+    """
     plain, compiled, _ = net_of(batch=2)
     model, x = Head(compiled).eval(), torch.randn(8, 3)
     net = neuron.DataParallel(model, device_ids)

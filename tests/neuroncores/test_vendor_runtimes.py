@@ -11,8 +11,12 @@ from tests.helpers.neuron_doubles import Around, Doubling, mlp, numbers, rows
 
 
 def options_of(recorded, **given):
-    """Return the options of a trace: that of torch_neuron enables dynamic batching if the model can use it."""
-    return {"dynamic_batch_size": True, **given} if recorded.runtime.name == "torch_neuron" else given
+    """Return the options of a trace: that of torch_neuron enables dynamic batching if the model can
+    use it.
+    """
+    return (
+        {"dynamic_batch_size": True, **given} if recorded.runtime.name == "torch_neuron" else given
+    )
 
 
 def test_trace_passes_everything_on(recorded):
@@ -36,7 +40,8 @@ def test_placing_uses_one_context(recorded):
     with using(recorded.runtime):
         neuron.DataParallel(whole, [0, 1], set_dynamic_batching=False).close()
     package = recorded.double.package
-    context = f"{package.__name__}{'.experimental' * ('experimental' in vars(package))}.neuron_cores_context"
+    experimental = ".experimental" * ("experimental" in vars(package))
+    context = f"{package.__name__}{experimental}.neuron_cores_context"
     load, left = ("torch.jit.load",), ("left",)
     assert recorded.double.calls == [(context, 1, 3), load, left, (context, 0, 2), load, load, left]
 
@@ -46,20 +51,29 @@ def test_model_for_emulated_cores(recorded, monkeypatch):
     """The vendor would run it on the CPU. The error names the runtime that is in use."""
     monkeypatch.undo()
     compiled = recorded.host.trace(mlp(), rows(2))
-    with pytest.raises(DeviceUnavailableError, match=r"emulated NeuronCores, .* uses the runtime torch_neuronx"):
+    with pytest.raises(
+        DeviceUnavailableError, match=r"emulated NeuronCores, .* uses the runtime torch_neuronx"
+    ):
         recorded.runtime.place(compiled, 0, 1)
 
 
 def test_trace_with_keyword_inputs(recorded, monkeypatch):
-    """A trace without the parameter raises Python's error. The signature has the order of forward."""
+    """A trace without the parameter raises Python's error.
+
+    The signature has the order of forward.
+    """
     seen, (x, y) = [], numbers(2)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'example_inputs'"):
         recorded.runtime.trace(Doubling(), example_kwarg_inputs={"x": x, "y": y})
 
     def trace(func, example_inputs=None, *, example_kwarg_inputs=None, **options):
         seen.append((func, example_inputs, example_kwarg_inputs, options))
-        compiled = recorded.host.trace(func, example_inputs, example_kwarg_inputs=example_kwarg_inputs)
-        return recorded.host.dynamic_batch(compiled) if "dynamic_batch_size" in options else compiled
+        compiled = recorded.host.trace(
+            func, example_inputs, example_kwarg_inputs=example_kwarg_inputs
+        )
+        return (
+            recorded.host.dynamic_batch(compiled) if "dynamic_batch_size" in options else compiled
+        )
 
     monkeypatch.setattr(recorded.double.package, "trace", trace)
     model, example = Doubling(), {"y": y, "x": x}

@@ -83,7 +83,9 @@ def define(kind):
     return Part
 
 
-@pytest.mark.parametrize("kind", ["plain", "slots", "abstract, of two bases", "generic", "enum", "child of a generic"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "slots", "abstract, of two bases", "generic", "enum", "child of a generic"]
+)
 def test_hooks_of_bases_run_once(kind):
     """A copy keeps what `__init_subclass__` has set, and later classes run it as before."""
     cls, hook = define(kind), vars(Base)["__init_subclass__"]

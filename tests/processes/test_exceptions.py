@@ -1,4 +1,6 @@
-"""Exceptions from ranks keep their type, args, attributes, and notes, even if the class does not pickle."""
+"""Exceptions from ranks keep their type, args, attributes, and notes, even if the class does not
+pickle.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class MissingFile(ValueError, OSError):
 
 
 class NamedGroup(ExceptionGroup):
-    """Its base class cannot make it, as with pydantic's ValidationError; only its own reduction can."""
+    """Its base class cannot make it, as with pydantic's ValidationError; only its own reduction
+    can.
+    """
 
     def __init__(self, name, exceptions):
         self.args = (name,)
@@ -67,7 +71,10 @@ SENDABLE = [
     (KeyError(("a", 1)), []),
     (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
     (ImportError("no", name="a", path="b"), ["name", "path"]),
-    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), ["encoding", "object", "start", "reason"]),
+    (
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        ["encoding", "object", "start", "reason"],
+    ),
     (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
     (OtherArgs(3, reason="no space"), ["code"]),
     (Slotted(code=4), ["code"]),
@@ -75,13 +82,19 @@ SENDABLE = [
     (MissingFile("no", "a"), ["path"]),
     (WithLock("busy"), ["code"]),
     (NamedGroup("several", [OtherArgs(1, reason="v")]), ["message"]),
-    (ValueError(os.fsdecode(b"caf\xe9")), []),  # the text has a lone surrogate, which cannot be encoded
+    # The text has a lone surrogate, which cannot be encoded
+    (ValueError(os.fsdecode(b"caf\xe9")), []),
 ]
 
 
-@pytest.mark.parametrize(("error", "names"), SENDABLE, ids=[type(error).__name__ for error, _ in SENDABLE])
+@pytest.mark.parametrize(
+    ("error", "names"), SENDABLE, ids=[type(error).__name__ for error, _ in SENDABLE]
+)
 def test_exception_is_complete(error, names):
-    """Type, args, text, and attributes arrive. An attribute that cannot be sent does not affect the others."""
+    """Type, args, text, and attributes arrive.
+
+    An attribute that cannot be sent does not affect the others.
+    """
     vars(error)["__notes__"] = ["in epoch 3"]
     got = sent(error)
     assert type(got) is type(error)
@@ -92,8 +105,13 @@ def test_exception_is_complete(error, names):
 
 
 def test_group_with_an_unsendable_part():
-    """A group keeps its type, so that ``except*`` works. Only unsendable parts of its members are replaced."""
-    group = ExceptionGroup("several", [WithLock("busy"), ExceptionGroup("inner", [KeyError("a"), ValueError(LOCK)])])
+    """A group keeps its type, so that ``except*`` works.
+
+    Only unsendable parts of its members are replaced.
+    """
+    group = ExceptionGroup(
+        "several", [WithLock("busy"), ExceptionGroup("inner", [KeyError("a"), ValueError(LOCK)])]
+    )
     got = sent(group)
     assert [type(each) for each in got.exceptions] == [WithLock, ExceptionGroup]
     assert (got.exceptions[0].code, got.exceptions[0].lock) == (7, repr(LOCK))
@@ -101,7 +119,9 @@ def test_group_with_an_unsendable_part():
 
 
 def test_chains_and_circles_of_causes():
-    """Packing a chain takes linear time, although each exception is an argument and the cause of the next one."""
+    """Packing a chain takes linear time, although each exception is an argument and the cause of
+    the next one.
+    """
     first = error = KeyError("first")
     for number in range(40):
         further = ValueError(number, error)

@@ -1,4 +1,6 @@
-"""The process that forks ranks: a fault of it fails at most one launch, and no process outlives its launch."""
+"""The process that forks ranks: a fault of it fails at most one launch, and no process outlives its
+launch.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ def test_killed_script_leaves_no_folder(tmp_path, monkeypatch):
 
 
 def test_a_killed_parent_ends_its_rank(tmp_path):
-    """The parent of a rank ends what the rank leaves. Without it, the rank ends, and is reported."""
+    """The parent of a rank ends what the rank leaves.
+
+    Without it, the rank ends, and is reported.
+    """
 
     def kills():
         if current_rank().global_rank == 0:
@@ -147,7 +152,12 @@ def test_processes_of_other_ranks_go_on():
     assert is_gone(kept)
 
 
-ENDS = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
+ENDS = {
+    "returns": (),
+    "raises": ValueError,
+    "killed": RankDiedError,
+    "cancelled": LaunchCancelledError,
+}
 
 
 ESCAPES = 5
@@ -155,7 +165,9 @@ ESCAPES = 5
 
 
 def run_and_end(folder, end):
-    """Start processes in and outside this process group, wait until all have written their ids, and end in this way."""
+    """Start processes in and outside this process group, wait until all have written their ids, and
+    end in this way.
+    """
 
     def write(pid):
         (folder / f"{pid}.pid").touch()
@@ -171,7 +183,9 @@ def run_and_end(folder, end):
                 time.sleep(600)
         os._exit(0)
     os.wait()
-    child = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        ["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    )
     write(int(child.stdout.readline()))
     child.kill()
     child.wait()
@@ -208,7 +222,9 @@ def test_no_process_outlives_launch(tmp_path):
 def test_stubborn_process_ends():
     def starts():
         ignores = "trap '' TERM; echo up; while :; do sleep 0.1; done"
-        child = subprocess.Popen(["sh", "-c", ignores], stdout=subprocess.PIPE, start_new_session=True)
+        child = subprocess.Popen(
+            ["sh", "-c", ignores], stdout=subprocess.PIPE, start_new_session=True
+        )
         child.stdout.readline()
         return child.pid
 

@@ -1,4 +1,6 @@
-"""Ctrl-C, and other signals whose handlers raise, at any moment of a call that the caller drives."""
+"""Ctrl-C, and other signals whose handlers raise, at any moment of a call that
+the caller drives.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def test_latch():
     """All that wait go on, and a limit holds."""
     latch, done = Latch(), []
     assert not latch.wait(0.01)
-    threads = [threading.Thread(target=lambda: done.append(latch.wait(PATIENCE_S))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: done.append(latch.wait(PATIENCE_S))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     latch.set()
@@ -155,9 +159,13 @@ def interrupted(calls, number, error, count, within_s):
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, AlarmError)])
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, AlarmError)]
+)
 def test_ranks_stay_after_any_interrupt(number, error, count):
-    """The same processes answer, each with its own value, and nothing is left over from the call before."""
+    """The same processes answer, each with its own value, and nothing is left over from the call
+    before.
+    """
     large = torch.rand(30_000)
     with handling(signal.SIGALRM, raise_alarm), ranks(2, ipc_groups=None).open() as two:
         pids = tuple(two(os.getpid))

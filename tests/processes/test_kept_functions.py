@@ -47,7 +47,9 @@ def made(value):
 
 
 def test_closures_and_defaults(two):
-    """A variable of a closure, and a default, are those of the moment of the call. -0.0 is not 0.0."""
+    """A variable of a closure, and a default, are those of the moment of the
+    call. -0.0 is not 0.0.
+    """
     for value in (1, 2, 2, True, 0.0, -0.0, 1):
         function = made(value)
         for _ in range(3):
@@ -60,7 +62,9 @@ def test_closures_and_defaults(two):
 
 
 def test_code_that_changes(two):
-    """As a cell of a notebook that is run again: the new code runs, also under the same name, or in the same function."""
+    """As a cell of a notebook that is run again: the new code runs, also under the same name, or in
+    the same function.
+    """
     space = {"__name__": "__main__"}
     for text in ("1", "2", "1", "1"):
         exec(f"def f():\n    return {text}", space)
@@ -139,7 +143,9 @@ def test_other_callables(two):
 
 
 def test_arguments_use_the_globals_of_the_ranks(two):
-    """Also those of a function that stays: a function, or an object of the script, finds what earlier calls assigned."""
+    """Also those of a function that stays: a function, or an object of the script, finds what
+    earlier calls assigned.
+    """
     space = {"__name__": "__main__"}
     exec(
         "def load():\n    global weights\n    weights = [4, 2]\n"
@@ -160,7 +166,9 @@ def test_function_that_a_call_keeps(two):
     def keep(number, function):
         import builtins
 
-        builtins.kept_functions = [*getattr(builtins, "kept_functions", []), function] if number else []
+        builtins.kept_functions = (
+            [*getattr(builtins, "kept_functions", []), function] if number else []
+        )
         return [each() for each in builtins.kept_functions]
 
     def keep_itself(value):
@@ -230,7 +238,9 @@ def test_dropped_function_is_freed():
 
 
 def test_call_that_does_not_arrive(two):
-    """A call whose packing fails, or that is never sent, leaves nothing that later calls rely on."""
+    """A call whose packing fails, or that is never sent, leaves nothing that
+    later calls rely on.
+    """
     function = made(7)
     with pytest.raises(TypeError):
         two(function, (each for each in ()))

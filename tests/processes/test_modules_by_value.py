@@ -25,7 +25,9 @@ def compute():
 
 
 def test_private_modules_are_sent(monkeypatch):
-    """Functions, functions that use them, cached functions, and instances of classes of a module without a file arrive."""
+    """Functions, functions that use them, cached functions, and instances of classes of a module
+    without a file arrive.
+    """
     module = types.ModuleType("parent_only")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "parent_only", module)

@@ -12,7 +12,16 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.processes import process_groups
-from parawrap.processes.outcomes import Died, Ended, Raised, Requeued, error_of, first_failure, is_echo, outcome_of
+from parawrap.processes.outcomes import (
+    Died,
+    Ended,
+    Raised,
+    Requeued,
+    error_of,
+    first_failure,
+    is_echo,
+    outcome_of,
+)
 from tests.helpers.processes import notes_of
 
 PLACE = "node 3, a-host"

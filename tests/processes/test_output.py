@@ -42,11 +42,17 @@ def written(*chunks, folder=None):
         ([b"do", b"s\r\nunix\n"], "[rank 3] dos\r\n[rank 3] unix\n"),
         (["€".encode()[:1], "€".encode()[1:]], "[rank 3] €\n"),
         ([b"\xff\xfe\ncaf\xc3"], "[rank 3] ��\n[rank 3] caf�\n"),
-        (["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()], "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"),
+        (
+            ["a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n".encode()],
+            "[rank 3] a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n",
+        ),
     ],
 )
 def test_each_line_has_a_prefix(chunks, lines, capsys):
-    """Only newlines and carriage returns end a line. Chunks may end within a line or a character."""
+    """Only newlines and carriage returns end a line.
+
+    Chunks may end within a line or a character.
+    """
     written(*chunks)
     assert capsys.readouterr().out == lines
 
@@ -118,16 +124,24 @@ def test_unread_output_costs_no_memory(monkeypatch):
 
 def test_unusable_log_is_named(tmp_path):
     (tmp_path / "rank-3.log").mkdir()
-    with pytest.raises(LaunchError, match=r"console_logs: .*rank-3\.log cannot be written to: .*; give another folder"):
+    with pytest.raises(
+        LaunchError,
+        match=r"console_logs: .*rank-3\.log cannot be written to: .*; give another folder",
+    ):
         written(folder=tmp_path)
-    with pytest.raises(LaunchError, match=f"console_logs='{__file__}' cannot be written to: .*; give another folder"):
+    with pytest.raises(
+        LaunchError,
+        match=f"console_logs='{__file__}' cannot be written to: .*; give another folder",
+    ):
         wrapper(ranks(console_logs=__file__))(len).submit("")
 
 
 def test_each_launch_has_its_log_folder(tmp_path, monkeypatch):
     """``~`` is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    launchable = wrapper(ranks(console_logs="~/a/b"))(lambda word: print(word, current_rank().global_rank))
+    launchable = wrapper(ranks(console_logs="~/a/b"))(
+        lambda word: print(word, current_rank().global_rank)
+    )
     launches = {word: launchable.submit(word) for word in ("one", "two")}
     for word, launch in launches.items():
         launch.results()
@@ -149,16 +163,26 @@ def write_lines():
 
 
 @pytest.mark.parametrize(
-    ("given", "verbose", "shown"), [([1], True, [1]), ((), True, []), (None, True, [0, 1]), (None, False, [])]
+    ("given", "verbose", "shown"),
+    [([1], True, [1]), ((), True, []), (None, True, [0, 1]), (None, False, [])],
 )
 def test_lines_of_print_ranks_are_shown(given, verbose, shown, capfd):
-    """Lines appear on the same stream as in the rank, also those of C code. Only rank 0 logs below WARNING."""
-    launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(write_lines).submit()
+    """Lines appear on the same stream as in the rank, also those of C code.
+
+    Only rank 0 logs below WARNING.
+    """
+    launch = wrapper(ranks(verbose=verbose, print_ranks=given, ipc_groups=None))(
+        write_lines
+    ).submit()
     launch.results(timeout=PATIENCE_S)
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")]
+    assert sorted(out.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in shown for text in (f"out {rank}", "raw")
+    ]
     logged = {0: ["INFO:mine:info", "WARNING:mine:warning"], 1: ["WARNING:mine:warning"]}
-    assert sorted(err.splitlines()) == [f"[rank {rank}] {text}" for rank in shown for text in logged[rank]]
+    assert sorted(err.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in shown for text in logged[rank]
+    ]
     assert "WARNING:mine:warning\n" in launch.logs(1)
 
 
@@ -208,8 +232,13 @@ os.write(2, b", done")
 
 
 def test_unread_output_stops_no_launch():
-    """A launch reaches its time limit even if its output is not read. All of it is printed before the interpreter exits."""
-    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+    """A launch reaches its time limit even if its output is not read.
+
+    All of it is printed before the interpreter exits.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as script:
         expected = b"timed out, done"
         assert script.stderr.read(len(expected)) == expected
         assert script.stdout.read().count(b"\n") >= 6000
@@ -221,10 +250,18 @@ class BrokenPipe(io.StringIO):
 
 
 def test_any_sys_stdout_is_used(monkeypatch):
-    """Notebooks and tests replace it while ranks run. It may be missing or broken, or lack a character."""
+    """Notebooks and tests replace it while ranks run.
+
+    It may be missing or broken, or lack a character.
+    """
     printer, raw, last = Printer(), io.BytesIO(), io.StringIO()
     transcript = Transcript(printer, PREFIX)
-    for stream in None, BrokenPipe(), io.TextIOWrapper(raw, encoding="ascii", write_through=True), last:
+    for stream in (
+        None,
+        BrokenPipe(),
+        io.TextIOWrapper(raw, encoding="ascii", write_through=True),
+        last,
+    ):
         monkeypatch.setattr(sys, "stdout", stream)
         transcript.write(1, "µs\nnext\n".encode())
         printer.flush()

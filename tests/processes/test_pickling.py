@@ -11,10 +11,23 @@ from torch import nn
 
 from tests.helpers.packing import sent
 
-DTYPES = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
-@given(shape=st.lists(st.integers(0, 4), max_size=4), dtype=st.sampled_from(DTYPES), step=st.integers(1, 2), data=st.data())
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    step=st.integers(1, 2),
+    data=st.data(),
+)
 @settings(max_examples=100, deadline=None)
 def test_any_view_arrives(shape, dtype, step, data):
     tensor = torch.arange(int(np.prod(shape))).to(dtype).reshape(shape)
@@ -24,7 +37,12 @@ def test_any_view_arrives(shape, dtype, step, data):
         tensor = tensor.narrow(dim, start, tensor.shape[dim] - start)
     tensor = tensor[::step] if tensor.ndim else tensor.expand(3)
     got = sent(tensor)
-    assert (got.dtype, got.shape, got.stride(), got.requires_grad) == (dtype, tensor.shape, tensor.stride(), False)
+    assert (got.dtype, got.shape, got.stride(), got.requires_grad) == (
+        dtype,
+        tensor.shape,
+        tensor.stride(),
+        False,
+    )
     assert got.reshape(-1).tolist() == tensor.reshape(-1).tolist()
 
 
@@ -41,11 +59,20 @@ def describe(tensor):
     """Return what must be equal in a copy of a tensor."""
     is_sparse = tensor.layout is not torch.strided
     return {
-        "kind": (type(tensor), tensor.dtype, tensor.layout, tensor.device, tensor.requires_grad, tensor.is_leaf),
+        "kind": (
+            type(tensor),
+            tensor.dtype,
+            tensor.layout,
+            tensor.device,
+            tensor.requires_grad,
+            tensor.is_leaf,
+        ),
         "shape": tensor.shape,
         "origin": getattr(tensor, "origin", None),
         "persistent": getattr(tensor, "persistent", None),
-        "values": None if tensor.is_meta else (tensor.to_dense() if is_sparse else tensor.detach()).tolist(),
+        "values": None
+        if tensor.is_meta
+        else (tensor.to_dense() if is_sparse else tensor.detach()).tolist(),
     }
 
 
@@ -92,14 +119,30 @@ def test_shared_memory_is_shared():
 )
 def test_arrays_arrive(array):
     got = sent(array)
-    assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
+    assert (type(got), got.dtype, got.shape, got.tolist()) == (
+        type(array),
+        array.dtype,
+        array.shape,
+        array.tolist(),
+    )
     assert got.flags.writeable == array.flags.writeable
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
 
 
 def test_modules_are_sent_by_name():
     """Also modules and operators of classes that cannot be pickled."""
-    of_torch = [torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.classes]
-    operators = [torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond]
+    of_torch = [
+        torch.backends.cudnn,
+        torch.backends.mkldnn,
+        torch.utils.deterministic,
+        torch.classes,
+    ]
+    operators = [
+        torch.ops,
+        torch.ops.aten,
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.ops.higher_order.cond,
+    ]
     given = [torch.backends, *of_torch, *operators]
     assert all(got is each for got, each in zip(sent(given), given, strict=True))

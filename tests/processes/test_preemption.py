@@ -1,4 +1,6 @@
-"""Preemption: ranks save at the same step and the next start continues from it; local and inline."""
+"""Preemption: ranks save at the same step and the next start continues from it;
+local and inline.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def preempt_start(launch):
 
 
 def test_ranks_behind_catch_up(tmp_path):
-    """Ranks behind continue to the step of the foremost rank, even if that rank has already saved and exited."""
+    """Ranks behind continue to the step of the foremost rank, even if that rank has already saved
+    and exited.
+    """
 
     def train():
         rank = current_rank()
@@ -54,7 +58,10 @@ def test_ranks_behind_catch_up(tmp_path):
     launch = submit(train)
     wait_for_reports(tmp_path, "waits", 2)
     launch.preempt()
-    eventually(lambda: "no answer" not in str(launch.stacks()), "an answer of every rank, which proves that it knows")
+    eventually(
+        lambda: "no answer" not in str(launch.stacks()),
+        "an answer of every rank, which proves that it knows",
+    )
     (tmp_path / "go").touch()
     assert launch.results(timeout=PATIENCE_S) == (8, 8)
 
@@ -63,7 +70,9 @@ def test_ranks_behind_catch_up(tmp_path):
 
 
 def test_an_ignored_preemption(tmp_path, caplog):
-    """A function without `should_checkpoint` ends after grace_s, with its finally blocks, and restarts."""
+    """A function without `should_checkpoint` ends after grace_s, with its finally blocks, and
+    restarts.
+    """
 
     def train():
         if current_rank().restart:
@@ -83,7 +92,9 @@ def test_an_ignored_preemption(tmp_path, caplog):
 
 
 def test_a_return_after_a_preemption(tmp_path):
-    """If a preempted function returns without `requeue`, its results count; more preemptions change nothing."""
+    """If a preempted function returns without `requeue`, its results count; more preemptions change
+    nothing.
+    """
 
     def train():
         report(tmp_path, "runs")
@@ -101,7 +112,10 @@ def test_a_return_after_a_preemption(tmp_path):
 
 
 def test_a_preemption_during_the_start():
-    """The function's first `should_checkpoint` returns True. A rank can be returned as a result, without its group."""
+    """The function's first `should_checkpoint` returns True.
+
+    A rank can be returned as a result, without its group.
+    """
 
     def train():
         rank = current_rank()
@@ -111,14 +125,21 @@ def test_a_preemption_during_the_start():
 
     preempt_start(launch := submit(train))
     for number, rank in enumerate(launch.results(timeout=PATIENCE_S)):
-        assert (rank.global_rank, rank.restart, rank.group, rank.should_checkpoint()) == (number, 1, None, False)
+        assert (rank.global_rank, rank.restart, rank.group, rank.should_checkpoint()) == (
+            number,
+            1,
+            None,
+            False,
+        )
 
 
 # -- inline
 
 
 def test_a_signal_preempts_inline():
-    """SIGUSR2 preempts each start, `requeue` calls the function again in this thread, and an exception ends it."""
+    """SIGUSR2 preempts each start, `requeue` calls the function again in this thread, and an
+    exception ends it.
+    """
     steps, before = [], signal.getsignal(signal.SIGUSR2)
 
     def train():

@@ -1,4 +1,6 @@
-"""The store of a launch: no open port on one machine unless requested, and no harm from strangers at a port."""
+"""The store of a launch: no open port on one machine unless requested, and no harm from strangers
+at a port.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def connections_of(processes):
-    return [(process.pid, each) for process in processes for each in process.net_connections("inet")]
+    return [
+        (process.pid, each) for process in processes for each in process.net_connections("inet")
+    ]
 
 
 @pytest.mark.parametrize("fields", [{}, {"ipc_protocol": "tcp"}], ids=["default", "tcp"])
@@ -42,10 +46,16 @@ def test_ports_open_only_on_request(fields, tmp_path):
     (place, port), _ = places = launch.results(timeout=PATIENCE_S)
     assert places == ((LOOPBACK, port),) * 2
     assert place == LOOPBACK
-    listening = {(pid, each.laddr) for pid, each in found if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)}
+    listening = {
+        (pid, each.laddr)
+        for pid, each in found
+        if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    }
     assert {address.ip for _, address in listening} <= {LOOPBACK, "::1"}
     assert {each.raddr.ip.removeprefix("::ffff:") for _, each in found if each.raddr} == {LOOPBACK}
-    of_parent = {address.port for pid, address in listening if pid in {process.pid for process in processes}}
+    of_parent = {
+        address.port for pid, address in listening if pid in {process.pid for process in processes}
+    }
     assert of_parent == ({port} if fields else set())
 
 
@@ -54,7 +64,9 @@ def test_a_port_in_use_is_named():
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         launchable = wrapper(ranks(master_port=port, timeout_min=0.1))(all_sum)
-        with pytest.raises(LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"):
+        with pytest.raises(
+            LaunchError, match=f"cannot listen on {LOOPBACK}:{port}.*in use.*leave out master_addr"
+        ):
             launchable()
     assert launchable() == launchable() == (2.0, 2.0)
 
@@ -65,7 +77,9 @@ def sum_over(group, value):
     return total.item()
 
 
-@pytest.mark.parametrize(("groups", "sums"), [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])])
+@pytest.mark.parametrize(
+    ("groups", "sums"), [([[0, 1], [2, 3]], [1, 1, 5, 5]), ([[3, 1, 0]], [4, 4, None, 4])]
+)
 def test_ipc_groups_are_made(groups, sums):
     """The group of a rank in no list is None."""
 

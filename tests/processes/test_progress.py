@@ -1,4 +1,6 @@
-"""The hint on ranks without progress, and the end of ranks that wait for ranks that have returned."""
+"""The hint on ranks without progress, and the end of ranks that wait for ranks
+that have returned.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.helpers.waiting import PATIENCE_S, eventually
 def hints(monkeypatch, caplog):
     """Shorten the time until a hint, and return a function that reads the hints."""
     monkeypatch.setattr(pool, "STILL_S", 0.5)
-    return lambda: [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
+    return lambda: [
+        record.getMessage() for record in caplog.records if "no progress" in record.getMessage()
+    ]
 
 
 def test_hint_names_waiting_ranks(hints, tmp_path):
@@ -39,7 +43,9 @@ def test_hint_names_waiting_ranks(hints, tmp_path):
     assert launch.results(timeout=PATIENCE_S) == ("done", "done")
     (hint,) = hints()
     assert "the launch continues" in hint
-    assert re.search(r"rank 0 idle for \d+ s at test_progress\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
+    assert re.search(
+        r"rank 0 idle for \d+ s at test_progress\.py:\d+ in lopsided: dist\.barrier\(\)", hint
+    )
     assert re.search(r"rank 1 .*(time\.sleep\(0\.01\)|while not go\.exists)", hint)
 
 

@@ -27,7 +27,9 @@ def test_a_node_without_cuda(monkeypatch):
     """A GPU rank on a node without GPUs raises PlatformError with what to install."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     place = RankPlace(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
-    with pytest.raises(PlatformError, match=r"rank 0 needs cuda:0 .* sees 0 device.*install a torch"):
+    with pytest.raises(
+        PlatformError, match=r"rank 0 needs cuda:0 .* sees 0 device.*install a torch"
+    ):
         set_up(place, Platform(device="slurm", n_gpus=1))
 
 
@@ -36,7 +38,8 @@ def test_a_node_without_cuda(monkeypatch):
 
 def interrupt_subprocess():
     """Return the exit code of a subprocess that got SIGINT. The rank gets it too."""
-    code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"  # a long sleep would miss a signal
+    # A long sleep would miss a signal
+    code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
         child.stdout.readline()
@@ -48,7 +51,9 @@ def interrupt_subprocess():
 def count_threads():
     """Return the number of threads of torch and of a subprocess."""
     code = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return {torch.get_num_threads(), int(child)}
 
 
@@ -88,7 +93,9 @@ def test_sigint_ends_a_subprocess(observed):
 
 
 def test_ranks_exit_as_interpreters_do(observed):
-    """A rank runs its exit handlers and finalizers, completes open files, and removes temporary folders."""
+    """A rank runs its exit handlers and finalizers, completes open files, and removes temporary
+    folders.
+    """
     written = {each.name: each.read_text() for each in observed["folder"].iterdir()}
     ran = dict.fromkeys(["finalized", "finalized by multiprocessing", "exited"], "")
     assert written == ran | {"text": "text", "update": "update"}
@@ -117,7 +124,9 @@ def test_no_rank_waits_for_a_terminal():
 
 
 def init_group():
-    """Make the default process group with the variables of torchrun, and return the sum of the ranks."""
+    """Make the default process group with the variables of torchrun, and return the sum of the
+    ranks.
+    """
     dist.init_process_group("gloo")
     total = torch.tensor(current_rank().global_rank)
     dist.all_reduce(total)
@@ -143,7 +152,9 @@ def test_a_failed_meeting_is_named(monkeypatch):
 
 
 def test_memory_of_arguments_is_shared():
-    """Reading a tensor of 64 MiB costs a rank a part of that in private memory, and writing it costs its size."""
+    """Reading a tensor of 64 MiB costs a rank a part of that in private memory, and writing it
+    costs its size.
+    """
 
     def measure(rows):
         def private_bytes():
@@ -161,4 +172,5 @@ def test_memory_of_arguments_is_shared():
 
     for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
         assert read < 1 << 24
-        assert written > 1 << 25  # half: some pages may be private already, and other memory may be freed
+        # Half: some pages may be private already, and other memory may be freed
+        assert written > 1 << 25

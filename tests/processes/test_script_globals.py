@@ -1,4 +1,5 @@
-"""Functions of a script in ranks that stay: which globals stay in the ranks, which are sent again, and which are refused.
+"""Functions of a script in ranks that stay: which globals stay in the ranks, which are sent again,
+and which are refused.
 
 One script runs all sections, each with new ranks. A section checks itself.
 """
@@ -51,7 +52,8 @@ with platform.open() as ranks:
     ranks[1](load, 1)
     same(ranks(total), (5, 1))
 """,
-    # A number, and small dicts that changed in place, arrive. A dataclass that changed in place does not.
+    # A number, and small dicts that changed in place, arrive. A dataclass that changed in place
+    # does not.
     "settings": """
 import collections
 
@@ -94,7 +96,8 @@ with platform.open() as ranks:
     ranks(forget)
     same(ranks(advance), (11, 11))
 """,
-    # Redefined functions and classes arrive, also those that others use. Children and objects of a redefined class keep it.
+    # Redefined functions and classes arrive, also those that others use. Children and objects of a
+    # redefined class keep it.
     "definitions": """
 def helper():
     return 1
@@ -172,7 +175,8 @@ with platform.open() as ranks:
     refuses(ranks, lambda: LOCKS, texts=["the global 'LOCKS'", "['rows'][0]", sending + "lock"])
     refuses(ranks, lambda: ranks(max, 1, 2), texts=["the global 'ranks'", sending + "Ranks"])
 """,
-    # Instances keep their class as argument, as result, in a global of the rank, and between ranks. So do methods.
+    # Instances keep their class as argument, as result, in a global of the rank, and between ranks.
+    # So do methods.
     "classes": """
 class Point:
     def __init__(self, x):
@@ -206,7 +210,8 @@ def gather(point):
 
 with platform.open() as ranks:
     moved = ranks(move, Point(1))
-    same([(is_point, type(point) is Point, point.x) for is_point, point in moved], [(True, True, 1), (True, True, 2)])
+    found = [(is_point, type(point) is Point, point.x) for is_point, point in moved]
+    same(found, [(True, True, 1), (True, True, 2)])
     same([point.x for _, point in ranks(move, moved[1][1])], [2, 3])
     same(ranks(lambda: isinstance(last, Point)), (True, True))
     same(ranks(gather, Point(3)), ([3, 3], [3, 3]))
@@ -326,7 +331,8 @@ with platform.open() as ranks:
     Reader.locks = [threading.Lock()]
     refuses(ranks, max, Reader(), texts=["args[0]'s class Reader.locks[0] cannot be sent"])
 """,
-    # A module that is registered to go by value is sent as it is here, also after each reload. Others are imported.
+    # A module that is registered to go by value is sent as it is here, also after each reload.
+    # Others are imported.
     "registered modules": """
 import cloudpickle, functools, importlib, pathlib, sys
 
@@ -337,7 +343,8 @@ pathlib.Path("edited/__init__.py").touch()
 
 def write(number):
     pathlib.Path("edited/steps.py").write_text(
-        "import functools\\n" * number  # a file of another size: ranks write bytecode within the same second
+        # a file of another size: ranks write bytecode within the same second
+        "import functools\\n" * number
         + "from parawrap import Platform, wrapper\\n"
         "def doubling(f): return functools.wraps(f)(lambda: 2 * f())\\n"
         f"def helper(): return {number}\\n"
@@ -376,7 +383,8 @@ def edit(number):
     helper, launched, wrapped = steps.helper, steps.launched, functools.partial(steps.plain)
 
 def numbers():
-    functions = steps.plain, steps.doubled, steps.launched, steps.cached, by_module, by_name, by_wrapper, by_launched
+    functions = [steps.plain, steps.doubled, steps.launched, steps.cached]
+    functions += [by_module, by_name, by_wrapper, by_launched]
     return [ranks(function)[1] for function in functions]
 
 def expected(number):
@@ -403,7 +411,8 @@ with platform.open() as ranks:
     same([ranks(by_name)[0], ranks(steps.plain)[0]], [3, 3])
     cloudpickle.unregister_pickle_by_value(steps)
 """,
-    # A class does not run ``__init_subclass__`` again: not in the ranks, and not here if it comes from a rank.
+    # A class does not run ``__init_subclass__`` again: not in the ranks, and not here if it comes
+    # from a rank.
     "registered classes": """
 class Base:
     known = {}
@@ -429,7 +438,8 @@ with platform.open() as ranks:
         pass
     same(list(Base.known), ["part", "later"])
 """,
-    # A global that one call sends to one rank arrives in the others with their calls, as it was when the call was made.
+    # A global that one call sends to one rank arrives in the others with their calls, as it was
+    # when the call was made.
     "order": """
 VALUE = 3
 
@@ -443,7 +453,8 @@ with platform.open() as ranks:
     VALUE = 6
     same([launch.results(), ranks(pick)], [(5, 5), (6, 6)])
 """,
-    # A function under the same key, a list that was too large to compare, and globals of functions in attributes.
+    # A function under the same key, a list that was too large to compare, and globals of functions
+    # in attributes.
     "contents of containers": """
 registry, rows, scale = {"loss": lambda: 1}, [0] * 10_000, 1
 holder = types.SimpleNamespace(loss=lambda: scale)
@@ -457,7 +468,8 @@ with platform.open() as ranks:
     rows.clear()
     same(ranks(read)[0], (2, 0, 2))
 """,
-    # Rank 0 fails at once, and the other one is interrupted before it begins the call, which brings globals and settings.
+    # Rank 0 fails at once, and the other one is interrupted before it begins the call, which brings
+    # globals and settings.
     "call that fails at once": """
 class Slow:  # keeps rank 1 at work after its answer
     def __del__(self):

@@ -34,7 +34,9 @@ def settings_of_torch():
 
 
 def test_ranks_have_settings_of_the_script(restored_torch, monkeypatch):
-    """Default dtype, determinism, precision, and the choice of cuDNN's algorithms, as at the launch."""
+    """Default dtype, determinism, precision, and the choice of cuDNN's algorithms, as at the
+    launch.
+    """
     launchable, before = wrapper(ranks(1))(settings_of_torch), settings_of_torch()
     assert launchable() == (before,)
     torch.set_default_dtype(torch.float64)
@@ -52,7 +54,9 @@ def drawn():
 
 @pytest.mark.parametrize("seed", [2**63 + 5, -3])
 def test_ranks_have_seed_of_the_script(seed, restored_torch):
-    """Every launch starts from the script's last seed, in all ranks and all generators; so does `inline`."""
+    """Every launch starts from the script's last seed, in all ranks and all generators; so does
+    `inline`.
+    """
     torch.manual_seed(seed)
     launchable = wrapper(ranks(ipc_groups=None))(drawn)
     first, second = launchable()

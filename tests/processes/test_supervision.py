@@ -1,4 +1,6 @@
-"""Two rules of pools: each call ends whatever happens to the thread that supervises, and no wait is without a deadline."""
+"""Two rules of pools: each call ends whatever happens to the thread that supervises, and no wait is
+without a deadline.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class FaultError(Exception):
 
 
 class Fault:
-    """Raises FaultError in the thread with this name, at a line of parawrap's processes, counted from 1."""
+    """Raises FaultError in the thread with this name, at a line of parawrap's processes, counted
+    from 1.
+    """
 
     def __init__(self, name, line):
         self._name = name
@@ -72,10 +76,14 @@ class Fault:
 
     def _trace(self, frame, event, _):
         name, at = frame.f_code.co_filename, frame.f_lineno
-        if self._left == 0 or threading.current_thread().name != self._name or "/parawrap/" not in name:
+        if (
+            self._left == 0
+            or threading.current_thread().name != self._name
+            or "/parawrap/" not in name
+        ):
             return None
-        # No real error comes between a lock and its block: at a `with`, which is traced again when the block ends, and in
-        # `__enter__`. Python ignores errors in `__del__`
+        # No real error comes between a lock and its block: at a `with`, which is traced again when
+        # the block ends, and in `__enter__`. Python ignores errors in `__del__`
         is_with = linecache.getline(name, at).strip().startswith("with ")
         is_real = not (is_with or frame.f_code.co_name in ("__enter__", "__exit__", "__del__"))
         if event == "line" and is_real:
@@ -117,7 +125,8 @@ def children():
     return [each for each in psutil.Process().children(recursive=True) if each.pid not in own]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that garbage collection closes
+# Of sockets that garbage collection closes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", THREADS)
 def test_fault_of_the_supervising_thread(name):
     """Each caller gets a result or an error, and no process stays."""
@@ -138,7 +147,11 @@ def test_fault_of_the_supervising_thread(name):
                 threading.Thread(target=run, daemon=True).start()
                 assert done.wait(30), f"a caller waits for ever after an error at {fault.where}"
             gc.collect()  # sockets that an error left unclosed, with its traceback
-            eventually(lambda: not children(), f"the end of all processes after an error at {fault.where}", 30)
+            eventually(
+                lambda: not children(),
+                f"the end of all processes after an error at {fault.where}",
+                30,
+            )
     finally:
         logging.disable(logging.NOTSET)
 
@@ -158,7 +171,9 @@ def test_rank_that_stops_within_a_message(size, at):
             if len(data) > at and not brings_file:
                 sent = self._socket.send(data[:at])
                 os.kill(os.getpid(), signal.SIGSTOP)
-                self._unsent[0] = type(self._unsent[0])(memoryview(data)[sent:], letter, brings_file)
+                self._unsent[0] = type(self._unsent[0])(
+                    memoryview(data)[sent:], letter, brings_file
+                )
             elif brings_file:
                 os.kill(os.getpid(), signal.SIGSTOP)
             return send(self)
@@ -166,12 +181,18 @@ def test_rank_that_stops_within_a_message(size, at):
         Wire._send_unsent = stopping
         return bytes(value)
 
-    with ranks(1, **ALONE, timeout_min=SILENT_S / 60).open() as open_ranks, pytest.raises(LaunchTimeoutError):
+    with (
+        ranks(1, **ALONE, timeout_min=SILENT_S / 60).open() as open_ranks,
+        pytest.raises(LaunchTimeoutError),
+    ):
         open_ranks(stop, size)
 
 
 def test_stopped_rank_takes_no_message():
-    """A large call to it leaves as far as its connection has room. The time limit, and the end, hold all the same."""
+    """A large call to it leaves as far as its connection has room.
+
+    The time limit, and the end, hold all the same.
+    """
     with ranks(2, **ALONE, timeout_min=SILENT_S / 60).open() as open_ranks:
         pid = open_ranks[1](os.getpid)
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""UnsendableError names the address of the part that cannot be sent, with its type and the reason."""
+"""UnsendableError names the address of the part that cannot be sent, with its
+type and the reason.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_open_files_are_refused(tmp_path):
     with (tmp_path / "data.txt").open("w") as file:
         assert address_of({"files": [file]}) == "value['files'][0]"
         assert address_of(capturing(file)) == "value's variable 'part'"
-        assert "an open file belongs to its process: send the path, and open the file there" in str(refusal_of(file))
+        assert "an open file belongs to its process: send the path, and open the file there" in str(
+            refusal_of(file)
+        )
 
 
 def test_message_has_the_reason():
@@ -110,8 +114,13 @@ def refused_shards():
     whole = nn.Sequential(nn.Linear(2, 2))
     sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
     placed = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
-    state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    assert sent([state, sharded.state_dict()["0.weight"].full_tensor()])[0].keys() == whole.state_dict().keys()
+    state = get_model_state_dict(
+        sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    assert (
+        sent([state, sharded.state_dict()["0.weight"].full_tensor()])[0].keys()
+        == whole.state_dict().keys()
+    )
     values = {
         "tensor": [distribute_tensor(torch.ones(2), mesh)],
         "state": sharded.state_dict(),
@@ -143,7 +152,10 @@ def test_shards_are_refused():
         "old module": "value",
     }
     for name, text in found.items():
-        assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))" in text
+        assert (
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True))" in text
+        )
         assert ("full_tensor()" in text) == (name in ("tensor", "state", "parallel")), text
 
 
@@ -152,11 +164,19 @@ def test_fake_tensors_are_refused(allows):
     """So are real ones inside the mode, which cannot be copied there. Other modes copy them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    real, net, mode = torch.ones(2, requires_grad=True), nn.Linear(2, 1), FakeTensorMode(allow_non_fake_inputs=allows)
+    real, net, mode = (
+        torch.ones(2, requires_grad=True),
+        nn.Linear(2, 1),
+        FakeTensorMode(allow_non_fake_inputs=allows),
+    )
     part, block = torch.ones(8)[:2].requires_grad_(), pack([real], "value").to_bytes()
     with mode:
         fake = torch.ones(2)
-        for value, place in ([real], "value[0]"), (net, "value.weight"), (torch.eye(2).to_sparse(), "value"):
+        for value, place in (
+            ([real], "value[0]"),
+            (net, "value.weight"),
+            (torch.eye(2).to_sparse(), "value"),
+        ):
             error = refusal_of(value)
             assert str(error).startswith(f"{place} cannot be sent")
             assert "leave the mode before the launch" in str(error)

@@ -1,4 +1,6 @@
-"""Messages arrive whole, however they are cut, and limits of a process are errors in that process."""
+"""Messages arrive whole, however they are cut, and limits of a process are
+errors in that process.
+"""
 
 from __future__ import annotations
 
@@ -190,7 +192,9 @@ def test_limit_on_memory(monkeypatch, pair):
 
     sender, reader = pair()
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(SessionError, match=r"no room for .* bytes of shared memory.*smaller batches"):
+    with pytest.raises(
+        SessionError, match=r"no room for .* bytes of shared memory.*smaller batches"
+    ):
         sender.send("word", None, packed(torch.zeros(MIB))[1])
     assert sender.send("word", "small")
     assert one_message(reader).body == "small"
@@ -300,7 +304,10 @@ def test_bytes_are_not_copied_before_they_are_sent():
     for block in (packed({"data": data, "number": 1})[1], pack([data, "text"])):
         assert any(part is data for part in block.parts)
     item, block = packed({"data": data, "text": "é" * MIB})
-    assert restore(item, memoryview(bytearray(block.to_bytes()))) == {"data": data, "text": "é" * MIB}
+    assert restore(item, memoryview(bytearray(block.to_bytes()))) == {
+        "data": data,
+        "text": "é" * MIB,
+    }
 
 
 def test_detached_block_keeps_its_bytes():

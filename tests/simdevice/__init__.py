@@ -1,28 +1,35 @@
 """A simulated accelerator, for tests that need several devices on a machine that has none.
 
-``install()`` adds the device type ``sim`` to torch: devices ``sim:0`` to ``sim:3`` in host memory, which behave as separate
-devices do. An operator over two of them raises, copies between them are counted, and backward runs on a worker thread per
-device. ``install(name="neuron")`` gives the type another name.
+``install()`` adds the device type ``sim`` to torch: devices ``sim:0`` to ``sim:3`` in host memory,
+which behave as separate devices do. An operator over two of them raises, copies between them are
+counted, and backward runs on a worker thread per device. ``install(name="neuron")`` gives the type
+another name.
 
-Each device has streams, spelled as CUDA's are, and code that orders its work on them wrongly fails in every run:
+Each device has streams, spelled as CUDA's are, and code that orders its work on them wrongly fails
+in every run:
 
-* A race detector. Every use of device memory must come after the uses it conflicts with: by the order of one stream, by an
-  event, or because the host waited in between. Memory that another stream uses when it is freed needs a ``record_stream``
-  for it, or an order of the streams before the next allocation. ``stats().races`` names the operators and the streams.
-* Late copies. Copies between devices, and those with ``non_blocking=True`` from or to pinned memory, happen as late as the
-  program allows: before the next kernel of their stream, or of one that waits for it, or when the host waits. They read
-  their source at that moment. Fresh and freed memory holds NaN (all bits set).
+* A race detector. Every use of device memory must come after the uses it conflicts with: by the
+  order of one stream, by an event, or because the host waited in between. Memory that another
+  stream uses when it is freed needs a ``record_stream`` for it, or an order of the streams before
+  the next allocation. ``stats().races`` names the operators and the streams.
+* Late copies. Copies between devices, and those with ``non_blocking=True`` from or to pinned
+  memory, happen as late as the program allows: before the next kernel of their stream, or of one
+  that waits for it, or when the host waits. They read their source at that moment. Fresh and freed
+  memory holds NaN (all bits set).
 
 Good to know before use:
 
-* Install before the first backward pass of the process: torch creates the worker threads of all devices then.
+* Install before the first backward pass of the process: torch creates the worker threads of all
+  devices then.
 * Installing cannot be undone. From then on ``torch.accelerator.current_accelerator()`` is ``sim``.
-* Operators run the CPU's kernels when they are issued, and random numbers come from the CPU's generator.
-* What the host does to pinned memory is not watched: it shows in the numbers alone. Graphs, peer access, and events between
-  processes are not simulated; nor are sparse, nested, and quantized tensors.
+* Operators run the CPU's kernels when they are issued, and random numbers come from the CPU's
+  generator.
+* What the host does to pinned memory is not watched: it shows in the numbers alone. Graphs, peer
+  access, and events between processes are not simulated; nor are sparse, nested, and quantized
+  tensors.
 
-The C++ half (``native``) is compiled once per version of torch, of Python, and of itself, and kept under
-``$XDG_CACHE_HOME/parawrap-tests`` (``~/.cache/parawrap-tests``).
+The C++ half (``native``) is compiled once per version of torch, of Python, and of itself, and kept
+under ``$XDG_CACHE_HOME/parawrap-tests`` (``~/.cache/parawrap-tests``).
 """
 
 from __future__ import annotations
@@ -54,17 +61,20 @@ _NAME = "sim"
 _EXTENSION = "parawrap_simdevice"
 _NATIVE = Path(__file__).with_name("native")
 _CFLAGS = ["-O1", "-g0"]
-_BUILD_SCRIPT = "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
+_BUILD_SCRIPT = (
+    "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
+)
 
 
 @dataclass(frozen=True)
 class Stats:
     """Counters of the simulated devices since ``reset_stats()``, and their live memory.
 
-    ``h2d``, ``d2h``, and ``d2d`` number the copies between host and devices; the ``_bytes`` fields say how many bytes
-    arrived by them. Copies within one device are not counted. ``late`` numbers the copies that were put off.
-    ``scalar_reads`` numbers the calls like ``item()``, which on an accelerator wait for the device. ``operators`` numbers
-    the kernels run. ``races`` says what the race detector found, a sentence each, and no more than twenty.
+    ``h2d``, ``d2h``, and ``d2d`` number the copies between host and devices; the ``_bytes`` fields
+    say how many bytes arrived by them. Copies within one device are not counted. ``late`` numbers
+    the copies that were put off. ``scalar_reads`` numbers the calls like ``item()``, which on an
+    accelerator wait for the device. ``operators`` numbers the kernels run. ``races`` says what the
+    race detector found, a sentence each, and no more than twenty.
     """
 
     h2d: int
@@ -108,9 +118,11 @@ def available(name: str = _NAME) -> str | None:
 
 
 def install(count: int = 4, name: str = _NAME) -> ModuleType:
-    """Add ``count`` devices of type ``name`` to torch and return their module, such as ``torch.sim``.
+    """Add ``count`` devices of type ``name`` to torch and return their module, such as
+    ``torch.sim``.
 
-    A second call in one process returns the same module. The first call ever compiles the device, which takes a minute.
+    A second call in one process returns the same module. The first call ever compiles the device,
+    which takes a minute.
     """
     if (module := _installed()) is None:
         extension = _load_extension()
@@ -158,7 +170,9 @@ def _extension() -> ModuleType:
 
 
 def _device_module(extension: ModuleType) -> ModuleType:
-    """Return the device module, with the functions of torch.cuda that torch, parawrap, and the tests call."""
+    """Return the device module, with the functions of torch.cuda that torch, parawrap, and the
+    tests call.
+    """
 
     def default_stream(device: Device = None) -> torch.Stream:
         index = _get_device_index(device, optional=True)
@@ -166,7 +180,9 @@ def _device_module(extension: ModuleType) -> ModuleType:
 
     @contextlib.contextmanager
     def use_stream(stream: torch.Stream | None) -> Iterator[None]:
-        """Make a stream current on its device, and its device the current one, for the length of a with block."""
+        """Make a stream current on its device, and its device the current one, for the length of a
+        with block.
+        """
         if stream is None:
             yield
             return
@@ -180,12 +196,15 @@ def _device_module(extension: ModuleType) -> ModuleType:
 
     module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
     vars(module).update(
-        device=lambda device: torch.accelerator.device_index(_get_device_index(device, optional=True)),
+        device=lambda device: torch.accelerator.device_index(
+            _get_device_index(device, optional=True)
+        ),
         device_count=extension.device_count,
         current_device=extension.current_device,
         set_device=torch.accelerator.set_device_index,
         is_available=lambda: True,
-        manual_seed=lambda _: None,  # torch.manual_seed has seeded the CPU's generator, which is used
+        # torch.manual_seed has seeded the CPU's generator, which is used
+        manual_seed=lambda _: None,
         manual_seed_all=lambda _: None,
         get_rng_state=lambda device=None: torch.get_rng_state(),
         set_rng_state=lambda new_state, device=None: torch.set_rng_state(new_state),
@@ -218,7 +237,10 @@ def _library() -> Path:
         platform.platform(),
         _compiler(),
         *_CFLAGS,
-        *(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sorted(_NATIVE.glob("*"))),
+        *(
+            f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+            for path in sorted(_NATIVE.glob("*"))
+        ),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -244,13 +266,14 @@ def _load_extension() -> ModuleType:
 def _build(library: Path) -> None:
     """Compile the extension.
 
-    It runs in a separate process, because torch's builder changes its process and cannot run twice in one. It uses a
-    separate folder, because a killed builder leaves partial files and a lock file, which would block the
-    next builder forever. Only a finished library is moved to its place.
+    It runs in a separate process, because torch's builder changes its process and cannot run twice
+    in one. It uses a separate folder, because a killed builder leaves partial files and a lock
+    file, which would block the next builder forever. Only a finished library is moved to its place.
     """
     for leftover in library.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # this Python may have ninja
+    # This Python may have ninja
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
         arguments = {
             "name": _EXTENSION,
@@ -269,5 +292,7 @@ def _build(library: Path) -> None:
             check=False,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"the simulated device could not be built:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"the simulated device could not be built:\n{done.stdout}{done.stderr}"
+            )
         Path(folder, library.name).replace(library)

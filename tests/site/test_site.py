@@ -24,10 +24,15 @@ NARROW, WIDE = 390, 1280
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    require("browser", None if importlib.util.find_spec("sphinx") else "it needs the packages of the extra docs")
+    require(
+        "browser",
+        None if importlib.util.find_spec("sphinx") else "it needs the packages of the extra docs",
+    )
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--quiet", "--fresh-env"]
-    built = subprocess.run([*command, ROOT / "docs", folder], capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [*command, ROOT / "docs", folder], capture_output=True, text=True, check=False
+    )
     assert (built.returncode, built.stderr) == (0, "")
     return folder
 
@@ -45,13 +50,21 @@ def address(site):
 
 
 def ids_of(site):
-    """Return the ids of the elements of each page. Sphinx itself refuses links and anchors that lead nowhere."""
+    """Return the ids of the elements of each page.
+
+    Sphinx itself refuses links and anchors that lead nowhere.
+    """
     pages = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]
-    return {str(path.relative_to(site)): set(re.findall(r' id="([^"]+)"', path.read_text())) for path in pages}
+    return {
+        str(path.relative_to(site)): set(re.findall(r' id="([^"]+)"', path.read_text()))
+        for path in pages
+    }
 
 
 def test_pages_fit_and_have_no_error(chromium, site, address):
-    """No page is wider than a wide or a narrow window, writes an error to the console, or needs another server."""
+    """No page is wider than a wide or a narrow window, writes an error to the console, or needs
+    another server.
+    """
     window = chromium.new_page()
     opened = Window(window)
     wide = []
@@ -70,13 +83,17 @@ def test_search_finds(chromium, address):
     window = chromium.new_page(viewport={"width": WIDE, "height": 800})
     window.goto(f"{address}search.html?q=GatherError")
     window.wait_for_selector("#search-results li a")
-    found = window.eval_on_selector_all("#search-results li a", "links => links.map(link => link.getAttribute('href'))")
+    found = window.eval_on_selector_all(
+        "#search-results li a", "links => links.map(link => link.getAttribute('href'))"
+    )
     window.close()
     assert any("errors.html" in link for link in found)
 
 
 def test_reference_has_every_name(site):
-    entries = set().union(*(ids for name, ids in ids_of(site).items() if name.startswith("reference")))
+    entries = set().union(
+        *(ids for name, ids in ids_of(site).items() if name.startswith("reference"))
+    )
     shown = {entry.rpartition(".")[2] for entry in entries}
     modules = {"cpu", "functional", "neuron", "__version__"}
     assert {*parawrap.__all__} - modules <= shown
@@ -86,7 +103,11 @@ def test_reference_has_every_name(site):
 
 def test_error_page_has_every_exception(site):
     anchors = ids_of(site)["errors.html"]
-    names = [name for name, value in vars(errors).items() if isinstance(value, type) and name != "ParawrapError"]
+    names = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and name != "ParawrapError"
+    ]
     names = [name for name in names if issubclass(getattr(errors, name), errors.ParawrapError)]
     assert len(names) > 10
     assert [name for name in names if name.lower() not in anchors] == []

@@ -17,7 +17,9 @@ def _without_gradients():
         yield
 
 
-@pytest.fixture(scope="module", params=["thread", "process", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(
+    scope="module", params=["thread", "process", pytest.param("ray", marks=pytest.mark.ray)]
+)
 def kind(request):
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
@@ -32,7 +34,8 @@ def apply(function, *args, **kwargs):
 def block(kind):
     """An open block with two lanes. Its target calls its first argument with the others."""
     with torch.no_grad(), over(kind, apply) as block:
-        start = threading.Barrier(2).wait if kind == "thread" else os.getpid  # threads start with the first call of each
+        # Threads start with the first call of each
+        start = threading.Barrier(2).wait if kind == "thread" else os.getpid
         for future in [block.submit(start) for _ in range(2)]:
             future.result()
         yield block

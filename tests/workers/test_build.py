@@ -49,12 +49,18 @@ def test_replacement_builds_the_same():
 
 def test_worker_that_cannot_build():
     """Its exception, or its death, is the error of the first call."""
-    with processes(build(os._exit, 7)) as p, pytest.raises(RankDiedError, match="exited with code 7"):
+    with (
+        processes(build(os._exit, 7)) as p,
+        pytest.raises(RankDiedError, match="exited with code 7"),
+    ):
         p(torch.ones(9, 4))
     with processes(build(nn.Linear, 0, "x")) as p, pytest.raises(TypeError):
         p(torch.ones(9, 4))
 
 
 def test_build_needs_processes():
-    with over("thread", build(nn.Linear, 2, 2)) as p, pytest.raises(SessionError, match='workers="process"'):
+    with (
+        over("thread", build(nn.Linear, 2, 2)) as p,
+        pytest.raises(SessionError, match='workers="process"'),
+    ):
         p(torch.ones(9, 2))

@@ -1,4 +1,7 @@
-"""Writes of a whole call into arguments reach the caller's own. Workers refuse writes into unknown objects."""
+"""Writes of a whole call into arguments reach the caller's own.
+
+Workers refuse writes into unknown objects.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,9 @@ def test_object_of_a_local_class(kind, is_cut):
     x, counter = torch.ones(8, 4), Counter()
     refused = pytest.raises(SessionError, match="neither a tensor nor")
     if kind == "thread":  # all lanes of a cut call use the one object
-        refused = pytest.raises(ShardError, match="every lane gets whole") if is_cut else nullcontext()
+        refused = (
+            pytest.raises(ShardError, match="every lane gets whole") if is_cut else nullcontext()
+        )
     with over(kind, count, out_dims=0, in_dims={"counter": None}) as p, refused:
         p(x, counter) if is_cut else p.submit(x, counter).result()
     assert bool(counter.seen) == (kind == "thread")
@@ -123,25 +128,37 @@ def test_views_of_one_memory(block):
         return b
 
     memory = torch.zeros(100)
-    assert block.submit(add, memory[10:60], memory[:20]).result().tolist() == [0.0] * 10 + [1.0] * 10
+    assert (
+        block.submit(add, memory[10:60], memory[:20]).result().tolist() == [0.0] * 10 + [1.0] * 10
+    )
     assert memory.sum() == memory[10:60].sum() == 50
 
 
 def test_write_into_other_tensors(block, kind):
     """A worker's argument has another shape than the caller's, so a write could not come back."""
-    with nullcontext() if kind == "thread" else pytest.raises(SessionError, match=r"other parts.*Return the new"):
+    with (
+        nullcontext()
+        if kind == "thread"
+        else pytest.raises(SessionError, match=r"other parts.*Return the new")
+    ):
         block.submit(lambda x: x.unsqueeze_(0).add_(1).sum(), torch.zeros(3)).result()
 
 
 def test_write_of_a_cut_call(kind):
-    """A cut call writes its rows into the caller's tensor. A write into a whole argument would repeat, and is refused."""
+    """A cut call writes its rows into the caller's tensor.
+
+    A write into a whole argument would repeat, and is refused.
+    """
 
     def write(x, total):
         total += len(total)
         return x.mul_(2)
 
     x, total = torch.ones(8, 4), torch.zeros(3)
-    with over(kind, write, out_dims=0, in_dims={"total": None}) as p, pytest.raises(ShardError, match="in place"):
+    with (
+        over(kind, write, out_dims=0, in_dims={"total": None}) as p,
+        pytest.raises(ShardError, match="in place"),
+    ):
         p(torch.ones(8, 4), total)
     with over(kind, lambda x: x.mul_(2), out_dims=0) as p:
         assert_close(p(x), torch.full((8, 4), 2.0))

@@ -1,4 +1,6 @@
-"""Worker processes that die are replaced, each batch comes out once, and nothing survives a block."""
+"""Worker processes that die are replaced, each batch comes out once, and
+nothing survives a block.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torch.testing import assert_close
 
 from parawrap import RankDiedError, SessionError
 from tests.helpers.pools import processes
-from tests.helpers.processes import assert_gone, assert_nothing_left, descendant_pids, pids_in, run_script, running_script
+from tests.helpers.processes import (
+    assert_gone,
+    assert_nothing_left,
+    descendant_pids,
+    pids_in,
+    run_script,
+    running_script,
+)
 from tests.helpers.waiting import eventually
 
 
@@ -63,22 +72,33 @@ def test_batch_that_kills_every_worker():
 
 @pytest.mark.parametrize("retries", [1, 0])
 def test_death_in_a_chunk(retries):
-    """All batches of a chunk may have run when a worker dies. They run again one by one, so only the cause fails twice."""
+    """All batches of a chunk may have run when a worker dies.
+
+    They run again one by one, so only the cause fails twice.
+    """
     values = (1, 2, -9, 3, 4, 5, 6, 7)
     with processes(Dying(), retries=retries) as p:
-        outputs = list(p.map(batches_of(*values), buffersize=8, chunksize=4, return_exceptions=True))
+        outputs = list(
+            p.map(batches_of(*values), buffersize=8, chunksize=4, return_exceptions=True)
+        )
     failed = [number for number, output in enumerate(outputs) if isinstance(output, RankDiedError)]
     assert failed == ([2] if retries else [0, 1, 2, 3])
     for number in failed:
         note = "\n".join(outputs[number].__notes__)
         assert note.count("of the stream") == note.count(f"batch {number} of the stream") == 1
         assert ("its chunk of 4" in note) != bool(retries)
-    assert [float(outputs[n]) for n in range(8) if n not in failed] == [2 * values[n] for n in range(8) if n not in failed]
+    assert [float(outputs[n]) for n in range(8) if n not in failed] == [
+        2 * values[n] for n in range(8) if n not in failed
+    ]
 
 
 @pytest.mark.parametrize(
     ("batches", "every", "elements", "chunksize"),
-    [(200, 50, 3, 8), (200, 50, 20_000, 1), pytest.param(3_000, 150, 20_000, 8, marks=pytest.mark.long)],
+    [
+        (200, 50, 3, 8),
+        (200, 50, 20_000, 1),
+        pytest.param(3_000, 150, 20_000, 8, marks=pytest.mark.long),
+    ],
 )
 def test_killed_workers_lose_no_batch(batches, every, elements, chunksize):
     pids, outputs = [0], []
@@ -105,7 +125,9 @@ def test_death_of_an_idle_worker():
         pids = workers_of(p, x)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not any(map(psutil.pid_exists, pids)), "the end of all threads of the workers")
+        eventually(
+            lambda: not any(map(psutil.pid_exists, pids)), "the end of all threads of the workers"
+        )
         model[0].weight.mul_(3)
         assert_close(p.submit(x).result()[0], model[0](x))
         assert not {*pids} & {*workers_of(p, x)}
@@ -144,7 +166,10 @@ def test_abandoned_block_ends():
     del p, unread
     gc.collect()
     assert_gone([pid])
-    eventually(lambda: not [each for each in threading.enumerate() if each.name.startswith("parawrap")], "the threads")
+    eventually(
+        lambda: not [each for each in threading.enumerate() if each.name.startswith("parawrap")],
+        "the threads",
+    )
 
 
 UNCLOSED = """

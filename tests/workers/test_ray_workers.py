@@ -1,6 +1,7 @@
 """Workers on a Ray cluster: refused platforms, lost actors, and lost nodes.
 
-`test_worker_pool.py` and `test_requests.py` have the contract that Ray shares with threads and processes.
+`test_worker_pool.py` and `test_requests.py` have the contract that Ray shares with threads and
+processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Values arrive in the lanes, and return, as they were. `tests/processes/test_pickling.py` has other kinds."""
+"""Values arrive in the lanes, and return, as they were.
+
+`tests/processes/test_pickling.py` has other kinds.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,14 @@ def facts(tensor):
     """Return all that describes a tensor except its values."""
     has_strides = tensor.layout is torch.strided and tensor.numel() > 0
     strides = tensor.stride() if has_strides else None
-    return tensor.dtype, tensor.layout, tuple(tensor.shape), strides, tensor.requires_grad, tensor.is_conj()
+    return (
+        tensor.dtype,
+        tensor.layout,
+        tuple(tensor.shape),
+        strides,
+        tensor.requires_grad,
+        tensor.is_conj(),
+    )
 
 
 def look(x):
@@ -63,7 +73,10 @@ def test_output_on_freed_memory(block):
     for output in (block.submit(rows, x).result(), *block.map([(rows, x)] * 4, chunksize=1)):
         assert_close(output.tensor, x)
     x = torch.rand(MIB)
-    view, expected = block.submit(lambda x: x[10:].view(2, -1), x).result(), x[10:].view(2, -1).clone()
+    view, expected = (
+        block.submit(lambda x: x[10:].view(2, -1), x).result(),
+        x[10:].view(2, -1).clone(),
+    )
     del x
     for _ in range(4):  # other messages do not use the memory of the view
         block.submit(torch.clone, torch.zeros(MIB)).result()
@@ -89,7 +102,9 @@ def test_write_into_a_tensor(block, mode, size):
 
 
 def test_identity_holds(block):
-    """In a call and in its output, a tensor that occurs twice is one tensor, and two views of one memory share it."""
+    """In a call and in its output, a tensor that occurs twice is one tensor, and two views of one
+    memory share it.
+    """
 
     def look(one, other, row):
         assert one is other
@@ -112,7 +127,10 @@ def test_shard_travels_without_batch(block):
 
 @pytest.mark.parametrize("kind", ["process"], indirect=True, scope="module")
 def test_messages_that_grow(block):
-    """Memory that tensors have outgrown is freed, and its descriptor closed. A large text never blocks."""
+    """Memory that tensors have outgrown is freed, and its descriptor closed.
+
+    A large text never blocks.
+    """
     held = []
     for size in range(16, 24):
         assert block.submit(torch.sum, torch.ones(1 << size)).result() == 1 << size

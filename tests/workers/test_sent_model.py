@@ -1,4 +1,6 @@
-"""The model in the workers: what can be sent, what travels again at which change, and what a call may write into it."""
+"""The model in the workers: what can be sent, what travels again at which change, and what a call
+may write into it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Configured(nn.Module):
             self.row.fill_(3)
         first, deep = self.config["scales"]
         y = self.dropout(self.tied(self.linear(x))) * first * deep["last"]
-        return y + self.config["table"] + self.rows[1], self.tied.weight is self.linear.weight, self.linear.weight
+        return (
+            y + self.config["table"] + self.rows[1],
+            self.tied.weight is self.linear.weight,
+            self.linear.weight,
+        )
 
 
 class Where(nn.Module):
@@ -53,7 +59,10 @@ def with_lock():
 
 @pytest.mark.parametrize(
     ("make", "path"),
-    [(lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"), (with_lock, r"model\[1\]\.lock")],
+    [
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), "model"),
+        (with_lock, r"model\[1\]\.lock"),
+    ],
     ids=["script", "lock"],
 )
 def test_model_that_cannot_be_sent(make, path):
@@ -80,18 +89,34 @@ def test_prepare_holds_a_list_of_layers():
     """Lanes in threads refuse it, and each worker has its own copy."""
     layers = [nn.Linear(2, 2)]
     with torch.no_grad(), processes(nn.Identity()) as p:
-        assert_close([*p.map([torch.ones(3, 2)], prepare=lambda x: layers[0](x))], [layers[0](torch.ones(3, 2))])
+        assert_close(
+            [*p.map([torch.ones(3, 2)], prepare=lambda x: layers[0](x))],
+            [layers[0](torch.ones(3, 2))],
+        )
 
 
 def test_generators_are_refused():
-    """The state of a generator in the model, `prepare`, or the arguments would stay in the worker."""
+    """The state of a generator in the model, `prepare`, or the arguments would
+    stay in the worker.
+    """
     model, generator = nn.Identity(), torch.Generator()
     model.generator = generator
-    with processes(model) as p, pytest.raises(SessionError, match=r"the model uses a random generator"):
+    with (
+        processes(model) as p,
+        pytest.raises(SessionError, match=r"the model uses a random generator"),
+    ):
         p(torch.zeros(9, 2))
-    with processes(nn.Identity()) as p, pytest.raises(SessionError, match=r"prepare uses a random generator"):
-        list(p.map([torch.zeros(9, 2)], prepare=lambda x: x + torch.rand(9, 2, generator=generator)))
-    with processes(lambda x, g: x) as p, pytest.raises(SessionError, match=r"an argument is a random generator"):
+    with (
+        processes(nn.Identity()) as p,
+        pytest.raises(SessionError, match=r"prepare uses a random generator"),
+    ):
+        list(
+            p.map([torch.zeros(9, 2)], prepare=lambda x: x + torch.rand(9, 2, generator=generator))
+        )
+    with (
+        processes(lambda x, g: x) as p,
+        pytest.raises(SessionError, match=r"an argument is a random generator"),
+    ):
         p(torch.zeros(9, 2), torch.Generator())
 
 
@@ -104,7 +129,9 @@ CHANGES = {
     "train": lambda model: model.train(),
     "attribute deep inside": lambda model: model.config["scales"][1].update(last=7.0),
     "attribute of a layer": lambda model: setattr(model.dropout, "p", 0.0),
-    "hook": lambda model: model.linear.register_forward_hook(lambda module, args, output: output + 5),
+    "hook": lambda model: model.linear.register_forward_hook(
+        lambda module, args, output: output + 5
+    ),
     "dtype": lambda model: model.double(),
     "new layer": lambda model: setattr(model, "linear", nn.Linear(4, 4, dtype=torch.float64)),
 }
@@ -125,7 +152,9 @@ def test_change_is_in_the_next_call(whole):
 
 
 def test_writes_without_a_version():
-    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors alone."""
+    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors
+    alone.
+    """
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(9, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model[1].num_batches_tracked = None
@@ -148,7 +177,8 @@ def test_the_model_travels_if_changed():
         assert p.stats().copied_bytes == 0
         model[0].weight.mul_(2)
         model(x)
-        assert p.stats().copied_bytes == model[0].weight.nbytes + model[0].bias.nbytes  # the model is sent whole
+        # The model is sent whole
+        assert p.stats().copied_bytes == model[0].weight.nbytes + model[0].bias.nbytes
         model[0].weight.data.zero_()
         p.refresh()
         assert_same(outputs_of(p, model, x), [model[0].bias.expand(7, 3).clone()] * 3)
@@ -174,7 +204,10 @@ def test_attributes_do_not_leak():
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_training_mode():
-    """A cut call that writes buffers in training mode is refused. Otherwise, buffers stay as they were."""
+    """A cut call that writes buffers in training mode is refused.
+
+    Otherwise, buffers stay as they were.
+    """
     model, x = nn.BatchNorm1d(3), torch.randn(13, 3)
     before = copy.deepcopy(model.state_dict())
     with processes(model) as p:
@@ -188,7 +221,9 @@ def test_training_mode():
 
 
 def test_hooks_run_as_in_the_plain_call():
-    """Those of the model run in this process on the whole batch, those of a submodule next to its forward."""
+    """Those of the model run in this process on the whole batch, those of a submodule next to its
+    forward.
+    """
     model, x = Where(), torch.randn(8, 4)
     model.inner.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     model.inner.register_forward_hook(lambda module, args, output: (output * 3, os.getpid()))
@@ -214,7 +249,9 @@ def scaled_by(namespace):
 
 
 def test_closures_are_current():
-    """A variable of a hook's closure, a global of the script, and a container that a function reads."""
+    """A variable of a hook's closure, a global of the script, and a container that a function
+    reads.
+    """
     offset, table, x = 1.0, {"offset": 1.0}, torch.ones(9, 2)
     script = {"__name__": "__main__", "Module": nn.Module, "SCALE": 1.0}
     model = nn.Sequential(scaled_by(script), nn.Identity())

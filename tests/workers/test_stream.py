@@ -1,4 +1,6 @@
-"""How the batches of a stream travel: in chunks of measured size, without limits that a slow side could exceed."""
+"""How the batches of a stream travel: in chunks of measured size, without limits that a slow side
+could exceed.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_small_batches_share_messages(sizes, ordered, monkeypatch):
     ],
 )
 def test_other_sizes(sizes, model, elements, options, size):
-    """Batches that take long, or are large, travel alone; so do those that must not run again if another one kills."""
+    """Batches that take long, or are large, travel alone; so do those that must not run again if
+    another one kills.
+    """
     with processes(model(), retries=options.pop("retries", 1)) as p:
         for _ in range(2):
             sizes.clear()
@@ -73,7 +77,9 @@ def test_other_sizes(sizes, model, elements, options, size):
 
 
 def count_ahead(count, *, source_s=0.0, caller_s=0.0, ordered=True):
-    """Return how many batches the stream had read at each output, beyond those that it had given."""
+    """Return how many batches the stream had read at each output, beyond those
+    that it had given.
+    """
     taken = 0
 
     def source():
@@ -101,5 +107,7 @@ def test_slow_caller():
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_slow_source(ordered):
-    """An output does not wait for the batches after the next one, and the workers do not wait for a full chunk."""
+    """An output does not wait for the batches after the next one, and the workers do not wait for a
+    full chunk.
+    """
     assert max(count_ahead(30, source_s=0.02, ordered=ordered)) <= 5

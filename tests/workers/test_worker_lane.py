@@ -1,4 +1,6 @@
-"""The queue of a worker: streams, cancellation, callbacks, and the memory that batches travel in."""
+"""The queue of a worker: streams, cancellation, callbacks, and the memory that
+batches travel in.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ MIB = 1 << 20
 
 
 class Gated(nn.Module):
-    """Scales its input, for odd numbers once the folder has a file ``go``. Returns the process id too."""
+    """Scales its input, for odd numbers once the folder has a file ``go``.
+
+    Returns the process id too.
+    """
 
     def __init__(self, folder):
         super().__init__()
@@ -53,7 +58,10 @@ def firsts(outputs):
 
 
 def test_exception_ends_running_calls(tmp_path):
-    """A block that ends with an exception does not wait for the calls in its workers. Its futures are done."""
+    """A block that ends with an exception does not wait for the calls in its workers.
+
+    Its futures are done.
+    """
     with pytest.raises(KeyError), processes(Gated(tmp_path)) as p, ThreadPoolExecutor(1) as threads:  # noqa: PT012
         futures = [p.submit(batch) for batch in numbers(*range(1, 25, 2))]
         waiting = threads.submit(wait, futures, timeout=60)
@@ -79,7 +87,9 @@ def test_queued_calls_run_or_cancel(tmp_path):
 
 
 def test_callbacks_hold_up_nobody():
-    """They run in a thread of the block: a caller may hold a lock that they need, and they may wait for other futures."""
+    """They run in a thread of the block: a caller may hold a lock that they need, and they may wait
+    for other futures.
+    """
     x, lock, read = torch.ones(5, 2), threading.Lock(), []
     with processes(nn.Identity()) as p:
 
@@ -109,7 +119,9 @@ def test_ways_to_wait_for_futures(wait_for):
         for _ in range(2):
             futures = [p.submit(batch) for batch in batches]
             if wait_for == "result":
-                assert [float(future.result(60)[0, 0]) for future in reversed(futures)] == [*range(29, -1, -1)]
+                assert [float(future.result(60)[0, 0]) for future in reversed(futures)] == [
+                    *range(29, -1, -1)
+                ]
             elif wait_for == "wait":
                 assert not wait(futures, 60).not_done
             elif wait_for == "as_completed":
@@ -136,7 +148,10 @@ def test_new_worker_beside_a_busy_one(tmp_path):
         eventually((tmp_path / "1").exists, "the call in the busy worker")
         pid = p.submit(two).result()[1]
         os.kill(pid, signal.SIGKILL)
-        eventually(lambda: None in [lane.worker for lane in p._session.lanes.all], "the end of the idle worker")
+        eventually(
+            lambda: None in [lane.worker for lane in p._session.lanes.all],
+            "the end of the idle worker",
+        )
         assert p.submit(four).result(60)[1] != pid
         (tmp_path / "go").touch()
         assert firsts([busy.result()]) == [1]
@@ -165,7 +180,9 @@ def test_parts_of_a_call_have_one_model():
 def test_kept_inputs_stay():
     """Shared memory is not used again while a tensor in the worker lies on it."""
     with parallel(Keeping(), ["cpu"], workers="process") as p:
-        sums = [float(p.submit(torch.full((50_000,), float(number))).result()) for number in range(1, 6)]
+        sums = [
+            float(p.submit(torch.full((50_000,), float(number))).result()) for number in range(1, 6)
+        ]
     assert sums == [50_000 * number * (number + 1) / 2 for number in range(1, 6)]
 
 
@@ -194,4 +211,6 @@ def test_stream_does_not_grow_memory(elements, batches):
         for output in p.map(source(), buffersize=4):
             del output
         used.append(measure())
-    assert used[1] - used[0] < 8 * MIB + 4 * batch.nbytes, "as many batches as are in flight, never all"
+    assert used[1] - used[0] < 8 * MIB + 4 * batch.nbytes, (
+        "as many batches as are in flight, never all"
+    )

@@ -1,6 +1,8 @@
-"""The contract of pools: threads, processes, and Ray actors give the same answers, modes, errors, and random numbers.
+"""The contract of pools: threads, processes, and Ray actors give the same answers, modes, errors,
+and random numbers.
 
-Each pool opens once: the target of `block` calls its first argument, so that each test brings its own function.
+Each pool opens once: the target of `block` calls its first argument, so that each test brings its
+own function.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ class CustomError(Exception):
 
 
 def structured(x):
-    return {"y": x * 2, "pair": Pair(x, (None, [x[:, 0]])), "items": [f"row {float(row[0]):.3f}" for row in x]}
+    return {
+        "y": x * 2,
+        "pair": Pair(x, (None, [x[:, 0]])),
+        "items": [f"row {float(row[0]):.3f}" for row in x],
+    }
 
 
 def double(x):
@@ -77,7 +83,11 @@ def test_forked_child_runs_plainly(block):
     child = os.fork()
     if child == 0:  # os._exit: a child must not run pytest's end
         try:
-            outputs = [block(double, x), block.submit(double, x).result(), *block.map([(double, x)] * 3)]
+            outputs = [
+                block(double, x),
+                block.submit(double, x).result(),
+                *block.map([(double, x)] * 3),
+            ]
             is_plain = all(torch.equal(output, x * 2) for output in outputs)
             block.close()
             os._exit(0 if is_plain else 3)
@@ -142,9 +152,16 @@ def test_gradients_or_a_refusal(block, kind):
     said = r"torch\.no_grad.*@wrapper with DistributedDataParallel"
     for call in block, lambda *args: block.submit(*args).result():
         for function, value in ((double, x.clone().requires_grad_()), (lambda x: model(x), x)):
-            with torch.enable_grad(), nullcontext() if kind == "thread" else pytest.raises(SessionError, match=said):
+            with (
+                torch.enable_grad(),
+                nullcontext() if kind == "thread" else pytest.raises(SessionError, match=said),
+            ):
                 assert call(function, value).requires_grad
-    refusal = nullcontext() if kind == "thread" else pytest.raises(SessionError, match=f"a parameter.*{said}")
+    refusal = (
+        nullcontext()
+        if kind == "thread"
+        else pytest.raises(SessionError, match=f"a parameter.*{said}")
+    )
     with torch.enable_grad(), refusal, over(kind, model) as p:
         p(x)
 
@@ -159,12 +176,18 @@ def test_calls_draw_different_numbers(block, kind):
 
 
 def test_seed_gives_the_same_numbers(block, kind):
-    """Under deterministic algorithms, lanes continue the caller's numbers one after another. Workers cannot."""
+    """Under deterministic algorithms, lanes continue the caller's numbers one after another.
+
+    Workers cannot.
+    """
     x = torch.ones(7, 3)
     torch.manual_seed(5)
     expected = torch.cat([noisy(x[:4]), noisy(x[4:])]), torch.rand(3)
     if kind != "thread":
-        with deterministic(), pytest.raises(SessionError, match=r"random numbers in a cut call.*Use map or submit"):
+        with (
+            deterministic(),
+            pytest.raises(SessionError, match=r"random numbers in a cut call.*Use map or submit"),
+        ):
             block(noisy, x)
         return
     with deterministic():
@@ -231,7 +254,10 @@ def test_warning_appears_once(block):
 
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_value_that_cannot_travel(block, kind, chunksize):
-    """It fails its own batch, and the workers go on. The error of a pickle names its place. Threads take any value."""
+    """It fails its own batch, and the workers go on.
+
+    The error of a pickle names its place. Threads take any value.
+    """
 
     def run(x, *, extra=None):
         return {1: (x, (each for each in ())), 2: OnlyHere()}.get(int(x[0]), x)
@@ -266,12 +292,18 @@ def test_prepare_runs_in_the_lane(block, kind, chunksize):
     table = {"offset": 1.0}
 
     def prepare(batch):
-        return {"function": lambda x, pid: (x * 2, pid), "x": batch + table["offset"], "pid": os.getpid()}
+        return {
+            "function": lambda x, pid: (x * 2, pid),
+            "x": batch + table["offset"],
+            "pid": os.getpid(),
+        }
 
     for offset in (1.0, 10.0):
         table["offset"] = offset
         found = list(block.map(numbers(5), prepare=prepare, chunksize=chunksize))
-        assert firsts(output for output, _ in found) == [2 * (number + offset) for number in range(5)]
+        assert firsts(output for output, _ in found) == [
+            2 * (number + offset) for number in range(5)
+        ]
         assert (os.getpid() in {pid for _, pid in found}) == (kind == "thread")
 
 
@@ -294,12 +326,16 @@ def test_error_is_in_its_batchs_place(block, chunksize):
     assert firsts(outputs) == [0, 1, 2]
     for part in "batch 3", "lane", "on cpu":
         assert part in "\n".join(caught.value.__notes__)
-    found = list(stream(block, fail_on_three, numbers(9), return_exceptions=True, chunksize=chunksize))
+    found = list(
+        stream(block, fail_on_three, numbers(9), return_exceptions=True, chunksize=chunksize)
+    )
     assert [number for number, each in enumerate(found) if isinstance(each, LookupError)] == [3]
     for return_exceptions in (True, False):
         outputs.clear()
         with pytest.raises(KeyError, match="no more"):
-            outputs.extend(block.map(source(), return_exceptions=return_exceptions, chunksize=chunksize))
+            outputs.extend(
+                block.map(source(), return_exceptions=return_exceptions, chunksize=chunksize)
+            )
         assert firsts(outputs) == [0, 2, 4, 6, 8]
 
 
@@ -310,7 +346,13 @@ def test_trace_has_spans_of_each_lane(block, tmp_path):
         with pytest.raises(ValueError):
             block.submit(refuse_negative, -torch.ones(2, 5)).result()
     *cut, of_map, failed = trace.spans
-    assert sorted((span.track, span.details["batch"], span.details["rows"]) for span in cut) == [(0, None, 4), (1, None, 3)]
-    assert [(span.details["batch"], span.details["rows"]) for span in (of_map, failed)] == [(0, 3), (None, 2)]
+    assert sorted((span.track, span.details["batch"], span.details["rows"]) for span in cut) == [
+        (0, None, 4),
+        (1, None, 3),
+    ]
+    assert [(span.details["batch"], span.details["rows"]) for span in (of_map, failed)] == [
+        (0, 3),
+        (None, 2),
+    ]
     assert [span.details["error"] for span in trace.spans] == [None] * 3 + ["ValueError"]
     assert all(0 < span.start <= span.end for span in trace.spans)

@@ -24,7 +24,11 @@ def fail_to_start(starting):
     """Return the error of a start, and its seconds, while two connections are silent."""
     address = starting._listener.getsockname()[:2]
     begun = time.monotonic()
-    with socket.create_connection(address), socket.create_connection(address), pytest.raises(LaunchError) as caught:
+    with (
+        socket.create_connection(address),
+        socket.create_connection(address),
+        pytest.raises(LaunchError) as caught,
+    ):
         starting.start(0)
     starting.__exit__()
     return str(caught.value), time.monotonic() - begun

@@ -1,4 +1,6 @@
-"""Launches on a Ray cluster: lost nodes and actors, the end of the launching process, and large values."""
+"""Launches on a Ray cluster: lost nodes and actors, the end of the launching process, and large
+values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    Platform,
+    RankDiedError,
+    current_rank,
+    wrapper,
+)
 from parawrap.launch.ray import _node_actor, reservation
 from tests.contract import scenarios
 from tests.contract.table import check_cell
@@ -74,7 +83,8 @@ from parawrap import Platform, wrapper
 from tests.contract.scenarios import leave_daemon
 
 folder = pathlib.Path(sys.argv[1])
-wrapper(Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None))(leave_daemon).submit(folder)
+platform = Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None)
+wrapper(platform)(leave_daemon).submit(folder)
 while len(list(folder.glob("begun-*"))) < 2:
     time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +108,10 @@ def test_first_launches_join_once(ray):
 
 
 def test_cancel_releases_the_resources(ray, tmp_path):
-    """A launch that waits for resources is pending. `cancel` withdraws its request, or ends its ranks."""
+    """A launch that waits for resources is pending.
+
+    `cancel` withdraws its request, or ends its ranks.
+    """
     launch = on_ray(scenarios.leave_daemon, n_cpus=1).submit(tmp_path)
     pids = pids_of(tmp_path)
     pending = on_ray(scenarios.leave_daemon, n_cpus=16).submit(tmp_path)
@@ -117,7 +130,9 @@ def test_cancel_releases_the_resources(ray, tmp_path):
 
 
 def test_clusters_that_cannot_run_it(ray, monkeypatch):
-    """LaunchError names a node without parawrap, or the resources of the nodes, where Ray itself would wait forever."""
+    """LaunchError names a node without parawrap, or the resources of the nodes, where Ray itself
+    would wait forever.
+    """
     with pytest.raises(LaunchError) as raised:
         on_ray(os.getpid, n_nodes=9)()
     check_cell("too many nodes", "ray", raised.value)
@@ -148,7 +163,9 @@ def kept_with_rank(scale):
 
 
 def test_ranks_stay_on_two_nodes(ray):
-    """They keep a tensor of 64 MiB, answer after a failure, and end with a death, which later calls name."""
+    """They keep a tensor of 64 MiB, answer after a failure, and end with a death, which later calls
+    name.
+    """
     ranks = Platform(device="ray", n_nodes=2, verbose=False).open()
     tensor = torch.arange(8 * MIB)
     ranks(keep, tensor)
@@ -171,15 +188,22 @@ def test_ranks_stay_on_two_nodes(ray):
 
 
 def test_a_lost_node(ray, ray_cluster, tmp_path):
-    """Its launch restarts on the nodes that are left and one that joins later. After the last restart, it raises."""
+    """Its launch restarts on the nodes that are left and one that joins later.
+
+    After the last restart, it raises.
+    """
     folders, node = folders_of_starts(tmp_path), ray_cluster.add_node()
-    launch = on_ray(in_each_start, n_nodes=3, max_restarts=1, ipc_groups=[]).submit(scenarios.wait_for_ever, tmp_path)
+    launch = on_ray(in_each_start, n_nodes=3, max_restarts=1, ipc_groups=[]).submit(
+        scenarios.wait_for_ever, tmp_path
+    )
     wait_for_reports(folders[0], "begun", 3)
     ray_cluster.kill_node(node)
     node = ray_cluster.add_node()
     wait_for_reports(folders[1], "begun", 3)
     ray_cluster.kill_node(node)
-    with pytest.raises(RankDiedError, match=r"was lost with its node, which no longer answers \(node ") as raised:
+    with pytest.raises(
+        RankDiedError, match=r"was lost with its node, which no longer answers \(node "
+    ) as raised:
         results_of(launch)
     check_cell("node lost", "ray", raised.value)
     for folder in folders:
@@ -187,7 +211,10 @@ def test_a_lost_node(ray, ray_cluster, tmp_path):
 
 
 def test_a_killed_actor_is_a_lost_node(ray, tmp_path, caplog):
-    """Its server ends the ranks and what they left. New actors start the next attempt; the log has Ray's reason."""
+    """Its server ends the ranks and what they left.
+
+    New actors start the next attempt; the log has Ray's reason.
+    """
     folders, pids = folders_of_starts(tmp_path), []
     launch = on_ray(in_each_start, max_restarts=1).submit(scenarios.leave_daemon, tmp_path)
     for folder in folders:

@@ -1,4 +1,7 @@
-"""The batch job of a Slurm launch: its script and its submission. Scripts with fixed output replace Slurm's commands."""
+"""The batch job of a Slurm launch: its script and its submission.
+
+Scripts with fixed output replace Slurm's commands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """A function that replaces a command by a script and returns the file with the arguments of the last call."""
+    """A function that replaces a command by a script and returns the file with the arguments of the
+    last call.
+    """
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def put(name, script):
@@ -45,19 +50,35 @@ def platform(**fields):
 def test_the_script_has_the_resources():
     """It has one task per rank. Options and parameters of the user override, and need no Slurm."""
     text = batch_job.job_script(platform(n_gpus=2, ram=1.5))
-    for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=4",
+        "--gpus-per-node=2",
+        "--mem=1536M",
+    ):
         assert f"#SBATCH {line}\n" in text
     assert "--kill-on-bad-exit=1" in text
-    more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
+    more = {
+        "account": "lab",
+        "slurm_signal_delay_s": 77,
+        "mail_type": "BEGIN",
+        "setup": ["echo before"],
+        "time": 9,
+    }
     text = batch_job.job_script(platform(timeout_min=3, slurm_additional_parameters=more))
     for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
         assert f"#SBATCH {line}\n" in text
     assert text.index("echo before") < text.index("srun ")
 
 
-@pytest.mark.parametrize("name", ["nodes", "ntasks-per-node", "slurm_nodes", "use_srun", "error", "open_mode"])
+@pytest.mark.parametrize(
+    "name", ["nodes", "ntasks-per-node", "slurm_nodes", "use_srun", "error", "open_mode"]
+)
 def test_contradicting_parameters(name):
-    with pytest.raises(PlatformError, match=f"leave {name.removeprefix('slurm_').replace('-', '_')} out"):
+    with pytest.raises(
+        PlatformError, match=f"leave {name.removeprefix('slurm_').replace('-', '_')} out"
+    ):
         batch_job.job_script(platform(slurm_additional_parameters={name: 1}))
 
 
@@ -65,7 +86,11 @@ def test_contradicting_parameters(name):
 @pytest.mark.parametrize("field", ["name", "partition", "account"])
 def test_a_value_stays_in_its_line(field, value):
     """The rest of a value after a line break would be a command."""
-    fields = {"slurm_additional_parameters": {"account": value}} if field == "account" else {field: value}
+    fields = (
+        {"slurm_additional_parameters": {"account": value}}
+        if field == "account"
+        else {field: value}
+    )
     with pytest.raises(PlatformError) as raised:
         batch_job.job_script(platform(**fields))
     assert field in str(raised.value)
@@ -105,15 +130,33 @@ def _names_in(path, prefix):
 
 
 def test_variables_do_not_override_the_platform(folder, command, tmp_path, monkeypatch):
-    """Variables of sbatch are stronger than the script. Those for which nothing is given still hold."""
-    names = {"PARTITION", "TIMELIMIT", "JOB_NAME", "ACCOUNT", "QOS", "ARRAY_INX", "OUTPUT", "MEM_PER_NODE", "CONSTRAINT"}
+    """Variables of sbatch are stronger than the script.
+
+    Those for which nothing is given still hold.
+    """
+    names = {
+        "PARTITION",
+        "TIMELIMIT",
+        "JOB_NAME",
+        "ACCOUNT",
+        "QOS",
+        "ARRAY_INX",
+        "OUTPUT",
+        "MEM_PER_NODE",
+        "CONSTRAINT",
+    }
     for name in names:
         monkeypatch.setenv(f"SBATCH_{name}", "here")
     before = dict(os.environ)
-    for sbatch, ends in (f"env > {tmp_path}/seen; echo Submitted batch job 7", False), ("echo no >&2; exit 1", True):
+    for sbatch, ends in (
+        (f"env > {tmp_path}/seen; echo Submitted batch job 7", False),
+        ("echo no >&2; exit 1", True),
+    ):
         _replace_slurm(command, sbatch)
         with pytest.raises(LaunchError) if ends else contextlib.nullcontext():
-            given = platform(partition="mine", timeout_min=3, slurm_additional_parameters={"account": "lab"})
+            given = platform(
+                partition="mine", timeout_min=3, slurm_additional_parameters={"account": "lab"}
+            )
             batch_job.submit(given, [folder], b"")
         assert dict(os.environ) == before
     assert _names_in(tmp_path / "seen", "SBATCH_") == {"SBATCH_QOS", "SBATCH_CONSTRAINT"}
@@ -130,7 +173,10 @@ def run_python(code, folder):
 
 
 def test_a_signal_waits_for_the_rank(tmp_path):
-    """SIGUSR2 would end a process that still imports torch, and what the function starts. SIGUSR1 is the user's."""
+    """SIGUSR2 would end a process that still imports torch, and what the function starts.
+
+    SIGUSR1 is the user's.
+    """
     show = "import signal; print(*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
     assert run_python(show, tmp_path).stdout.split() == [str(int(signal.SIGUSR2))]
 
@@ -184,5 +230,7 @@ def test_an_element_is_requeued_alone(command, monkeypatch):
     assert arguments.read_text() == "requeue 7_9\n"
     command("scontrol", "echo Requested operation is presently disabled; exit 1")
     assert requeue_job("7") == "Requested operation is presently disabled"
-    command("scontrol", "kill -TERM $$")  # Slurm ends all processes of the job, and this command is one of them
+    command(
+        "scontrol", "kill -TERM $$"
+    )  # Slurm ends all processes of the job, and this command is one of them
     assert requeue_job("7") is None

@@ -8,7 +8,14 @@ import signal
 
 import pytest
 
-from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, Platform, RankDiedError, wrapper
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    LaunchTimeoutError,
+    Platform,
+    RankDiedError,
+    wrapper,
+)
 from parawrap.launch import Job
 from parawrap.launch.slurm import batch_run
 from parawrap.launch.slurm.launch_folder import Folder
@@ -17,10 +24,18 @@ from tests.helpers.waiting import PATIENCE_S
 
 STATES = [
     ("TIMEOUT", LaunchTimeoutError, "len reached the time limit of Slurm job 1, 01:00:00"),
-    ("OUT_OF_MEMORY", LaunchError, "len used more memory than Slurm job 1 had reserved, 2 GB per node"),
+    (
+        "OUT_OF_MEMORY",
+        LaunchError,
+        "len used more memory than Slurm job 1 had reserved, 2 GB per node",
+    ),
     ("NODE_FAIL", LaunchError, "has lost a node, and Slurm does not say which one of node0, node1"),
     ("PREEMPTED", LaunchError, "Slurm job 1, which ran len, ended as PREEMPTED"),
-    ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
+    (
+        "CANCELLED",
+        LaunchCancelledError,
+        "was cancelled by another process: Slurm job 1 was removed from the queue",
+    ),
     ("FAILED", LaunchError, "Slurm job 1, which ran len, ended as FAILED (NonZeroExitCode)"),
 ]
 
@@ -37,18 +52,34 @@ def _folder(tmp_path, monkeypatch):
 @pytest.fixture
 def ends_as(tmp_path, monkeypatch):
     """Make Slurm say that each job has ended in a state."""
-    return lambda state, *args, **options: _replace_slurm(tmp_path, monkeypatch, state, *args, **options)
+    return lambda state, *args, **options: _replace_slurm(
+        tmp_path, monkeypatch, state, *args, **options
+    )
 
 
 def _replace_slurm(tmp_path, monkeypatch, state, *, restarts=0, log="", down=""):
     """Slurm restarted the job so often, wrote this log, and reports a node as down."""
     monkeypatch.setattr(batch_run, "_POLL_S", 0.1)
     monkeypatch.setattr(batch_run, "_FILE_DELAY_S", 0.1)
-    shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts={restarts} TimeLimit=01:00:00"
+    shown = (
+        f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts={restarts} TimeLimit=01:00:00"
+    )
     shown += " NodeList=node[0-1] Command=no"
-    answer = f"case $* in *hostnames*\\[*) echo node0 node1;; *hostnames*) echo $3;; *) echo '{shown}';; esac"
-    write = "printf '" + log.replace("\n", "\\n") + "' > $(sed -n 's/^#SBATCH --output=//p' $1 | sed s/%j/1/)"
-    programs = {"sbatch": f"{write}; echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
+    answer = (
+        "case $* in *hostnames*\\[*) echo node0 node1;; *hostnames*) echo $3;; *) echo "
+        f"'{shown}';; esac"
+    )
+    write = (
+        "printf '"
+        + log.replace("\n", "\\n")
+        + "' > $(sed -n 's/^#SBATCH --output=//p' $1 | sed s/%j/1/)"
+    )
+    programs = {
+        "sbatch": f"{write}; echo Submitted batch job 1",
+        "scontrol": answer,
+        "scancel": ":",
+        "srun": ":",
+    }
     programs["sinfo"] = f"case $* in *{down or 'none'}) echo DOWN;; *) echo IDLE;; esac"
     for name, line in programs.items():
         path = tmp_path / name
@@ -61,7 +92,9 @@ def _replace_slurm(tmp_path, monkeypatch, state, *, restarts=0, log="", down="")
 def test_each_final_state_has_its_error(state, kind, text, ends_as):
     ends_as(state)
     with pytest.raises(kind) as raised:
-        wrapper(Platform(device="slurm", verbose=False, ram=2, n_nodes=2))(len).submit("").results(PATIENCE_S)
+        wrapper(Platform(device="slurm", verbose=False, ram=2, n_nodes=2))(len).submit("").results(
+            PATIENCE_S
+        )
     assert text in str(raised.value)
 
 
@@ -69,7 +102,9 @@ def test_a_job_that_does_not_list_all_its_nodes(ends_as):
     """Slurm lists the nodes that still end, and none that was lost. No rank is blamed."""
     ends_as("NODE_FAIL", down="node0")
     with pytest.raises(LaunchError, match="does not say which one of its nodes") as raised:
-        wrapper(Platform(device="slurm", verbose=False, n_nodes=3))(len).submit("").results(PATIENCE_S)
+        wrapper(Platform(device="slurm", verbose=False, n_nodes=3))(len).submit("").results(
+            PATIENCE_S
+        )
     assert not isinstance(raised.value, RankDiedError)
 
 
@@ -84,20 +119,50 @@ def test_an_unknown_node_uses_up_a_restart(ends_as):
 BEGUN = "parawrap: start 0 of this job\n"
 RESTARTS = [
     ("", "", LaunchError, "again (start 1), and nothing reports a lost node"),
-    ("", "node1", RankDiedError, "rank 1 of 2 was lost with its node, in Slurm job 1 (node 1, node1)"),
-    ("srun: error: Node failure on node1\n", "", RankDiedError, "rank 1 of 2 was lost with its node"),
-    ("DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS\n", "", LaunchError, "does not say which one of node0, node1"),
-    ("JOB 1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***\n", "", LaunchCancelledError, "was removed from the queue"),
-    ("JOB 1 CANCELLED AT 2026 DUE TO PREEMPTION ***\n", "", LaunchCancelledError, "was removed from the queue"),
+    (
+        "",
+        "node1",
+        RankDiedError,
+        "rank 1 of 2 was lost with its node, in Slurm job 1 (node 1, node1)",
+    ),
+    (
+        "srun: error: Node failure on node1\n",
+        "",
+        RankDiedError,
+        "rank 1 of 2 was lost with its node",
+    ),
+    (
+        "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS\n",
+        "",
+        LaunchError,
+        "does not say which one of node0, node1",
+    ),
+    (
+        "JOB 1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***\n",
+        "",
+        LaunchCancelledError,
+        "was removed from the queue",
+    ),
+    (
+        "JOB 1 CANCELLED AT 2026 DUE TO PREEMPTION ***\n",
+        "",
+        LaunchCancelledError,
+        "was removed from the queue",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("words", "down", "kind", "text"), RESTARTS)
 def test_a_restart_alone_is_no_lost_node(words, down, kind, text, ends_as):
-    """Slurm starts the job again, and a user cancels it. A restart that was wanted does not count for max_restarts=0."""
+    """Slurm starts the job again, and a user cancels it.
+
+    A restart that was wanted does not count for max_restarts=0.
+    """
     ends_as("CANCELLED", restarts=1, log=BEGUN + words, down=down)
     with pytest.raises(kind) as raised:
-        wrapper(Platform(device="slurm", verbose=False, n_nodes=2))(len).submit("").results(PATIENCE_S)
+        wrapper(Platform(device="slurm", verbose=False, n_nodes=2))(len).submit("").results(
+            PATIENCE_S
+        )
     assert text in str(raised.value)
     assert type(raised.value) is kind
 
@@ -133,10 +198,14 @@ def test_words_of_srun_name_a_death(words, died):
 
 
 def test_only_the_first_ends_are_deaths():
-    """After its line about the step, srun ends the other tasks. It also names tasks that still run."""
+    """After its line about the step, srun ends the other tasks.
+
+    It also names tasks that still run.
+    """
     log = (
-        "srun: error: node0: tasks 2-3,5: Killed\nsrun: StepId=7.0 task 4: running\n"
-        "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Terminated\n"
+        "srun: error: node0: tasks 2-3,5: Killed\nsrun: StepId=7.0 task 4: running\nsrun: "
+        "launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: "
+        "Terminated\n"
     )
     first = log.partition(batch_run._ENDS_ALL)[0]
     ((ranks, how),) = batch_run._DEATH.findall(first)

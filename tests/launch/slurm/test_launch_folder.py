@@ -13,7 +13,10 @@ from parawrap.launch.slurm.launch_folder import Folder
 
 
 def test_the_folder_is_private(tmp_path, monkeypatch):
-    """Also the folder of all launches, whatever the umask. The files of an array stay until its last launch is removed."""
+    """Also the folder of all launches, whatever the umask.
+
+    The files of an array stay until its last launch is removed.
+    """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)
     before = os.umask(0o002)
@@ -37,8 +40,15 @@ def test_starts_without_a_mark_are_failures(tmp_path, monkeypatch):
     assert [folder.failures(start, "7") for start in range(4)] == [0, 1, 1, 2]
     folder.mark("failed", 1)
     assert folder.failures(3, "7") == 3
-    ends = ["DUE TO JOB REQUEUE ***", "DUE TO PREEMPTION ***", "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***"]
-    lines = [f"{launch_folder.START_LINE.format(start)}\nJOB 7 CANCELLED AT 2026 {end}\n" for start, end in enumerate(ends)]
+    ends = [
+        "DUE TO JOB REQUEUE ***",
+        "DUE TO PREEMPTION ***",
+        "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+    ]
+    lines = [
+        f"{launch_folder.START_LINE.format(start)}\nJOB 7 CANCELLED AT 2026 {end}\n"
+        for start, end in enumerate(ends)
+    ]
     folder.log("7").write_text("".join(lines))
     assert [folder.failures(start, "7") for start in range(4)] == [0, 0, 1, 2]
 

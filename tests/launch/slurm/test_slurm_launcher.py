@@ -1,6 +1,7 @@
 """Launches on a Slurm cluster: job arrays, ends from outside, preemption, and lost nodes.
 
-Most launches run at the same time, because each of them waits for a scheduler and for processes that load torch.
+Most launches run at the same time, because each of them waits for a scheduler and for processes
+that load torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
+from parawrap import (
+    LaunchCancelledError,
+    LaunchError,
+    Platform,
+    RankDiedError,
+    current_rank,
+    wrapper,
+)
 from parawrap.launch import Job, Launch
 from parawrap.launch.slurm.batch_run import start_batch
 from tests.contract import scenarios
@@ -39,7 +47,8 @@ from parawrap import Platform, wrapper
 from tests.launch.slurm.test_slurm_launcher import wait_for_a_file
 
 folder = pathlib.Path(sys.argv[1])
-wrapper(Platform(device="slurm", verbose=False, ipc_groups=None))(wait_for_a_file).submit(folder / "end")
+platform = Platform(device="slurm", verbose=False, ipc_groups=None)
+wrapper(platform)(wait_for_a_file).submit(folder / "end")
 while not (folder / "begun-0").exists():
     time.sleep(0.1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -121,7 +130,10 @@ def wait_or_requeue(path):
 
 
 def count_until_preempted(folder):
-    """Count steps with the other ranks. Save when preempted, and return the saved step in the next start."""
+    """Count steps with the other ranks.
+
+    Save when preempted, and return the saved step in the next start.
+    """
     saved, step = folder / "saved", 0
     while current_rank().restart == 0:
         if current_rank().should_checkpoint():
@@ -172,7 +184,9 @@ def numbered(number):
 
 
 def submit(function, *args, **fields):
-    return wrapper(Platform(**{"device": "slurm", "n_nodes": 2, "verbose": False} | fields))(function).submit(*args)
+    return wrapper(Platform(**{"device": "slurm", "n_nodes": 2, "verbose": False} | fields))(
+        function
+    ).submit(*args)
 
 
 def submit_array(arguments, max_parallel=None, **fields):
@@ -200,7 +214,10 @@ class Started:
 
     def note_jobs(self):
         """Return the numbers of jobs in the queue that were not noted before."""
-        numbers = {line.partition("_")[0] for line in self.cluster.run("squeue", "--noheader", "--format", "%i").split()}
+        numbers = {
+            line.partition("_")[0]
+            for line in self.cluster.run("squeue", "--noheader", "--format", "%i").split()
+        }
         new = numbers - self._numbers
         self._numbers |= numbers
         return new
@@ -232,16 +249,29 @@ def started(slurm, launch_folder, tmp_path_factory):
     made.add("array", lambda: submit_array(paths, max_parallel=3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("A_SECRET", SECRET)
-        made.add("cancelled", lambda: submit(scenarios.wait_for_ever, made.folder("cancelled"), **alone))
-        program = "import socket, sys\nif socket.gethostname() == 'node1':\n    sys.modules['parawrap'] = None\n"
+        made.add(
+            "cancelled", lambda: submit(scenarios.wait_for_ever, made.folder("cancelled"), **alone)
+        )
+        program = (
+            "import socket, sys\nif socket.gethostname() == 'node1':\n    sys.modules['parawrap'] "
+            "= None\n"
+        )
         (made.folder("import") / "sitecustomize.py").write_text(program)
         patch.setenv("PYTHONPATH", str(made.folder("import")))
         made.add("import", lambda: submit(scenarios.take, 1))
     made.add("exit", lambda: submit(partial(os._exit, 0), **alone))
     made.add("full", lambda: submit(fail_with_a_full_disk))
     made.add("sigterm", lambda: submit(terminate_itself, **alone))
-    made.add("hidden", lambda: submit(requeue_without_variables, made.folder("hidden"), n_nodes=1, **alone))
-    made.add("unsaved", lambda: submit(fail_when_preempted, made.folder("unsaved"), n_nodes=1, max_restarts=1, **alone))
+    made.add(
+        "hidden",
+        lambda: submit(requeue_without_variables, made.folder("hidden"), n_nodes=1, **alone),
+    )
+    made.add(
+        "unsaved",
+        lambda: submit(
+            fail_when_preempted, made.folder("unsaved"), n_nodes=1, max_restarts=1, **alone
+        ),
+    )
     made.add("in C code", lambda: submit(wait_for_each_other, made.folder("in C code")))
     mapped = wrapper(Platform(device="slurm", verbose=False, **alone))(numbered).map
     with ThreadPoolExecutor() as pool:
@@ -258,15 +288,27 @@ def test_an_array_runs_in_one_job(started):
 
 
 def test_elements_of_an_array_are_apart(started):
-    """At most as many run as allowed. Cancel, preempt, and scancel work on one; `preempt` of a pending one does nothing."""
-    launches, folder, job = started.launches["array"], started.folder("array"), started.jobs["array"]
+    """At most as many run as allowed.
+
+    Cancel, preempt, and scancel work on one; `preempt` of a pending one does nothing.
+    """
+    launches, folder, job = (
+        started.launches["array"],
+        started.folder("array"),
+        started.jobs["array"],
+    )
 
     def begun(number, restart=0):
-        eventually(lambda: started.cluster.hasten() or (folder / f"{number}-begun-{restart}").exists(), "a start")
+        eventually(
+            lambda: started.cluster.hasten() or (folder / f"{number}-begun-{restart}").exists(),
+            "a start",
+        )
 
     for number in range(3):
         begun(number)
-    eventually(lambda: [each.state for each in launches] == ["running"] * 3 + ["pending"] * 2, "the states")
+    eventually(
+        lambda: [each.state for each in launches] == ["running"] * 3 + ["pending"] * 2, "the states"
+    )
     launches[4].preempt()
     started.cluster.run("scancel", f"{job}_3")
     launches[1].cancel()
@@ -278,7 +320,11 @@ def test_elements_of_an_array_are_apart(started):
         begun(number, restart=1)
     for number in range(5):
         (folder / str(number)).touch()
-    assert [results_of(launches[number], started.cluster.hasten)[0] for number in (0, 2, 4)] == [1, 0, 1]
+    assert [results_of(launches[number], started.cluster.hasten)[0] for number in (0, 2, 4)] == [
+        1,
+        0,
+        1,
+    ]
     with pytest.raises(LaunchCancelledError):
         launches[1].results()
     with pytest.raises(LaunchCancelledError, match=f"Slurm job {job}_3 was removed from the queue"):
@@ -302,11 +348,17 @@ def test_a_refused_job(situation, fields, launch_folder):
 
 
 def test_scancel_raises_cancelled_error(started, launch_folder):
-    """The launch folder is private and has no secrets of the submitter, and `scancel` by another process ends the ranks."""
+    """The launch folder is private and has no secrets of the submitter, and `scancel` by another
+    process ends the ranks.
+    """
     wait_for_reports(started.folder("cancelled"), "begun", 2)
     for folder in launch_folder.iterdir():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    files = [path for path in launch_folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    files = [
+        path
+        for path in launch_folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".")
+    ]
     assert len(files) > 3
     for path in files:
         assert not path.exists() or SECRET.encode() not in path.read_bytes()
@@ -321,11 +373,16 @@ def test_a_node_without_parawrap(started):
     with pytest.raises(LaunchError) as raised:
         started.results("import")
     check_cell("node cannot import", "slurm", raised.value)
-    assert raised.value.message.startswith("node 1, node1 cannot run parawrap: ModuleNotFoundError: ")
+    assert raised.value.message.startswith(
+        "node 1, node1 cannot run parawrap: ModuleNotFoundError: "
+    )
 
 
 def test_odd_ends_of_ranks(started):
-    """An exit without an answer is a death, whatever its code, and so is a signal. A full disk hides no error."""
+    """An exit without an answer is a death, whatever its code, and so is a signal.
+
+    A full disk hides no error.
+    """
     with pytest.raises(RankDiedError, match="rank 0 of 2 exited with code 0"):
         started.results("exit")
     with pytest.raises(RankDiedError, match="rank 1 of 2 was killed by SIGTERM"):
@@ -342,17 +399,24 @@ def test_preemptions_reach_odd_code(started):
             if (name, start) != ("hidden", 1):
                 path = started.folder(name) / f"begun-{start}-0"
                 eventually(lambda path=path: started.cluster.hasten() or path.exists(), "a start")
-                eventually(lambda launch=launch: launch.state == "running", "the state of the launch")
+                eventually(
+                    lambda launch=launch: launch.state == "running", "the state of the launch"
+                )
                 launch.preempt()
     assert list(started.results("hidden")) == [1]
     with pytest.raises(ValueError, match="cannot be saved") as raised:
         started.results("unsaved")
-    assert "attempt 0 failed: rank 0 raised ValueError: the checkpoint cannot be saved" in raised.value.__notes__
+    assert (
+        "attempt 0 failed: rank 0 raised ValueError: the checkpoint cannot be saved"
+        in raised.value.__notes__
+    )
     assert launches["unsaved"].logs(0).count("Traceback") == 2
 
 
 def test_cancel_ends_waits_in_c_code(started):
-    """The connections of ranks that wait for each other break, so that they clean up before Slurm kills them."""
+    """The connections of ranks that wait for each other break, so that they clean up before Slurm
+    kills them.
+    """
     folder = started.folder("in C code")
     wait_for_reports(folder, "begun", 2)
     started.launches["in C code"].cancel()
@@ -374,7 +438,8 @@ def test_a_job_outlives_its_submitter(started, launch_folder):
     shutil.rmtree(left)
 
 
-# -- more launches, after most of the others have ended: slurmd 22.05 may crash if it starts too many at once
+# -- more launches, after most of the others have ended: slurmd 22.05 may crash if it starts too
+# many at once
 
 
 @pytest.fixture(scope="module")
@@ -382,9 +447,15 @@ def more(started):
     alone = {"ipc_groups": None, "n_nodes": 1}
     started.mapped.result()
     started.note_jobs()  # of `map`
-    started.add("handlers", lambda: submit(install_handlers, started.folder("handlers"), n_cpus=2, **alone))
-    started.add("late", lambda: submit(write_late, started.folder("late"), grace_s=1, ipc_groups=None))
-    started.add("requeued", lambda: submit(wait_or_requeue, started.folder("requeued") / "end", **alone))
+    started.add(
+        "handlers", lambda: submit(install_handlers, started.folder("handlers"), n_cpus=2, **alone)
+    )
+    started.add(
+        "late", lambda: submit(write_late, started.folder("late"), grace_s=1, ipc_groups=None)
+    )
+    started.add(
+        "requeued", lambda: submit(wait_or_requeue, started.folder("requeued") / "end", **alone)
+    )
     started.add("exiting", lambda: submit(wait_while_exiting, started.folder("exiting"), **alone))
     return started
 
@@ -410,7 +481,9 @@ def test_an_end_of_exit_handlers_is_logged(more):
     launch = more.launches["exiting"]
     wait_for_reports(more.folder("exiting"), "exiting", 1)
     launch.cancel()
-    assert "rank 0 returned, but SIGTERM ended it before its exit handlers had ended" in launch.logs(0)
+    assert (
+        "rank 0 returned, but SIGTERM ended it before its exit handlers had ended" in launch.logs(0)
+    )
 
 
 def test_an_operator_may_requeue(more):
@@ -430,10 +503,24 @@ def test_an_operator_may_requeue(more):
 
 
 def test_an_urgent_job_preempts(started, tmp_path):
-    """Slurm's signal makes all ranks save at the same step; the job is requeued, and continues from that step."""
-    launch = submit(count_until_preempted, tmp_path, grace_s=20, slurm_additional_parameters={"exclusive": True})
+    """Slurm's signal makes all ranks save at the same step; the job is requeued, and continues from
+    that step.
+    """
+    launch = submit(
+        count_until_preempted, tmp_path, grace_s=20, slurm_additional_parameters={"exclusive": True}
+    )
     wait_for_reports(tmp_path, "begun", 2)
-    urgent = ["--partition", "urgent", "--exclusive", "--nodes", "2", "--output", "/dev/null", "--wrap", "true"]
+    urgent = [
+        "--partition",
+        "urgent",
+        "--exclusive",
+        "--nodes",
+        "2",
+        "--output",
+        "/dev/null",
+        "--wrap",
+        "true",
+    ]
     started.cluster.run("sbatch", *urgent)
     results = results_of(launch, started.cluster.hasten)
     (due,) = {int(step) for step in wait_for_reports(tmp_path, "due", 2)}
@@ -441,13 +528,16 @@ def test_an_urgent_job_preempts(started, tmp_path):
 
 
 def test_a_lost_node_is_named(slurm, launch_folder, tmp_path):
-    """Ranks that wait for the lost node in a collective fail too; RankDiedError names the node that Slurm lost."""
+    """Ranks that wait for the lost node in a collective fail too; RankDiedError names the node that
+    Slurm lost.
+    """
     launch = submit(meet_for_ever, tmp_path)
     wait_for_reports(tmp_path, "begun", 2)
     slurm.kill_node("node1")
     slurm.declare_down("node1")
     with pytest.raises(
-        RankDiedError, match=r"rank 1 of 2 was lost with its node, in Slurm job \d+ \(node 1, node1\)"
+        RankDiedError,
+        match=r"rank 1 of 2 was lost with its node, in Slurm job \d+ \(node 1, node1\)",
     ) as raised:
         results_of(launch)
     check_cell("node lost", "slurm", raised.value)
