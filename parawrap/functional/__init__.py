@@ -17,6 +17,7 @@ from parawrap.functional._seeds_and_modules import (
     unwrap,
 )
 from parawrap.functional._shard_loader import shard_loader
+from parawrap.functional._sync import sync
 
 __all__ = [
     "average_params_grads",
@@ -29,6 +30,7 @@ __all__ = [
     "seed_generators",
     "set_default_device",
     "shard_loader",
+    "sync",
     "to",
     "unwrap",
 ]

@@ -218,13 +218,18 @@ def a_rank_has_typed_attributes() -> None:
     rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def the_helpers_of_a_rank(data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]]) -> None:
+def the_helpers_of_a_rank(
+    data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]], model: torch.nn.Linear
+) -> None:
     functional.seed_generators(7, offset=current_rank().global_rank)
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
     assert_type(functional.reduce_metrics({"loss": 0.5}, weight=3), dict[str, float])
     functional.reduce_metrics(0.5, op="max")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    functional.sync(model, torch.optim.SGD(model.parameters()), src=1)
+    functional.sync(model, [torch.optim.SGD(model.parameters())])
+    functional.sync(model, model)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool) -> None:

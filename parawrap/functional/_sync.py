@@ -1,0 +1,439 @@
+"""`sync`: copy the training state of one rank to all ranks."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from parawrap.errors import GatherError
+from parawrap.functional._collectives import gather_objects, require_group
+from parawrap.functional._seeds_and_modules import unwrap
+from parawrap.tree import address, flatten, replace_nodes, unflatten
+
+# The bytes of one collective. They are copied into one tensor, and a device may lack the memory for
+# a copy of the whole model.
+_MOST_BYTES = 64 << 20
+
+
+def sync(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    src: int = 0,
+) -> None:
+    """Copy parameters, buffers, and the optimizer's state of one rank to all ranks, in place.
+
+    Call it in all ranks after a step that failed or was interrupted: the ranks may have stopped one
+    step apart. Afterwards all ranks have bit-identical values, and continue from those of `src`.
+    With one rank, the function does nothing.
+
+    - **Model**: all parameters, also frozen and tied ones, and all buffers, also those that a
+      state_dict leaves out. Wrappers of DistributedDataParallel and torch.compile may stay.
+    - **Optimizer**: its state and the options of its parameter groups, such as the learning rate.
+      State that only some ranks have is created or removed. Parameters of the optimizer that are
+      not in `model` are copied too.
+    - **Gradients**: ``.grad`` becomes None in all ranks, because ranks may hold gradients of half a
+      step.
+    - **Not copied**: ``model.training``, hooks, learning rate schedulers, GradScaler, samplers, and
+      random generators. Send the ``state_dict()`` of a scheduler or scaler with
+      ``torch.distributed.broadcast_object_list``, and load it in all ranks.
+
+    If the failure broke the process groups, DistributedDataParallel raises an error at the next
+    step. Wrap the model again before that: ``model = functional.to(functional.unwrap(model))``.
+
+    Tensors travel in their bytes, several in one collective of ``torch.distributed``. The ranks
+    first compare names, shapes, and dtypes. Unless they are equal, all ranks raise, and no value
+    has changed.
+
+    Args:
+        model: The model, with the same architecture on every rank. It may have any wrapper that
+            `unwrap` removes, except for FullyShardedDataParallel.
+        optimizer: An optimizer, or several, in the same order on every rank.
+        src: The global rank that sends its values.
+
+    Raises:
+        ValueError: If `src` is not a rank of the process group.
+        GatherError: If the ranks' `src`, names, shapes, dtypes, kinds of device, or optimizers
+            differ. The message shows the first difference.
+        TypeError: If `model` is not a module, `optimizer` is not an optimizer, or a tensor is
+            sharded, sparse, quantized, or without data.
+        PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import Platform, current_rank, functional, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2, seed=None))
+        ... def train():
+        ...     model = torch.nn.Linear(1, 1)        # other weights in each rank
+        ...     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        ...     if current_rank().global_rank == 0:  # one rank is one step ahead
+        ...         model(torch.ones(1, 1)).sum().backward()
+        ...         optimizer.step()
+        ...     functional.sync(model, optimizer)
+        ...     steps = optimizer.state[model.weight]["step"].item()
+        ...     return model.weight.item(), steps
+        >>> one, other = train()
+        >>> one == other, one[1]
+        (True, 1.0)
+    """
+    optimizers = _check_arguments(model, optimizer)
+    ranks = require_group("sync")
+    if type(src) is not int or not 0 <= src < ranks:
+        valid = "Use 0" if ranks == 1 else f"Use 0 to {ranks - 1}"
+        msg = f"src={src!r} is not a rank of the process group, which has {ranks}. {valid}."
+        raise ValueError(msg)
+    if ranks == 1:
+        return
+    named = _name_tensors(model, optimizers)
+    report = _Report(src, _find_problem(model, optimizers, named))
+    is_source = dist.get_rank() == src
+    sent: list[Tensor] = []
+    if report.problem is None:
+        report.descriptions = _describe(optimizers, named)
+        if is_source:
+            sent = _pack_states(optimizers, report)
+    # Errors are reported too: if one rank raised here, the others would wait for it
+    reports = gather_objects(report)
+    _check_reports(reports)
+    tensors = list({id(tensor): tensor for _, tensor in named}.values())
+    received = _Received(sent)
+    filled = []
+    if not is_source:
+        states = pickle.loads(reports[src].states)
+        filled = [received.fill(*each) for each in zip(optimizers, states, strict=True)]
+    with torch.no_grad():
+        _broadcast([*tensors, *received.tensors()], src)
+    for each, state in zip(optimizers, filled, strict=not is_source):
+        _replace_state(each, state)
+    for tensor in tensors:
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+# --- the values of this rank ---
+
+
+def _check_arguments(model: Any, optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers as a list."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__qualname__
+        msg = f"model is a {kind}, not a torch.nn.Module. Call sync once per model."
+        raise TypeError(msg)
+    optimizers: list[Any] = [] if optimizer is None else [optimizer]
+    if isinstance(optimizer, (list, tuple)):
+        optimizers = list(optimizer)
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            kind = type(each).__qualname__
+            msg = f"optimizer is a {kind}. Give a torch.optim.Optimizer, or a list of them."
+            raise TypeError(msg)
+    return optimizers
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _name_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers with their names. A tied parameter has several."""
+    inner = unwrap(model)
+    named: list[tuple[str, Tensor]] = list(inner.named_parameters(remove_duplicate=False))
+    named += inner.named_buffers(remove_duplicate=False)
+    for number, optimizer in enumerate(optimizers):
+        for index, parameter in enumerate(_parameters_of(optimizer)):
+            named.append((f"parameter {index} of optimizer {number}", parameter))
+    return named
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of the groups, and the state by the number of the parameter.
+
+    Some optimizers keep state under other keys than parameters.
+    """
+    options = [dict(group) for group in optimizer.param_groups]
+    for each in options:
+        del each["params"]
+    numbers = {id(each): number for number, each in enumerate(_parameters_of(optimizer))}
+    # Not ``optimizer.state[parameter]``, which creates a state
+    states = optimizer.state.items()
+    return {
+        "param_groups": options,
+        "state": {numbers[id(key)]: state for key, state in states if id(key) in numbers},
+        "other": {key: state for key, state in states if not isinstance(key, Tensor)},
+    }
+
+
+def _find_problem(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    named: Sequence[tuple[str, Tensor]],
+) -> str | None:
+    """Return why the values cannot be copied, and what to do; None if they can."""
+    load = "Load a checkpoint in all ranks instead."
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if unused
+    if fsdp and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in model.modules()):
+        return f"model is sharded by FullyShardedDataParallel: each rank has other values. {load}"
+    tensors = list(named)
+    for number, optimizer in enumerate(optimizers):
+        if hasattr(optimizer, "consolidate_state_dict"):
+            kind = type(optimizer).__qualname__
+            return f"the state of {kind} is sharded: each rank has other values. {load}"
+        leaves, spec = flatten(_state_of(optimizer))
+        for path, leaf in zip(spec.paths(), leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                tensors.append((address(f"optimizer {number}", path), leaf))
+    for name, tensor in tensors:
+        kind = type(tensor).__qualname__
+        if is_lazy(tensor):
+            return f"{name} has no shape yet. Run the model once in all ranks before."
+        if hasattr(tensor, "full_tensor"):
+            return f"{name} is a {kind}, a shard of the values: each rank has others. {load}"
+        has_own_values = tensor.layout is torch.strided and not tensor.is_nested
+        has_parts = hasattr(tensor, "__tensor_flatten__")  # a class whose values are other tensors
+        if not has_own_values or has_parts or tensor.is_quantized or tensor.is_meta:
+            form = f"{kind} on {tensor.device} with {tensor.layout} and {tensor.dtype}"
+            return f"{name} is a {form}. sync copies dense tensors with data. {load}"
+    return None
+
+
+def _describe(optimizers: Sequence[Optimizer], named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Describe what must be equal in all ranks."""
+    first: dict[int, str] = {}
+    found = []
+    for name, tensor in named:
+        tied = first.setdefault(id(tensor), name)
+        shape, stored = tuple(tensor.shape), tuple(_stored(tensor, tensor).shape)
+        text = f"{name}: {tensor.dtype} {shape} on {tensor.device.type}"
+        text += f", expanded from {stored}" * (stored != shape)
+        text += f", the same tensor as {tied}" * (tied != name)
+        found.append(text)
+    for number, optimizer in enumerate(optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        kind = type(optimizer).__qualname__
+        found.append(f"optimizer {number}: {kind} with groups of {sizes} parameters")
+    return found
+
+
+# --- what the ranks compare ---
+
+
+@dataclass
+class _Report:
+    """The values of one rank, without those of tensors.
+
+    Attributes:
+        src: The argument of `sync`.
+        problem: Why the values cannot be copied.
+        descriptions: What must be equal in all ranks.
+        states: The states of the source's optimizers, pickled, with a slot for each tensor.
+    """
+
+    src: int
+    problem: str | None
+    descriptions: Sequence[str] = ()
+    states: bytes = b""
+
+
+def _check_reports(reports: Sequence[_Report]) -> None:
+    """Raise the same error in all ranks if a rank has a problem, or ranks differ."""
+    for rank, report in enumerate(reports):
+        if report.problem is not None:
+            msg = f"sync: in rank {rank}, {report.problem}"
+            raise TypeError(msg)
+    expected = reports[0]
+    for rank, report in enumerate(reports):
+        if report.src != expected.src:
+            found = f"rank 0 has src={expected.src}, but rank {rank} has src={report.src}"
+            msg = f"sync: {found}. Give all ranks the same src"
+            raise GatherError(msg)
+        if report.descriptions != expected.descriptions:
+            one, other = _first_difference(expected.descriptions, report.descriptions)
+            msg = (
+                f"sync: rank 0 has {one}; but rank {rank} has {other}. No value has changed. Give "
+                "all ranks the same model and optimizers"
+            )
+            raise GatherError(msg)
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    length = max(len(one), len(other))
+    filled = [[*each, *["nothing more"] * (length - len(each))] for each in (one, other)]
+    return next(pair for pair in zip(*filled, strict=True) if pair[0] != pair[1])
+
+
+# --- the state of optimizers ---
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor of the source's state, which is sent separately."""
+
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device_type: str
+
+    def fits(self, tensor: object) -> bool:
+        """True if a tensor of this rank can take the values."""
+        return (
+            isinstance(tensor, Tensor)
+            and (tensor.shape, tensor.dtype) == (self.shape, self.dtype)
+            and tensor.device.type == self.device_type
+            and _stored(tensor, tensor).shape == tensor.shape
+        )
+
+    def new_tensor(self, parameter: Tensor) -> Tensor:
+        """Return a tensor for the values, next to its parameter and with the same strides."""
+        is_beside = parameter.device.type == self.device_type
+        device = parameter.device if is_beside else torch.device(self.device_type)
+        if self.shape == parameter.shape:
+            return torch.empty_like(parameter, dtype=self.dtype, device=device).detach()
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _pack_states(optimizers: Sequence[Optimizer], report: _Report) -> list[Tensor]:
+    """Add the source's states to the report. Return their tensors, in the order of the slots."""
+    slots: dict[int, _Slot] = {}
+    tensors: list[Tensor] = []
+
+    def slot_of(tensor: Tensor) -> _Slot:
+        if id(tensor) not in slots:
+            form = tensor.shape, tensor.dtype, tensor.device.type
+            slots[id(tensor)] = _Slot(len(slots), *form)
+            tensors.append(tensor)
+        return slots[id(tensor)]
+
+    states = [_state_of(each) for each in optimizers]
+    try:
+        report.states = pickle.dumps(replace_nodes(states, _is_tensor, slot_of))
+    except Exception as error:  # noqa: BLE001 (classes of the user may raise anything)
+        cure = "Keep only tensors and values that pickle supports in it"
+        report.problem = f"the optimizer's state cannot be sent: {error}. {cure}"
+    return tensors
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_slot(value: object) -> bool:
+    return isinstance(value, _Slot)
+
+
+class _Received:
+    """The tensors of optimizer states, by the number of the slot: those of this rank, or new ones.
+
+    Tensors that the rank has already are written in place: a CUDA graph may use them.
+    """
+
+    def __init__(self, sent: Sequence[Tensor]) -> None:
+        self._tensors = dict(enumerate(sent))
+
+    def tensors(self) -> list[Tensor]:
+        return [self._tensors[number] for number in sorted(self._tensors)]
+
+    def fill(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the source's state with a tensor of this rank in each slot."""
+        parameters = _parameters_of(optimizer)
+        own_leaves, own_spec = flatten(_state_of(optimizer))
+        own = dict(zip(own_spec.paths(), own_leaves, strict=True))
+        leaves, spec = flatten(state, _is_slot)  # otherwise a dataclass is a container
+        for index, path in enumerate(spec.paths()):
+            slot = leaves[index]
+            if _is_slot(slot):
+                parameter = parameters[path[1] if path[0] == "state" else 0]
+                leaves[index] = self._take(slot, own.get(path), parameter)
+        return unflatten(spec, leaves)  # type: ignore[no-any-return]
+
+    def _take(self, slot: _Slot, own: Any, parameter: Tensor) -> Tensor:
+        if slot.number not in self._tensors:
+            # One tensor of this rank may stand in places where the source has two
+            is_taken = any(own is each for each in self._tensors.values())
+            reuses = slot.fits(own) and not is_taken
+            self._tensors[slot.number] = own if reuses else slot.new_tensor(parameter)
+        return self._tensors[slot.number]
+
+
+def _replace_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Give an optimizer the options and the state of the source."""
+    for group, options in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for name in [name for name in group if name != "params" and name not in options]:
+            del group[name]
+        group.update(options)
+    parameters = _parameters_of(optimizer)
+    optimizer.state.clear()
+    for number, each in state["state"].items():
+        optimizer.state[parameters[number]] = each
+    optimizer.state.update(state["other"])
+
+
+# --- tensors on their way ---
+
+
+def _broadcast(tensors: Sequence[Tensor], src: int) -> None:
+    """Copy the values of the source's tensors into those of the other ranks.
+
+    All ranks have tensors of the same shapes, dtypes, and kinds of device, in the same order.
+    """
+    backends = dist.get_backend_config(dist.group.WORLD)
+    devices = [each.partition(":")[0] for each in backends.split(",")]
+    for bucket in _buckets(tensors):
+        kind = bucket[0].device.type
+        if kind not in devices:
+            kind = "cpu" if "cpu" in devices else devices[0]
+        # Of another kind than the CPU, the current device: NCCL needs that of the rank
+        parts = [_bytes_of(tensor).to(kind) for tensor in bucket]
+        packed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        dist.broadcast(packed, src)
+        if dist.get_rank() == src:
+            continue
+        values = packed.split([len(part) for part in parts])
+        for tensor, part in zip(bucket, values, strict=True):
+            value = part.view(tensor.dtype).view(tensor.shape)
+            _stored(tensor, tensor).copy_(_stored(value, tensor))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors for one collective each, largest dtypes first.
+
+    So the bytes of each tensor start at a multiple of the size of its elements.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel() > 0]
+    filled.sort(key=lambda tensor: (tensor.device.type, -tensor.element_size()))
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in filled:
+        is_other_device = bool(bucket) and bucket[0].device.type != tensor.device.type
+        if bucket and (is_other_device or size + tensor.nbytes > _MOST_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor. No backend needs to know its dtype then."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
+
+
+def _stored(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor without the repeated elements of an expanded tensor like `like`.
+
+    An expanded tensor cannot be written as a whole.
+    """
+    part = tensor.detach()
+    for dim, (length, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if length > 1 and stride == 0:
+            part = part.narrow(dim, 0, 1)
+    return part
