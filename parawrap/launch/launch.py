@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table, shorten
-from parawrap.errors import LaunchCancelledError
+from parawrap.errors import LaunchCancelledError, add_note
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch.run import How, Run, cancel_runs
 from parawrap.processes.outcomes import Ending, values_of
@@ -95,6 +95,8 @@ class Launch(Generic[R]):
             is_of_rank = bool(getattr(error, "__notes__", ()))
             if isinstance(error, KeyboardInterrupt) and not is_of_rank:  # Ctrl-C here, and now
                 raise
+            for note in self._run.take_notes():
+                add_note(error, note)
             return error
 
     def done(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table
-from parawrap.errors import LaunchError, PlatformError
+from parawrap.errors import LaunchError, PlatformError, add_note
 from parawrap.launch._job import DECORATED, Job, check_function
 from parawrap.launch._launcher import launcher_name, machines_for
 from parawrap.launch._platform_fields import PlatformFields
@@ -58,7 +58,8 @@ class Ranks:
     waited in a collective, all ranks form new process groups before the next call. If a rank dies,
     or a call exceeds the platform's ``timeout_min`` or ``hang_timeout_s``, which count per call,
     the ranks end. Ctrl-C raises KeyboardInterrupt in the function of each rank; the ranks stay if
-    all of them answer within ``grace_s``.
+    all of them answer within ``grace_s``. After such a failure, the ranks may be one step apart:
+    the first error says so. `functional.sync` gives all ranks the state of one.
 
     Attributes:
         platform: The platform of the ranks.
@@ -284,15 +285,25 @@ def _call(
         if held is not None:
             run.drive(request, held)
         request.wait_for_end()
-    except BaseException:
+    except BaseException as error:
         # Ctrl-C, or a call that cannot be sent
         if request is not None:
             _interrupt(run, request)
+            _add_notes(error, request)
         raise
     ending = request.ending()
     if ending.has_output:
         _show_output(run)
-    return RankResults(values_of(job.name, ending, ranks, len(run.output.transcripts)))
+    try:
+        return RankResults(values_of(job.name, ending, ranks, len(run.output.transcripts)))
+    except BaseException as error:
+        _add_notes(error, request)
+        raise
+
+
+def _add_notes(error: BaseException, request: RanksCall) -> None:
+    for note in request.take_notes():
+        add_note(error, note)
 
 
 def _job_of(run: RanksRun, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:

@@ -33,6 +33,14 @@ from parawrap.processes.script_globals import SentScript
 from parawrap.processes.settings import SentSurroundings
 
 LABEL = "ranks that stay"
+_APART = (
+    "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks (or "
+    "load a checkpoint) before the next step."
+)
+_WRAP_AGAIN = (
+    " The next call has new process groups: make models in DistributedDataParallel again before "
+    "that, with model = functional.to(functional.unwrap(model))."
+)
 _POLL_S = 1.0  # between two looks whether the ranks have ended without a word on a call
 _NO_OUTPUT = RunOutput()  # of calls without a handle: the run of the ranks has it
 
@@ -42,6 +50,8 @@ class RanksCall(Run):
 
     Attributes:
         packed: The call as it is sent.
+        leaves_ranks_apart: True if it has ended in the middle of the function in some ranks, which
+            stay.
     """
 
     finishes_job = False  # ``upon_finish`` belongs to the run of the ranks
@@ -60,6 +70,7 @@ class RanksCall(Run):
         output = RunOutput.of(job.platform, job.name, is_kept=True) if has_handle else _NO_OUTPUT
         super().__init__(job, output)
         self._ranks_run = ranks_run
+        self.leaves_ranks_apart = False
         # What the ranks have already is noted when the call is sent, not here: it may never be
         self.packed = job.pack(ranks_run.script)
         if has_handle:
@@ -83,6 +94,12 @@ class RanksCall(Run):
 
     def state_of(self, rank: int) -> str:
         return self._ranks_run.state_of(rank) if self.has_begun else "idle"
+
+    def take_notes(self) -> list[str]:
+        if not self.leaves_ranks_apart or not self._ranks_run.take_right_to_warn():
+            return []
+        regroups = isinstance(self.how, Ending) and self.how.regroups
+        return [_APART + _WRAP_AGAIN * regroups]
 
     def wait_for_end(self) -> None:
         """Wait for the end, also if nothing is left that could report it."""
@@ -127,6 +144,8 @@ class RanksRun(PoolRun):
         self._queue: deque[RanksCall] = deque()
         # By the handle. Calls that are in the queue are still made
         self.is_closed = False
+        # That the ranks may be one step apart. Its only item goes with the first such error
+        self._right_to_warn = [True]
 
     # -- any thread
 
@@ -160,6 +179,13 @@ class RanksRun(PoolRun):
         """End the ranks, without waiting: the collector calls this in any thread."""
         self.has_lost_handle = True
         self.cancel()
+
+    def take_right_to_warn(self) -> bool:
+        """Return True for the first error after which the ranks may be one step apart."""
+        # `pop` is atomic: errors may be raised in several threads at once
+        with contextlib.suppress(IndexError):
+            return self._right_to_warn.pop()
+        return False
 
     def check_open(self, name: str) -> None:
         """Raise LaunchError if the ranks have ended, or this process did not open them."""
@@ -403,6 +429,9 @@ class RanksRun(PoolRun):
     def _finish(self, pool: Pool, request: RanksCall) -> Ending:
         """Note the end of a call."""
         ending = pool.finish(request.call)
+        if ending.is_uneven and not pool.is_ending:
+            have_begun = set(request.call.ranks) - request.call.unloaded
+            request.leaves_ranks_apart = len(request.call.ranks) > 1 and bool(have_begun)
         # If the ranks end, all calls fail with them
         if request.call.unloaded and not pool.is_ending:
             self._forget(request)

@@ -166,6 +166,10 @@ class Run:
         """Describe the state of a rank, while the ranks run."""
         return "running"
 
+    def take_notes(self) -> list[str]:
+        """Return further notes for the error of this run. It is about to be raised."""
+        return []
+
     # -- start and end
 
     def start(self) -> None:

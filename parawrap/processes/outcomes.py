@@ -281,6 +281,7 @@ class Ending:
     lost: str = ""  # another reason why the ranks had to be ended
     error: OSError | None = None  # why this process could not take an answer
     has_output: bool = False  # a rank wrote output during the call
+    regroups: bool = False  # the ranks form new process groups before their next call
 
     @property
     def has_given_up(self) -> bool:
@@ -293,6 +294,16 @@ class Ending:
         return not self.has_given_up and all(
             isinstance(each, Returned) for each in self.outcomes.values()
         )
+
+    @property
+    def is_uneven(self) -> bool:
+        """True unless all ranks have returned, or have raised the same error on their own."""
+        outcomes = list(self.outcomes.values())
+        if all(isinstance(each, Returned) for each in outcomes):
+            return False
+        raised = {each.summary for each in outcomes if isinstance(each, Raised)}
+        are_raised = all(isinstance(each, Raised) and not each.is_echo for each in outcomes)
+        return not (are_raised and len(raised) == 1)
 
 
 def values_of(name: str, ending: Ending, ranks: Iterable[int], world_size: int) -> list[Any]:
@@ -349,15 +360,14 @@ def error_of(
         returned = [
             str(each) for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)
         ]
-        if failure.is_echo and returned:
-            msg = (
+        # A rank that knows why its connection is lost has raised a LaunchError
+        if failure.is_echo and returned and not isinstance(error, LaunchError):
+            # The note below has the error of the connection. As a cause, Python would show it first
+            error = LaunchError(
                 f"{'ranks' if returned[1:] else 'rank'} {', '.join(returned)} had returned "
-                "already: in a collective, every "
-                f"rank of the group has to take part. Rank {rank} waited in one and raised "
-                f"{failure.summary}"
+                "already: in a collective, every rank of the group has to take part. Rank "
+                f"{rank} waited in one"
             )
-            cause, error = error, LaunchError(msg)
-            error.__cause__ = cause
         add_note(
             error,
             f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n"

@@ -342,6 +342,7 @@ class Pool:
             lost=lost,
             error=call.error,
             has_output=any(each.wrote_at >= call.began_at for each in self._members.all),
+            regroups=self._must_regroup,
         )
 
     def _last_places(self) -> dict[int, str]:

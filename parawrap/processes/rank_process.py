@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -39,8 +39,8 @@ from parawrap.processes.outcomes import (
     Raised,
     Requeued,
     Returned,
-    is_echo,
     outcome_of,
+    pack_exception,
 )
 from parawrap.processes.packing import Packer
 from parawrap.processes.preemption import Preemption, RequeueRequested
@@ -271,17 +271,18 @@ class _CallLoop:
         return goes_on
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        if self._has_regrouped and is_echo(error):
-            note = (
-                "the process groups of these ranks were made again after a failed call: groups "
-                "from before, and models in "
-                "DistributedDataParallel, no longer work. Make them again, and send one rank's "
-                "state of the optimizer to "
-                "all: the ranks may have stopped one step apart, and would train on with "
-                "different weights"
-            )
-            add_note(error, note)
-        return outcome_of(error)
+        outcome = outcome_of(error)
+        if not (self._has_regrouped and isinstance(outcome, Raised) and outcome.is_echo):
+            return outcome
+        # The connection belongs to a group from before, whose error says nothing of the cause
+        reason = LaunchError(
+            "the process groups of these ranks were made again after a failed call: groups from "
+            "before, and models in DistributedDataParallel, no longer work. Make them again: model "
+            "= functional.to(functional.unwrap(model)). Then call functional.sync(model, "
+            "optimizer) in all ranks: they may have stopped one step apart, and would train on "
+            "with different weights"
+        )
+        return replace(outcome, error=pack_exception(reason).to_bytes())
 
 
 class Control:

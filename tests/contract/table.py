@@ -44,8 +44,6 @@ SITUATIONS = {
 
 _MASKS = [
     (r' \(the page "Errors" of the documentation, \w+\)', ""),  # of an error in the documentation
-    (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
-    (r"Connection (closed|reset) by peer.*", "… (gloo) connection closed"),
     (r"\(node \d+, [^)]*\)", "(node …)"),
     (r"node \d+, \S+ cannot", "node … cannot"),
     (r"(?<![\w.])/[\w./+~-]+", "…"),

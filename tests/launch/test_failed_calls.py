@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from parawrap import LaunchError, current_rank
+from parawrap import LaunchCancelledError, LaunchError, UnsendableError, current_rank, functional
 from tests.helpers.processes import assert_gone, assert_nothing_left, notes_of, ranks
 from tests.helpers.ranks import all_sum, my_rank
 from tests.helpers.waiting import PATIENCE_S, eventually
@@ -117,6 +118,12 @@ def prepare():
     STATE["model"] = DistributedDataParallel(torch.nn.Linear(4, 1))
 
 
+def wrap_again():
+    """Do what the error says."""
+    STATE["model"] = functional.to(functional.unwrap(STATE["model"]))
+    functional.sync(STATE["model"])
+
+
 def train():
     model = STATE["model"]
     model.zero_grad()
@@ -125,7 +132,7 @@ def train():
 
 
 def test_a_model_after_a_failed_call(world):
-    """A model stays usable if no rank was blocked. One of old process groups raises, and a note says to make it again."""
+    """A model stays usable if no rank was blocked. One of old process groups raises an error that says what to do."""
 
     def fail_everywhere():
         dist.barrier()
@@ -144,13 +151,76 @@ def test_a_model_after_a_failed_call(world):
     assert world(train) == before
     with pytest.raises(KeyError):
         world(fail_beside, 0, "all_reduce")
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(LaunchError) as caught:
         world(train)
-    reason = "the process groups of these ranks were made again after a failed call"
-    assert reason in notes_of(caught.value)
-    assert "Make them again" in notes_of(caught.value)
-    world(prepare)
+    assert str(caught.value).startswith("the process groups of these ranks were made again after a failed call")
+    assert "Connection" not in "".join(traceback.format_exception(caught.value)).partition("\nraised in rank")[0]
+    assert "Connection closed by peer" in notes_of(caught.value)  # the error of the connection is below
+    world(wrap_again)
     assert world(train) == before == ([[3.0] * 4],) * 2
+
+
+APART = "The ranks may be one step apart now. Call functional.sync(model, optimizer) in all ranks"
+
+
+def step_and_fail(failing, how):
+    """Make a step in one rank, which then fails; the others are interrupted in another step."""
+    STATE["model"].weight.data.fill_(my_rank())
+    fail_beside(failing, how)
+
+
+@pytest.mark.parametrize("how", ["compute", "all_reduce"])
+def test_the_first_error_after_a_step_names_the_cure(how):
+    """Only the first one. The cure works, also after a broken collective."""
+
+    def make():
+        STATE["model"] = torch.nn.Linear(1, 1)
+        STATE["optimizer"] = torch.optim.SGD(STATE["model"].parameters())
+
+    def agree():
+        functional.sync(STATE["model"], STATE["optimizer"])
+        return STATE["model"].weight.item()
+
+    with ranks().open() as opened:
+        opened(make)
+        with pytest.raises(KeyError) as caught:
+            opened(step_and_fail, 1, how)
+        assert notes_of(caught.value).count(APART) == 1
+        wraps = "make models in DistributedDataParallel again" in notes_of(caught.value)
+        assert wraps == (how == "all_reduce")
+        assert opened(agree) == (0.0, 0.0)
+        with pytest.raises(KeyError) as caught:
+            opened(step_and_fail, 1, how)
+        assert APART not in notes_of(caught.value)
+
+
+def test_errors_that_keep_the_ranks_in_step():
+    """A call of one rank has no note, and neither has one whose arguments do not arrive. A cancelled call has one."""
+
+    def fail():
+        raise KeyError("weight")
+
+    class Unreadable:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    with ranks().open() as opened:
+        for call, error in [
+            (lambda: opened[1](fail), KeyError),
+            (lambda: opened(use, threading.Lock()), UnsendableError),
+            (lambda: opened(use, Unreadable()), ValueError),
+        ]:
+            with pytest.raises(error) as caught:
+                call()
+            assert APART not in notes_of(caught.value)
+        launch = opened.submit(block, "event")
+        eventually(Path("blocked").exists, "the call")
+        Path("blocked").unlink()
+        launch.cancel()
+        for _ in range(2):
+            with pytest.raises(LaunchCancelledError) as caught:
+                launch.results()
+            assert notes_of(caught.value).count(APART) == 1
 
 
 # -- no operation of a failed call meets one of a later call

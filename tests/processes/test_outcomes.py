@@ -15,8 +15,10 @@ from parawrap.processes import process_groups
 from parawrap.processes.outcomes import (
     Died,
     Ended,
+    Ending,
     Raised,
     Requeued,
+    Returned,
     error_of,
     first_failure,
     is_echo,
@@ -60,6 +62,32 @@ def test_other_failures_are_noted():
     (_, note) = error_of(0, {rank: raised(ValueError(), rank) for rank in range(20)}, 20, PLACE).__notes__
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_uneven"),
+    [
+        ([Returned(1, b""), Returned(2, b"")], False),
+        ([raised(NameError("model")), raised(NameError("model"))], False),
+        ([raised(NameError("model")), raised(NameError("loss"))], True),
+        ([raised(NameError("model")), Ended(2)], True),
+        ([raised(NameError("model")), Returned(2, b"")], True),
+        ([Ended(1), Ended(2)], True),
+        ([raised(ECHO), raised(ECHO)], True),
+    ],
+)
+def test_ranks_that_stopped_at_different_points(outcomes, is_uneven):
+    """Ranks that all raised the same error on their own stopped at the same point."""
+    assert Ending(dict(enumerate(outcomes))).is_uneven == is_uneven
+
+
+def test_a_lost_connection_is_below():
+    """If a rank had returned, the error says so, and neither its text nor a cause shows gloo's error first."""
+    error = error_of(1, {0: Returned(1, b""), 1: raised(ECHO)}, 2, PLACE)
+    assert "rank 0 had returned already" in str(error)
+    assert "Connection" not in str(error)
+    assert error.__cause__ is error.__context__ is None
+    assert "Connection closed by peer" in notes_of(error)
 
 
 def test_unreadable_error_is_told():
