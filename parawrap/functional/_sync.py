@@ -33,7 +33,8 @@ def sync(
 
     Call it in all ranks after a step that failed or was interrupted: the ranks may have stopped one
     step apart. Afterwards all ranks have bit-identical values, and continue from those of `src`.
-    With one rank, the function does nothing.
+    With one rank, the function does nothing. Groups of ``Platform.ipc_groups`` do not count: all
+    ranks of the launch get the values of `src`.
 
     - **Model**: all parameters, also frozen and tied ones, and all buffers, also those that a
       state_dict leaves out. Wrappers of DistributedDataParallel and torch.compile may stay.
