@@ -1,6 +1,7 @@
-"""Helpers used inside a rank: seeds, averages over ranks, sharded loaders, metrics, models that train together.
+"""Helpers used inside a rank: seeds, averages, sharded loaders, metrics, equal models.
 
-Each helper reads the rank from `current_rank` or from torch.distributed. Outside a rank, the process is the only rank.
+Each helper reads the rank from `current_rank` or from torch.distributed. Outside a rank, the
+process is the only rank.
 """
 
 from parawrap.functional._averages import average_params_grads

@@ -23,7 +23,13 @@ def find_place(global_rank: int | None = None, platform: Platform | None = None)
     here = current_rank() if inside_a_rank() else None
     world_size = platform.world_size if platform else here.world_size if here else group_size()
     if global_rank is None:
-        global_rank = here.global_rank if here else dist.get_rank() if world_size > 1 and dist.is_initialized() else 0
+        global_rank = (
+            here.global_rank
+            if here
+            else dist.get_rank()
+            if world_size > 1 and dist.is_initialized()
+            else 0
+        )
     return global_rank, world_size
 
 
@@ -36,8 +42,9 @@ def require_group(helper: str) -> int:
     ranks = current_rank().world_size if inside_a_rank() else 1
     if ranks > 1 and group_size() == 1:
         msg = (
-            f"{helper} exchanges values between {ranks} ranks, but there is no process group: ipc_groups=None forms none, "
-            "and destroy_process_group ends it. Leave ipc_groups out of Platform, and the group as it is"
+            f"{helper} exchanges values between {ranks} ranks, but there is no process group: "
+            "ipc_groups=None forms none, and destroy_process_group ends it. Leave ipc_groups out "
+            "of Platform, and the group as it is"
         )
         raise PlatformError(msg)
     return group_size()
@@ -53,7 +60,10 @@ def gather_objects(value: T) -> list[T]:
 
 
 def check_equal(helper: str, descriptions: Sequence[str | None], cure: str) -> None:
-    """Raise GatherError if two ranks describe their values differently. None is a rank whose values do not count."""
+    """Raise GatherError if two ranks describe their values differently.
+
+    None is a rank whose values do not count.
+    """
     described = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
     for rank, description in described:
         first, expected = described[0]

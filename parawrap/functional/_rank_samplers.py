@@ -14,7 +14,11 @@ from parawrap.launch import Platform
 
 
 def get_dataset_sampler(
-    dataset: Dataset[Any], global_rank: int | None = None, platform: Platform | None = None, *, pad: bool = True
+    dataset: Dataset[Any],
+    global_rank: int | None = None,
+    platform: Platform | None = None,
+    *,
+    pad: bool = True,
 ) -> Sampler[int] | None:
     """Return a sampler that gives this rank its share of a dataset. With one rank, return None.
 
@@ -24,9 +28,10 @@ def get_dataset_sampler(
         dataset: A dataset with a length.
         global_rank: The global rank; by default this rank's.
         platform: The platform that sets the number of ranks; by default this rank's.
-        pad: True returns torch's DistributedSampler, which shuffles (call ``set_epoch``) and gives all ranks the same
-            number of rows. It repeats some rows if the number of ranks does not divide the length. False gives each row to
-            exactly one rank, in order, for evaluation. The ranks' row counts may then differ by one.
+        pad: True returns torch's DistributedSampler, which shuffles (call ``set_epoch``) and gives
+            all ranks the same number of rows. It repeats some rows if the number of ranks does not
+            divide the length. False gives each row to exactly one rank, in order, for evaluation.
+            The ranks' row counts may then differ by one.
 
     Raises:
         TypeError: If the dataset is a stream, or has no length.
@@ -42,20 +47,26 @@ def get_dataset_sampler(
     """
     rank, world_size = find_place(global_rank, platform)
     if not 0 <= rank < world_size:
-        msg = f"global_rank={rank} is out of range for a world of {world_size} rank(s). Use 0 to {world_size - 1}"
+        msg = (
+            f"global_rank={rank} is out of range for a world of {world_size} rank(s). Use 0 to "
+            f"{world_size - 1}"
+        )
         raise PlatformError(msg)
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         name = type(dataset).__qualname__
-        msg = f"{name} has no length, or is a stream, so a sampler cannot split it. Split it by current_rank() yourself"
+        msg = (
+            f"{name} has no length, or is a stream, so a sampler cannot split it. Split it by "
+            "current_rank() yourself"
+        )
         raise TypeError(msg)
     return None if world_size == 1 else RankSampler(dataset, rank, world_size, shuffle=pad, pad=pad)
 
 
 class RankSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler, which also works without padding, and if the default device is not the CPU.
+    """torch's DistributedSampler, also without padding, and with any default device.
 
-    Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by at most one; the longer
-    ones come first.
+    Without padding, each rank gets a contiguous share of the order. The shares' lengths differ by
+    at most one; the longer ones come first.
 
     With `counts_epochs`, each iteration increments `epoch`, which is that of the next one.
 
@@ -91,7 +102,10 @@ class RankSampler(DistributedSampler[Any]):
         return super().__len__() if self._is_padded else len(self._share())
 
     def rows(self) -> Sequence[int]:
-        """Return the indices of this rank's rows in the last iteration; before the first, in that."""
+        """Return the indices of this rank's rows in the last iteration.
+
+        Before the first, in that.
+        """
         return self._draw() if self._rows is None else self._rows
 
     def _draw(self) -> Sequence[int]:
@@ -102,11 +116,13 @@ class RankSampler(DistributedSampler[Any]):
             if not self.shuffle:
                 return share
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(self.dataset), generator=generator).tolist()  # type: ignore[arg-type]
+            length = len(self.dataset)  # type: ignore[arg-type]
+            order = torch.randperm(length, generator=generator).tolist()
         return order[share.start : share.stop]
 
     def _share(self) -> range:
         """Return the positions of this rank's rows without padding."""
-        share, rest = divmod(len(self.dataset), self.num_replicas)  # type: ignore[arg-type]  # a dataset with a length
+        length = len(self.dataset)  # type: ignore[arg-type]  # a dataset with a length
+        share, rest = divmod(length, self.num_replicas)
         start = self.rank * share + min(self.rank, rest)
         return range(start, start + share + (self.rank < rest))

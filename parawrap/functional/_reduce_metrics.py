@@ -15,28 +15,33 @@ from parawrap.tree import addresses, flatten, unflatten
 T = TypeVar("T")
 
 
-def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
+def reduce_metrics(
+    values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean"
+) -> T:
     """Return the weighted mean or sum of each number over all ranks, the same on every rank.
 
-    The ranks exchange their values through ``torch.distributed.all_gather_object``, which pickles them, and compute in
-    float64.
+    The ranks exchange their values through ``torch.distributed.all_gather_object``, which pickles
+    them, and compute in float64.
 
     Args:
-        values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same structure and shapes on every
-            rank.
-        weight: This rank's weight: its row count, if `values` are means over rows. The values of a rank with weight 0 do
-            not count, even if they are NaN.
-        op: "mean" is the sum of weight * value, divided by the sum of weights. "sum" is the sum of weight * value.
+        values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same
+            structure and shapes on every rank.
+        weight: This rank's weight: its row count, if `values` are means over rows. The values of a
+            rank with weight 0 do not count, even if they are NaN.
+        op: "mean" is the sum of weight * value, divided by the sum of weights. "sum" is the sum of
+            weight * value.
 
     Returns:
-        The structure of `values`: floats for Python numbers, and for tensors, tensors of the same shape, dtype, and device
-        without an autograd graph. Sums of integer tensors are int64, as in torch.sum. Their means, and sums with a weight
-        that is not an integer, are float64.
+        The structure of `values`: floats for Python numbers, and for tensors, tensors of the same
+            shape, dtype, and device
+        without an autograd graph. Sums of integer tensors are int64, as in torch.sum. Their means,
+        and sums with a weight that is not an integer, are float64.
 
     Raises:
         GatherError: If the ranks' structures, shapes, or `op` differ. The message shows both.
         TypeError: If a value is not a real number, or a dense tensor of real numbers.
-        ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
+        ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights
+            are 0 in a mean.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -66,7 +71,10 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
     check_equal("reduce_metrics", [description for description, _, _ in reports], cure)
     counted = [(weight, numbers) for _, weight, numbers in reports if weight]
     if op == "mean" and not counted:
-        msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call out, or give op='sum'."
+        msg = (
+            "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call "
+            "out, or give op='sum'."
+        )
         raise ValueError(msg)
     weights = [weight for weight, _ in counted]
     columns = [[numbers[place] for _, numbers in counted] for place in range(len(leaves))]
@@ -78,20 +86,36 @@ def _as_tensor(leaf: Any, place: str) -> Tensor:
     """Return a value as an integer or float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
         return torch.tensor(float(leaf), dtype=torch.float64, device="cpu")
-    if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested or hasattr(leaf, "full_tensor"):
+    if (
+        not isinstance(leaf, Tensor)
+        or leaf.layout is not torch.strided
+        or leaf.is_nested
+        or hasattr(leaf, "full_tensor")
+    ):
         kind = type(leaf).__qualname__
-        msg = f"{place} is a {kind}, not a number or a dense tensor. Leave it out, or give its full_tensor()."
+        msg = (
+            f"{place} is a {kind}, not a number or a dense tensor. Leave it out, or give its "
+            "full_tensor()."
+        )
         raise TypeError(msg)
     if leaf.dtype is torch.bool or leaf.is_complex():
-        msg = f"{place} is a tensor of {leaf.dtype}. Give reduce_metrics real numbers, for example with .double()."
+        msg = (
+            f"{place} is a tensor of {leaf.dtype}. Give reduce_metrics real numbers, for example "
+            "with .double()."
+        )
         raise TypeError(msg)
     return leaf.detach().to("cpu").to(torch.float64 if leaf.is_floating_point() else torch.int64)
 
 
 def _reduce(leaf: Any, own: Tensor, parts: list[Tensor], weights: list[float], op: str) -> Any:
-    """Return the weighted mean or sum of one value over the ranks with a weight, in the form of the value."""
-    if op == "sum" and not own.is_floating_point() and all(weight.is_integer() for weight in weights):
-        weighted = [part * int(weight) for part, weight in zip(parts, weights, strict=True)]  # exact
+    """Return the weighted mean or sum of one value over the ranks, in the form of the value."""
+    if (
+        op == "sum"
+        and not own.is_floating_point()
+        and all(weight.is_integer() for weight in weights)
+    ):
+        # Exact
+        weighted = [part * int(weight) for part, weight in zip(parts, weights, strict=True)]
         return sum(weighted, torch.zeros_like(own)).to(leaf.device)
     weighted = [part.double() * weight for part, weight in zip(parts, weights, strict=True)]
     total = sum(weighted, torch.zeros_like(own, dtype=torch.float64))

@@ -28,9 +28,10 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def seed_generators(seed: int, offset: int = 0) -> None:
-    """Seed the random generators of Python, torch, the accelerators, and numpy (if loaded) with ``seed + offset``.
+    """Seed Python, torch, accelerators, and numpy (if loaded) with ``seed + offset``.
 
-    ``Platform(seed=...)`` gives all ranks the same seed. ``seed_generators(seed, offset=rank)`` gives each rank its own.
+    ``Platform(seed=...)`` gives all ranks the same seed. ``seed_generators(seed, offset=rank)``
+    gives each rank its own.
 
     >>> import torch
     >>> seed_generators(7, offset=1)
@@ -45,8 +46,8 @@ def seed_generators(seed: int, offset: int = 0) -> None:
 def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | int) -> None:
     """Move the state of an optimizer to a device, in place.
 
-    Use it if the parameters moved after the optimizer got its state, for instance from ``load_state_dict``. Step counters
-    that the optimizer keeps on the CPU stay on the CPU.
+    Use it if the parameters moved after the optimizer got its state, for instance from
+    ``load_state_dict``. Step counters that the optimizer keeps on the CPU stay on the CPU.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 2)
@@ -57,17 +58,21 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
     >>> state["exp_avg"].device, state["step"].device
     (device(type='meta'), device(type='cpu'))
     """
-    groups = [group for group in optimiser.param_groups if group.get("capturable") or group.get("fused")]
+    groups = [
+        group for group in optimiser.param_groups if group.get("capturable") or group.get("fused")
+    ]
     with_step_on_device = {parameter for group in groups for parameter in group["params"]}
     for parameter, state in optimiser.state.items():
         for name, value in state.items():
             if name != "step" or parameter in with_step_on_device:
                 leaves, spec = flatten(value)
-                state[name] = unflatten(spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+                state[name] = unflatten(
+                    spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                )
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Return True if a module has a batch normalization layer, including lazy and synchronized ones.
+    """Return True if a module has a batch normalization layer, also a lazy or synchronized one.
 
     >>> import torch
     >>> has_batch_norm(torch.nn.Sequential(torch.nn.BatchNorm2d(1)))
@@ -106,17 +111,19 @@ def to(
 ) -> nn.Module:
     """Move a module to this rank's device, and make it train with the other ranks.
 
-    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are averaged: the module is
-    wrapped in DistributedDataParallel, unless no parameter requires gradients.
+    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are
+    averaged: the module is wrapped in DistributedDataParallel, unless no parameter requires
+    gradients.
 
-    On CUDA, batch normalization is synchronized between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
-    optimizer after this call.
+    On CUDA, batch normalization is synchronized between ranks. torch's SyncBatchNorm does not work
+    on the CPU. Create the optimizer after this call.
 
     Args:
         module: A module on any device.
         local_rank: The index of the device; by default the local rank.
         sync_modules: If False, only move the module.
-        device: A kind such as ``"gpu"``, or the name of a torch device; by default the rank's device.
+        device: A kind such as ``"gpu"``, or the name of a torch device; by default the rank's
+            device.
         **options: Options of DistributedDataParallel.
 
     Returns:
@@ -148,10 +155,13 @@ def to(
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's module inside a module from `to`: the same module in ranks, inline, and with one rank.
+    """Return the user's module inside a module from `to`.
 
-    The wrappers of DistributedDataParallel, FullyShardedDataParallel, DataParallel, and torch.compile are removed, also
-    nested ones. ``fully_shard`` changes a module in place, so the module itself is returned.
+    It is the same module in ranks, inline, and with one rank.
+
+    The wrappers of DistributedDataParallel, FullyShardedDataParallel, DataParallel, and
+    torch.compile are removed, also nested ones. ``fully_shard`` changes a module in place, so the
+    module itself is returned.
 
     Example:
         >>> import torch
@@ -163,17 +173,30 @@ def unwrap(module: nn.Module) -> nn.Module:
         >>> train(), train.inline()
         (RankResults(['weight'], ['weight']), RankResults(['weight']))
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if no module uses it
-    wrappers = (DistributedDataParallel, nn.DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
+    # Slow to import, and not loaded if no module uses it
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (
+        DistributedDataParallel,
+        nn.DataParallel,
+        *([fsdp.FullyShardedDataParallel] if fsdp else []),
+    )
     inner: Any = module
     while isinstance(inner, wrappers) or hasattr(inner, COMPILED):
         inner = inner.module if isinstance(inner, wrappers) else getattr(inner, COMPILED)
     return inner  # type: ignore[no-any-return]
 
 
-def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:
+def _target(
+    local_rank: int | None, device: Device | torch.device | str | int | None
+) -> torch.device:
     rank = current_rank() if inside_a_rank() else None
-    index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
+    index = (
+        local_rank
+        if local_rank is not None
+        else rank.local_rank
+        if rank
+        else int(os.environ.get("LOCAL_RANK", "0"))
+    )
     if device is None:
         return (rank.platform if rank else Platform()).device_of(index)
     if isinstance(device, str) and device.lower() in (*Device, "cuda"):
@@ -200,7 +223,7 @@ def device(module: nn.Module) -> torch.device:
 
 
 def set_default_device(local_rank: int | None = None, platform: Platform | None = None) -> None:
-    """Make this rank's device the default device for new tensors, and the current device of its kind.
+    """Make this rank's device the default device for new tensors, and the current one of its kind.
 
     Args:
         local_rank: The index of the device; by default the local rank.

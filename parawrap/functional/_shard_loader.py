@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from parawrap.functional._collectives import find_place, gather_objects, require_group
 from parawrap.functional._rank_samplers import RankSampler
@@ -24,33 +30,39 @@ _SEEDS = 2**62  # such a seed plus an epoch, or the number of a worker, is a see
 def shard_loader(loader: L, *, pad: bool = True) -> L:
     """Return a loader of the same class and options that reads this rank's share of the rows.
 
-    Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
-    same number of times on every rank. To resume training, choose the next epoch with ``loader.sampler.set_epoch(epoch)``.
+    Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all
+    ranks, so iterate it the same number of times on every rank. To resume training, choose the next
+    epoch with ``loader.sampler.set_epoch(epoch)``.
 
-    ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size * world_size`` rows. For
-    the same steps as in one process, divide ``batch_size`` by the world size.
+    ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size *
+    world_size`` rows. For the same steps as in one process, divide ``batch_size`` by the world
+    size.
 
-    - ``shuffle=True`` becomes a shuffled DistributedSampler. Its seed is rank 0's seed of the loader's ``generator``, or 0.
+    - ``shuffle=True`` becomes a shuffled DistributedSampler. Its seed is rank 0's seed of the
+      loader's ``generator``, or 0.
     - ``shuffle=False`` keeps the order of the dataset.
 
-    The dataset and ``collate_fn`` draw this rank's own random numbers from Python, numpy, and torch on the CPU, in this
-    process and in each worker. They follow from the seed of torch, the rank, and the epoch (with ``persistent_workers``,
-    the first epoch), so that random crops differ between ranks and are reproducible. The training loop keeps its numbers.
+    The dataset and ``collate_fn`` draw this rank's own random numbers from Python, numpy, and torch
+    on the CPU, in this process and in each worker. They follow from the seed of torch, the rank,
+    and the epoch (with ``persistent_workers``, the first epoch), so that random crops differ
+    between ranks and are reproducible. The training loop keeps its numbers.
 
-    A subclass of DataLoader may yield batches that it has made before, or those of an iterator that it has made before.
-    These are not sharded, so the first one raises TypeError.
+    A subclass of DataLoader may yield batches that it has made before, or those of an iterator that
+    it has made before. These are not sharded, so the first one raises TypeError.
 
     Args:
-        loader: A loader over a dataset with a length, with ``shuffle`` True or False, or a batch sampler of torch over
-            such a sampler. Call `shard_loader` on every rank.
-        pad: True gives all ranks the same number of rows, as training with collectives requires. Some rows are then
-            repeated, or dropped with ``drop_last=True``. False gives each row to exactly one rank, for evaluation. The
-            ranks' row counts may then differ by one.
+        loader: A loader over a dataset with a length, with ``shuffle`` True or False, or a batch
+            sampler of torch over such a sampler. Call `shard_loader` on every rank.
+        pad: True gives all ranks the same number of rows, as training with collectives requires.
+            Some rows are then repeated, or dropped with ``drop_last=True``. False gives each row to
+            exactly one rank, for evaluation. The ranks' row counts may then differ by one.
 
     Raises:
-        TypeError: If the dataset is a stream, the loader is sharded already, or it has a sampler of another kind.
+        TypeError: If the dataset is a stream, the loader is sharded already, or it has a sampler of
+            another kind.
         ValueError: If ``pad=False`` is combined with ``drop_last=True``.
-        PlatformError: If ranks must agree on a seed, but ``ipc_groups=None`` forms no process group.
+        PlatformError: If ranks must agree on a seed, but ``ipc_groups=None`` forms no process
+            group.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -66,7 +78,10 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     batches: Any = loader.batch_sampler  # None with batch_size=None: the dataset yields batches
     drop_last = batches is not None and batches.drop_last
     if drop_last and not pad:
-        msg = "pad=False keeps every row, but the loader has drop_last=True. Use drop_last=False or pad=True."
+        msg = (
+            "pad=False keeps every row, but the loader has drop_last=True. Use drop_last=False or "
+            "pad=True."
+        )
         raise ValueError(msg)
     rank, world_size = find_place()
     share = RankSampler(
@@ -89,7 +104,7 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
 
 
 def _find_sampler(loader: Any) -> Any:
-    """Return the sampler of a loader's rows: a SequentialSampler or a RandomSampler that draws each row once.
+    """Return the sampler of a loader's rows: sequential, or a random one that draws each row once.
 
     Raises:
         TypeError: If the loader has another one.
@@ -99,21 +114,33 @@ def _find_sampler(loader: Any) -> Any:
         raise TypeError(msg)
     if isinstance(loader.dataset, IterableDataset):
         msg = (
-            f"{type(loader.dataset).__qualname__} is a stream, so it has no sampler to shard. Yield this rank's rows in "
-            "its __iter__: itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size). "
-            "With several workers, split them again by torch.utils.data.get_worker_info()."
+            f"{type(loader.dataset).__qualname__} is a stream, so it has no sampler to shard. "
+            "Yield this rank's rows in its __iter__: itertools.islice(rows, "
+            "current_rank().global_rank, None, current_rank().world_size). With several workers, "
+            "split them again by torch.utils.data.get_worker_info()."
         )
         raise TypeError(msg)
     batches: Any = loader.batch_sampler
-    sampler: Any = loader.sampler if batches is None else batches.sampler if type(batches) is BatchSampler else batches
+    sampler: Any = (
+        loader.sampler
+        if batches is None
+        else batches.sampler
+        if type(batches) is BatchSampler
+        else batches
+    )
     if type(sampler) is SequentialSampler:
         return sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
         return sampler
     msg = (
-        f"shard_loader shards loaders with shuffle=True or shuffle=False, and this one has a {type(sampler).__qualname__}. "
-        "If that is already sharded, use the loader as it is. If not, make a loader with a sampler, or batch sampler, that "
-        "yields the share of this rank: current_rank().global_rank of current_rank().world_size."
+        "shard_loader shards loaders with shuffle=True or shuffle=False, and this one has a "
+        f"{type(sampler).__qualname__}. If that is already sharded, use the loader as it is. If "
+        "not, make a loader with a sampler, or batch sampler, that yields the share of this "
+        "rank: current_rank().global_rank of current_rank().world_size."
     )
     raise TypeError(msg)
 
@@ -132,19 +159,24 @@ def _agree_on_seed(sampler: Any, world_size: int) -> int:
 
 
 class _OwnNumbers:
-    """A base class of sharded loaders, in front of DataLoader or a subclass of it, whose batches have their own numbers."""
+    """A base class of sharded loaders, in front of DataLoader or a subclass of it.
+
+    Its batches have their own numbers.
+    """
 
     _has_drawn = False  # True once an epoch has drawn from the sampler
 
     def __init_subclass__(cls) -> None:
-        """Do not run the hook of the user's class, which is next: the sharded class is not one of the user's."""
+        """Do not run the hook of the user's class: the sharded class is not one of the user's."""
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self
         share = loader.sampler
         seeds = torch.initial_seed(), share.seed, find_place()[0], share.epoch
-        seed = random.Random(repr(seeds)).randrange(_SEEDS)  # a hash that is the same in every process
-        if loader.generator.device != (device := torch.get_default_device()):  # torch draws the seed of workers there
+        # A hash that is the same in every process
+        seed = random.Random(repr(seeds)).randrange(_SEEDS)
+        # Torch draws the seed of workers there
+        if loader.generator.device != (device := torch.get_default_device()):
             vars(loader)["generator"] = torch.Generator(device)
         loader.generator.manual_seed(seed)
         draws = share.draws
@@ -153,7 +185,11 @@ class _OwnNumbers:
             batches = _Batches(batches, seed)
         # DataLoader itself keeps no batches
         plain = type(loader).__bases__[1]
-        return batches if self._has_drawn or plain is DataLoader else self._check_first(batches, draws, plain.__name__)
+        return (
+            batches
+            if self._has_drawn or plain is DataLoader
+            else self._check_first(batches, draws, plain.__name__)
+        )
 
     def _check_first(self, batches: Iterator[Any], draws: int, name: str) -> Iterator[Any]:
         """Yield batches. This process draws from the sampler before it has the first one.
@@ -161,15 +197,18 @@ class _OwnNumbers:
         Later epochs are not checked: such a loader may keep what it has drawn, or draw ahead.
 
         Raises:
-            TypeError: At the first batch, if nothing has drawn from the sampler since it had been drawn `draws` times.
+            TypeError: At the first batch, if nothing has drawn from the sampler since it had been
+                drawn `draws` times.
         """
         loader: Any = self
-        # A loop would call __iter__ again, which begins the next epoch of a loader that is its own iterator
+        # A loop would call __iter__ again, which begins the next epoch of a loader that is its own
+        # iterator
         while (batch := next(batches, _END)) is not _END:
             if not self._has_drawn and loader.sampler.draws == draws:
                 msg = (
-                    f"{name} yields batches that it keeps, or those of an iterator that it keeps, so shard_loader cannot "
-                    "shard them. Make them in __iter__, by super().__iter__(), or give shard_loader a plain DataLoader"
+                    f"{name} yields batches that it keeps, or those of an iterator that it keeps, "
+                    "so shard_loader cannot shard them. Make them in __iter__, by "
+                    "super().__iter__(), or give shard_loader a plain DataLoader"
                 )
                 raise TypeError(msg)
             vars(self)["_has_drawn"] = True
@@ -178,11 +217,18 @@ class _OwnNumbers:
 
 @functools.cache
 def _class_with_own_numbers(kind: type) -> Any:
-    return type(f"Sharded{kind.__name__}", (_OwnNumbers, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(
+        f"Sharded{kind.__name__}",
+        (_OwnNumbers, kind),
+        {"__module__": kind.__module__, "__doc__": kind.__doc__},
+    )
 
 
 class _Batches:
-    """Batches that this process makes. Numbers that it draws meanwhile follow from `seed`, and change no others."""
+    """Batches that this process makes.
+
+    Numbers that it draws meanwhile follow from `seed`, and change no others.
+    """
 
     def __init__(self, batches: Iterator[Any], seed: int) -> None:
         self._batches = batches
