@@ -1,7 +1,7 @@
 """Run tiers of tests again and again while other processes compute: ``python -m tests.tally TIER
 ... [--runs N]``.
 
-A tier is a target of the Makefile, such as test-core. Each run adds a line to tests/tally.jsonl, so
+A tier is a target of the Makefile, such as test-core. Each run adds a line to .tally/tally.jsonl, so
 that a tally can grow over days; the logs of failed runs stay in .tally/. Without a tier, the
 command prints the table of all runs so far.
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TALLY = ROOT / "tests" / "tally.jsonl"
 LOGS = ROOT / ".tally"
+TALLY = LOGS / "tally.jsonl"
 FAILURE = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
 COUNT = re.compile(r"(\d+) passed")
 COMPUTING = "while True: sum(range(10**6))"
