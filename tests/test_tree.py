@@ -185,9 +185,8 @@ def test_leaves(value):
 
 @pytest.mark.parametrize("bases", [(), (list,), (Point,)], ids=["plain", "list", "namedtuple"])
 def test_keep_whole_makes_one_leaf(bases):
-    """Also after an instance was flattened.
-
-    Rebuilding returns the instance, or what took its place.
+    """A class that is kept whole makes one leaf, also after an instance was flattened. Rebuilding
+    returns the instance, or what took its place.
     """
     cls = type("Cargo", bases, {})
     value = cls(1, 2) if bases == (Point,) else cls()

@@ -88,7 +88,9 @@ class Attributions(torch.nn.Module):
 
 
 def test_hooks_keep_their_cells():
-    """As in torch.nn.DataParallel, a hook finds the original layer in its closure, not the replica that calls it."""
+    """A hook finds the original layer in its closure, as in torch.nn.DataParallel, and not the
+    replica that calls it.
+    """
     layer = torch.nn.Linear(3, 2)
     kept = Attributions(torch.nn.Sequential(layer, torch.nn.ReLU()), layer)
     x = torch.randn(6, 3)

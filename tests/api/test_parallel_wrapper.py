@@ -59,7 +59,7 @@ def test_absent_device_is_refused():
 
 
 def test_setting_reaches_the_model():
-    """Also submodules and deletions."""
+    """Attributes, submodules, and deletions reach the model."""
     net = on_cpu()
     net.threshold = 0.9
     net.new = 7

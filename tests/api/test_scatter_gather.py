@@ -185,7 +185,7 @@ def test_forms_of_inputs(inputs, devices):
 
 
 def test_each_call_has_its_arguments():
-    """Only a tuple or list is spread into arguments, and call i gets the dict i."""
+    """A tuple or list is spread into arguments, and no other value. Call i gets the dict i."""
     values = [{"x": 1}, 3, "text"]
     assert parallel_apply([lambda value: value] * 3, values) == values
     x = torch.ones(2)

@@ -94,7 +94,9 @@ def test_wrong_calls_launch_nothing(tmp_path):
 
 
 def test_exit_drops_pending_launches(tmp_path):
-    """Whether the iterator was unused or partly used. Running launches are cancelled."""
+    """Pending launches never start, whether the iterator was unused or partly used. Running
+    launches are cancelled.
+    """
     run_script(
         tmp_path,
         """

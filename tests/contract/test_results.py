@@ -74,7 +74,7 @@ def test_the_group_has_all_ranks(size, of_ranks):
 
 
 def test_arguments_and_results_arrive(launcher, size, of_ranks):
-    """Also functions, and tensors of 8 MB. Each rank has its own copy."""
+    """Values, functions, and tensors of 8 MB arrive. Each rank has its own copy."""
     for (first, second), by_name in of_ranks("arguments"):
         assert (first, second["x"].tolist(), by_name) == (1, [0, 1, 2], "two")
     assert of_ranks("value") == [10**rank for rank in range(size)]

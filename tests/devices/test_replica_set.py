@@ -159,7 +159,9 @@ def test_small_tensors_travel_together():
 @HOMES
 @pytest.mark.filterwarnings("ignore:the model wrote 'last', 'ema':UserWarning")
 def test_memory_does_not_grow(home):
-    """Also if forward stores its last output in an attribute and a buffer."""
+    """Memory does not grow with calls, also if forward stores its last output in an attribute and a
+    buffer.
+    """
 
     def forward(self, x):
         y = self.layer(x)
@@ -185,7 +187,7 @@ def test_memory_does_not_grow(home):
 
 @HOMES
 def test_memory_is_freed_after_a_block(home):
-    """Also if a call fails."""
+    """A block frees all memory at its end, also if a call fails."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
     model(torch.randn(9, 5, device=home)).sum().backward()  # allocates the gradients
     gc.collect()

@@ -66,7 +66,7 @@ def test_in_dims_declare_each_argument(entry, argument, first, second):
 
 
 def test_containers_of_each_lane():
-    """And one object at two places stays one."""
+    """Each lane gets its own containers, and one object at two places stays one."""
     x, scale = torch.zeros(4), torch.ones(1)
     first, second = cut(cutter(), x, [x, scale, scale])
     for shard in (first, second):

@@ -111,7 +111,9 @@ def test_deques_keep_their_maxlen(make):
 
 
 def test_bounded_deques_drop_the_oldest_rows():
-    """As the deque of the plain call does. Lanes with other bounds are refused."""
+    """A bounded deque drops the oldest rows, as the deque of the plain call does. Lanes with other
+    bounds are refused.
+    """
     parts = deque("abc", maxlen=4), deque("de", maxlen=4)
     assert joined(*parts, sizes=(3, 2)) == deque("bcde", maxlen=4)
     message = refusal(deque("abc", maxlen=3), deque("de", maxlen=2), sizes=(3, 2))
@@ -165,7 +167,7 @@ OPTIONS_OF_ODD = [{}, {"reduce": "sum"}, {"reduce": "stack"}, {"out_dims": 0}]
 @pytest.mark.parametrize("shape", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("options", OPTIONS_OF_ODD, ids=str)
 def test_outputs_with_an_odd_shape(shape, options):
-    """Only a tuple of integers is a shape. Any other object is refused like other objects."""
+    """A shape is a tuple of integers. An object with another one is refused like other objects."""
     for wrap in (
         lambda each: each,
         lambda each: [each],

@@ -122,7 +122,7 @@ def test_rows_of_unequal_width(ranks):
 
 
 def test_one_rank_gets_dataset_order():
-    """Also without a sampler. Tensors have no graph."""
+    """One rank gets the order of the dataset, with and without a sampler. Tensors have no graph."""
     loader = functional.shard_loader(DataLoader(range(5), 5, shuffle=True))
     (rows,) = list(loader)
     items = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, int(row)) for row in rows]
@@ -162,7 +162,9 @@ def test_unequal_results_are_refused(ranks, trees, message):
 
 
 def test_missing_rows_are_refused(ranks, lone_ranks):
-    """So are ranks that do not share the rows, and ranks without a process group."""
+    """Missing rows are refused, and so are ranks that do not share the rows, and ranks without a
+    process group.
+    """
 
     def evaluate():
         rank = current_rank().global_rank

@@ -74,7 +74,9 @@ def test_tensors_keep_shape_and_dtype(reduced):
 
 
 def test_weight_0_ignores_values(ranks, reduced):
-    """Even a NaN, or another type; keys may be in any order. With another weight, a NaN stays in its place."""
+    """A value of weight 0 is ignored, also a NaN or another type; keys may be in any order. With
+    another weight, a NaN stays in its place.
+    """
     assert reduced([0.25, NAN], [8, 0]) == 0.25
     found = ranks(reduce_of_rank, [{"a": 1.0, "b": torch.tensor(2.0)}, {"b": 0, "a": 3.0}], [8, 0], {})
     assert found == ({"a": 1.0, "b": 2.0},) * 2

@@ -35,7 +35,7 @@ def devices_of(value):
 
 
 def test_state_of_an_optimiser_moves():
-    """So do lists of tensors, as those of LBFGS."""
+    """The state of an optimizer moves, also lists of tensors, as those of LBFGS."""
     model = nn.Linear(3, 2)
     optimiser = torch.optim.LBFGS(model.parameters(), max_iter=4)
 
@@ -128,7 +128,9 @@ def test_unwrap_removes_wrappers(ranks):
 
 
 def test_device_of_a_module(ranks):
-    """That of the first parameter, else of the first buffer, else the rank's device or the CPU."""
+    """The device is that of the first parameter, else of the first buffer, else the rank's device
+    or the CPU.
+    """
     buffers = nn.ReLU()
     buffers.register_buffer("mean", torch.zeros(1, device="meta"))
     for module, kind in ((nn.Linear(1, 1, device="meta"), "meta"), (buffers, "meta"), (nn.ReLU(), "cpu")):

@@ -68,7 +68,9 @@ def test_shares_have_each_row(ranks, length, shuffle):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_one_rank_reads_every_row(shuffle):
-    """Also outside a launch. A shuffled loader has a new order in each epoch, and `set_epoch` resumes it."""
+    """One rank reads every row, also outside a launch. A shuffled loader has a new order in each
+    epoch, and `set_epoch` resumes it.
+    """
     loader = functional.shard_loader(DataLoader(range(9), batch_size=2, shuffle=shuffle), pad=shuffle)
     epochs = rows_of(loader, epochs=3)
     assert all(sorted(rows) == list(range(9)) for rows in epochs)

@@ -52,8 +52,8 @@ def store():
 
 @pytest.mark.parametrize("is_requested_before", [False, True])
 def test_every_rank_answers_a_request_for_stacks(is_requested_before, store, monkeypatch):
-    """Also after its function has returned, and after the ranks have agreed on a step: others may
-    wait for it.
+    """A rank answers after its function has returned, and after the ranks have agreed on a step:
+    others may wait for it.
     """
     monkeypatch.setattr(Requests, "number", 0)
     requests = [Requests(), Requests()]

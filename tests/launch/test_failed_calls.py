@@ -171,7 +171,9 @@ def step_and_fail(failing, how):
 
 @pytest.mark.parametrize("how", ["compute", "all_reduce"])
 def test_the_first_error_after_a_step_names_the_cure(how):
-    """Only the first one. The cure works, also after a broken collective."""
+    """The first error of a handle has the note, and later ones have none. The cure works, also
+    after a broken collective.
+    """
 
     def make():
         STATE["model"] = torch.nn.Linear(1, 1)

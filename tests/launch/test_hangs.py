@@ -140,6 +140,8 @@ def raise_in(place):
 
 @pytest.mark.parametrize("place", ["function", "thread"])
 def test_an_error_of_the_user_is_raised_as_it_is(place):
-    """Also if its text mentions a connection, and other ranks have returned."""
+    """An error of the user is raised as it is, also if its text mentions a connection, and other
+    ranks have returned.
+    """
     error = failure_of(raise_in, place)
     assert repr(error) == "RuntimeError('request failed: connection reset by peer')"

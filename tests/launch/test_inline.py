@@ -57,8 +57,8 @@ def test_function_is_rank_0_of_1():
 
 
 def test_the_process_is_restored(monkeypatch):
-    """Also after an exception: no rank, no process group, the excepthook, and the numbers of all
-    generators.
+    """After a call and after an exception, there is no rank and no process group, and the
+    excepthook and the numbers of all generators are those of before.
     """
 
     def hook(*_):

@@ -44,7 +44,9 @@ def run_program(code, **options):
 
 @pytest.mark.parametrize("copies", [False, True], ids=["inherits", "copies"])
 def test_a_program_of_a_rank_may_launch(copies):
-    """Also if it gets a copy of `os.environ`, with the variables of the rank in it."""
+    """A program of a rank may launch, also if it gets a copy of `os.environ` with the variables of
+    the rank in it.
+    """
 
     def start():
         options = {"env": {**os.environ, "OTHER": "1"}} if copies else {}

@@ -334,7 +334,7 @@ def test_dry_run_names_neuron_cores():
 
 
 def test_platforms_keep_device_ids_as_a_tuple(monkeypatch):
-    """So that equal platforms are equal, and `replace` returns one with other devices."""
+    """Platforms with equal devices are equal, and `replace` returns one with other devices."""
     monkeypatch.setattr(_devices, "visible", lambda _: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     platform = on_gpus(device_ids=[2, 3])

@@ -77,7 +77,9 @@ def test_nothing_is_left_on_the_cores(host):
 
 
 def test_untraced_model_is_refused(host):
-    """On entry of the block. Classes for torch devices name neuron.DataParallel."""
+    """A block refuses an untraced model when it is entered. Classes for torch devices name
+    neuron.DataParallel.
+    """
     plain, model = compiled_linear()
     for untraced in (plain, torch.jit.script(plain)):
         with pytest.raises(ReplicaError, match="was not traced"), parallel(untraced, "neuron"):

@@ -58,9 +58,8 @@ def test_device_ids_select_the_cores(host, device_ids, indices):
 
 
 def test_closing_frees_the_cores(host):
-    """So does the last reference, at once.
-
-    A call after `close` loads again. A deep copy has its own replicas.
+    """Closing frees the cores, and so does the end of the last reference, at once. A call after
+    `close` loads again. A deep copy has its own replicas.
     """
     plain, compiled, net = net_of(batch=2)
     x = torch.randn(8, 3)
@@ -122,7 +121,9 @@ def test_without_dynamic_batching(host):
 
 
 def test_another_dim_needs_exact_rows(host):
-    """With a warning. The example `neuron_dim` shows the error for other rows."""
+    """Another dim warns that calls need exact rows. The example `neuron_dim` shows the error for
+    other rows.
+    """
     compiled = neuron.trace(lambda x: x * 2, torch.zeros(1, 4, 4))
     with pytest.warns(UserWarning, match="dynamic batching is off because dim=2"):
         net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=2)

@@ -32,7 +32,9 @@ def test_trace_passes_everything_on(recorded):
 
 
 def test_placing_uses_one_context(recorded):
-    """For all cores and all compiled parts. The vendor never sees the modules around them."""
+    """One context places all cores and all compiled parts. The vendor never sees the modules around
+    them.
+    """
     compiled = recorded.runtime.trace(mlp(), rows(2))
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     recorded.double.calls.clear()

@@ -44,7 +44,7 @@ def test_killed_process_is_named():
 
 
 def test_killed_process_leaves_nothing(tmp_path):
-    """Also processes that a rank has started end with it."""
+    """Processes that a rank has started end with it."""
 
     def starts_and_waits():
         (tmp_path / f"{subprocess.Popen(['sleep', '600']).pid}.pid").touch()

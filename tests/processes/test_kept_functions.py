@@ -143,8 +143,8 @@ def test_other_callables(two):
 
 
 def test_arguments_use_the_globals_of_the_ranks(two):
-    """Also those of a function that stays: a function, or an object of the script, finds what
-    earlier calls assigned.
+    """A function that is an argument, or an object of the script, finds what earlier calls
+    assigned, also if the called function stays in the ranks.
     """
     space = {"__name__": "__main__"}
     exec(

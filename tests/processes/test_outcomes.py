@@ -110,7 +110,9 @@ def test_unreadable_error_is_told():
     ids=["gloo", "store", "NCCL"],
 )
 def test_lost_connection_is_echo(error, monkeypatch):
-    """So is an error that it causes. An error of the user with similar words is not one."""
+    """A lost connection is an echo, and so is an error that it causes. An error of the user with
+    similar words is not one.
+    """
     monkeypatch.setattr(process_groups, "_has_joined", True)
     raised_by_c(error)
     wrapping = RuntimeError("training failed in step 5")

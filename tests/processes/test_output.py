@@ -49,9 +49,8 @@ def written(*chunks, folder=None):
     ],
 )
 def test_each_line_has_a_prefix(chunks, lines, capsys):
-    """Only newlines and carriage returns end a line.
-
-    Chunks may end within a line or a character.
+    """Newlines and carriage returns end a line, and nothing else. Chunks may end within a line or a
+    character.
     """
     written(*chunks)
     assert capsys.readouterr().out == lines

@@ -130,7 +130,7 @@ def test_arrays_arrive(array):
 
 
 def test_modules_are_sent_by_name():
-    """Also modules and operators of classes that cannot be pickled."""
+    """Modules and operators are sent by name, also those of classes that cannot be pickled."""
     of_torch = [
         torch.backends.cudnn,
         torch.backends.mkldnn,

@@ -135,7 +135,9 @@ def init_group():
 
 
 def test_a_function_makes_own_groups():
-    """Also launches at the same time. If the platform has made groups, torch refuses it."""
+    """A function makes process groups of its own, also in launches at the same time. If the
+    platform has made groups, torch refuses it.
+    """
     launches = [wrapper(ranks(3, ipc_groups=None))(init_group).submit() for _ in range(2)]
     assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
     error = failure_of(init_group)

@@ -66,7 +66,7 @@ def class_with(**attributes):
 
 
 def test_attributes_of_classes_are_named():
-    """Of classes that travel by value, also of their bases."""
+    """The error names the attribute of a class that travels by value, also if it belongs to a base."""
     row = class_with(size=1, lock=LOCK)
     assert address_of(row) == "value.lock"
     assert address_of([row()]) == "value[0]'s class Row.lock"
@@ -161,7 +161,9 @@ def test_shards_are_refused():
 
 @pytest.mark.parametrize("allows", [True, False])
 def test_fake_tensors_are_refused(allows):
-    """So are real ones inside the mode, which cannot be copied there. Other modes copy them."""
+    """Fake tensors are refused, and so are real ones inside the mode, which cannot be copied there.
+    Other modes copy them.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     real, net, mode = (

@@ -108,7 +108,7 @@ def test_message_in_pieces(sockets, size, text, most):
 
 
 def test_messages_keep_their_order(sockets):
-    """Also while the reader takes nothing: the sender does not wait for it."""
+    """Messages keep their order while the reader takes nothing: the sender does not wait for it."""
     sender, reader = map(Wire, sockets)
     sent = [(number, os.urandom(number * 500)) for number in range(200)]
     for body in sent:

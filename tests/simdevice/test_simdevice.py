@@ -45,7 +45,7 @@ def ones(*shape):
 
 
 def test_copies_are_counted():
-    """With the bytes that arrive."""
+    """Copies between devices are counted with the bytes that arrive."""
     x = torch.ones(3, 5).to("sim:0").to("sim:1")
     x.t()[:2].cpu()
     assert x.sum().item() == 15
@@ -101,7 +101,9 @@ def test_unordered_uses_race(first, second, found, side, sim):
     ],
 )
 def test_orders(order, races, side, sim):
-    """Only a wait of the second stream or of the host for the first stream orders later uses."""
+    """A wait of the second stream or of the host for the first stream orders later uses, and
+    nothing else does.
+    """
     x = ones(4)
     write(x)
     order(sim, side)

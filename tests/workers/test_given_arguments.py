@@ -47,7 +47,9 @@ OBJECTS = {
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_containers_come_back(block, name):
-    """What forward adds, replaces, and removes is in the caller's own containers after the call."""
+    """Entries that forward adds, replaces, and removes are in the caller's own containers after the
+    call.
+    """
     value, change = CONTAINERS[name]
     given, expected = copy.deepcopy(value), copy.deepcopy(value)
     change(expected)

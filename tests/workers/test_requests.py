@@ -86,7 +86,9 @@ def test_output_on_freed_memory(block):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("size", [3, 600])
 def test_write_into_a_tensor(block, mode, size):
-    """Also of 1 MiB and more, where the output lies in the memory of the argument."""
+    """A write into a tensor comes back, also into one of 1 MiB and more, where the output lies in
+    the memory of the argument.
+    """
 
     def add(x):
         return x.add_(1)

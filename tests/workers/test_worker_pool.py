@@ -197,7 +197,9 @@ def test_seed_gives_the_same_numbers(block, kind):
 
 
 def test_error_keeps_its_attributes(block):
-    """Also its notes, its cause, and its traceback. A note names the lane and the shard."""
+    """An error keeps its attributes, its notes, its cause, and its traceback. A note names the lane
+    and the shard.
+    """
 
     def fail(x):
         if len(x) == 5:

@@ -204,7 +204,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("change", REFUSED)
 def test_refused_changes(change):
-    """What an output could not be. Nothing is entered, the cure is named, and the next call runs."""
+    """A change that could not be an output is refused. Nothing is entered, the cure is named, and
+    the next call runs.
+    """
 
     def forward(batch):
         batch["first"] = batch["x"] * 2

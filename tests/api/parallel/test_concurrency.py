@@ -27,7 +27,9 @@ THREE = ["cpu"] * 3
 
 
 def test_many_threads_call_one_model():
-    """Each gets the outputs and input gradients for its rows. Calls, `submit`, and `map` share the lanes."""
+    """Each thread gets the outputs and input gradients of its rows. Calls, `submit`, and `map`
+    share the lanes.
+    """
     model, barrier = mlp(), threading.Barrier(12)
     plain = copy.deepcopy(model)
 
@@ -176,7 +178,9 @@ def test_calls_during_a_close():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_blocks_close_in_any_order(order):
-    """Also of several threads. Calls go to the last block that is open. After all, a compiled model is compiled again."""
+    """Blocks of several threads close in any order. Calls go to the last block that is open, and a
+    compiled model is compiled again after all.
+    """
     model, x = nn.Linear(4, 2), torch.randn(7, 4)
     model.compile(backend="eager")
     plain, compiled = model(x), vars(model)["_compiled_call_impl"]
@@ -334,7 +338,9 @@ def test_nothing_is_left_after_close():
 @torch.no_grad()
 @pytest.mark.parametrize("use", ["call", "submit", "close", "new block"])
 def test_a_child_waits_for_no_thread(use):
-    """Also if the parent's lanes are at work, and a thread of the parent waits to copy the model."""
+    """A forked child runs plainly while the parent's lanes work, and a thread of the parent waits
+    to copy the model.
+    """
     waits, goes_on, begun = threading.Event(), threading.Event(), threading.Event()
 
     class Waiting(nn.Linear):

@@ -107,7 +107,9 @@ def area(found):
 
 
 def test_attributes_of_tensors_are_refused():
-    """Also of a plain tensor, and after a call of the same shape without. Size-1 tensors go whole, and keep them."""
+    """A tensor with attributes is refused, also after a call of the same shape without them. Size-1
+    tensors go whole, and keep theirs.
+    """
     noted = torch.ones(5, 4)
     with parallel(area, TWO) as p:
         p(torch.ones(5, 4))

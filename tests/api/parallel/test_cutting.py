@@ -142,7 +142,7 @@ def test_in_dims_of_any_argument(form):
 
 
 def test_texts_without_tensors():
-    """Such a call runs plainly, unless `in_dims` cuts the texts by item."""
+    """A call with texts alone runs plainly, unless `in_dims` cuts the texts by item."""
 
     def target(texts):
         return [text.upper() for text in texts]

@@ -119,7 +119,9 @@ def test_kept_outputs_of_streams(name, workers):
 @put_back
 @torch.no_grad()
 def test_kept_outputs_of_cut_calls():
-    """Also what is the same in all lanes."""
+    """An output that the caller keeps is not written by later calls, also one that is the same in
+    all lanes.
+    """
 
     def forward(model, x):
         model.table.add_(1)

@@ -99,7 +99,7 @@ def test_outputs_with_rows(target):
     ],
 )
 def test_outputs_without_rows(target):
-    """Also if a shard has as many rows as the output is long."""
+    """An output without rows is refused, also if a shard has as many rows as the output is long."""
     assert_refused(target)
 
 

@@ -79,7 +79,7 @@ def test_training_under_autocast():
 
 
 def test_the_profiler_records_the_lanes():
-    """Also if earlier calls of the block had no profiler."""
+    """A profiler records the operators of all lanes, also if earlier calls of the block had none."""
     model, x = nn.Linear(4, 4), torch.randn(10, 4)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with parallel(model, THREE):

@@ -60,9 +60,8 @@ def run(folder, source, target=None, **options):
 
 
 def test_a_second_run_computes_nothing(tmp_path):
-    """Nor does a run after an interrupted one compute what the loop has read.
-
-    A longer source adds its new batches.
+    """A second run computes nothing, and neither does a run after an interrupted one for what the
+    loop has read. A longer source adds its new batches.
     """
     with torch.no_grad(), parallel(Counting(), TWO) as p:
         stream = p.map(batches(9), resume=str(tmp_path), buffersize=1)
@@ -398,7 +397,7 @@ def test_options_that_change_a_whole_output(tmp_path):
 
 
 def test_folders_without_a_fingerprint(tmp_path):
-    """Of an earlier version."""
+    """A folder of an earlier version is refused, unless `check_model` is False."""
     run(tmp_path, batches(2))
     for file in tmp_path.iterdir():
         saved = torch.load(file, weights_only=False)
@@ -443,7 +442,7 @@ def test_files_of_another_user_are_refused(tmp_path, monkeypatch):
 
 
 def test_leftovers_of_killed_runs_are_removed(tmp_path):
-    """Not those of a process that runs, nor files of the user."""
+    """Files of killed runs are removed. Those of a process that runs, and files of the user, stay."""
     names = [uuid.uuid4().hex for _ in range(2)]
     left, used = (tmp_path / f"{name}.unfinished" for name in names)
     own = tmp_path / "thesis.unfinished"

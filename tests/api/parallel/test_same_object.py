@@ -111,7 +111,9 @@ def test_every_reference_is_parallel():
 
 
 def test_methods_are_parallel_by_name():
-    """Only the named methods are cut. Calls of forward inside generate stay in their lane."""
+    """The named methods are cut, and no others. Calls of forward inside generate stay in their
+    lane.
+    """
     model, x = Net(), torch.randn(7, 4)
     plain = model(x), model.generate(x, steps=3)
     with parallel(model, THREE, methods=("generate", "generate")) as p:

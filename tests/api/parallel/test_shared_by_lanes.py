@@ -103,7 +103,7 @@ class Doubles(nn.Linear):
 
 @torch.no_grad()
 def test_a_decorated_forward():
-    """What a decorator wraps is code of the model too."""
+    """The function that a decorator wraps is code of the model too."""
     model = Doubles(8, 4)
     expected = model(X)
     with parallel(model, THREE) as p:

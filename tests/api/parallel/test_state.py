@@ -40,7 +40,9 @@ UNEQUAL = {
 @torch.no_grad()
 @pytest.mark.parametrize("write", UNEQUAL)
 def test_eval_refuses_row_caches(write):
-    """At every call. The model keeps its buffer, and later calls that write none are right."""
+    """A cache with one entry per row is refused at every call. The model keeps its buffer, and
+    later calls that write none are right.
+    """
     writes, x = [True], torch.arange(14.0).view(7, 2)
     model = stateful(lambda self, x: (writes and UNEQUAL[write](self, x), x + self.table)[1]).eval()
     with parallel(model, TWO, out_dims=0):
@@ -219,7 +221,7 @@ def test_tuple_fn_copies_functions(make):
 @put_back
 @torch.no_grad()
 def test_plain_calls_take_turns_over_workers():
-    """Of several threads, beside a stream."""
+    """Plain calls of several threads take turns, also next to a stream."""
     model, start = SlowModel(), threading.Barrier(4)
 
     @torch.no_grad()
@@ -272,7 +274,9 @@ def test_methods_among_defaults():
 
 @torch.no_grad()
 def test_weak_proxies_are_shared():
-    """Of an object that is no module. Weak references to modules are refused."""
+    """Lanes share a weak proxy of an object that is no module. Weak references to modules are
+    refused.
+    """
 
     class Config:
         scale = 2
@@ -329,7 +333,9 @@ DISCRIMINATORS = {
 @put_back
 @pytest.mark.parametrize("name", DISCRIMINATORS)
 def test_two_forwards_one_backward(name):
-    """As in a GAN. Each lane computes as a copy of the model does, and the model keeps what lane 0 writes in place."""
+    """Two forwards precede one backward, as in a GAN. Each lane computes as a copy of the model
+    does, and the model keeps what lane 0 writes in place.
+    """
     model = DISCRIMINATORS[name]().double()
     copies, xs = [copy.deepcopy(model) for _ in TWO], torch.randn(2, 8, 4, dtype=torch.float64, requires_grad=True)
     expected = [torch.cat([each(part) for each, part in zip(copies, x.split(4), strict=True)]) for x in xs]
@@ -375,7 +381,9 @@ WHOLE = {
 @pytest.mark.parametrize("way", WHOLE)
 @pytest.mark.parametrize("grad", [True, False])
 def test_streams_give_nothing_back(way, grad):
-    """Not even in training mode, in whichever lane a batch runs. Each batch starts from the buffers of the model."""
+    """Streams leave the model as it was, also in training mode, in whichever lane a batch runs.
+    Each batch starts from the buffers of the model.
+    """
 
     class Counting(nn.BatchNorm1d):
         def forward(self, x):

@@ -259,7 +259,7 @@ def test_a_callback_can_submit_again():
 
 
 def test_stats_count_calls_and_rows():
-    """Also after the block. A call with a refused output does not count."""
+    """Counters can be read during and after the block. A call with a refused output does not count."""
     with parallel(lambda x: x.mean() if x.ndim == 2 else x, THREE) as p:
         for rows in (7, 0, 5):
             p(torch.zeros(rows))

@@ -13,9 +13,8 @@ from parawrap.launch.slurm.launch_folder import Folder
 
 
 def test_the_folder_is_private(tmp_path, monkeypatch):
-    """Also the folder of all launches, whatever the umask.
-
-    The files of an array stay until its last launch is removed.
+    """The folder of a launch and the folder of all launches are private, whatever the umask. The
+    files of an array stay until its last launch is removed.
     """
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)

@@ -288,9 +288,8 @@ def test_an_array_runs_in_one_job(started):
 
 
 def test_elements_of_an_array_are_apart(started):
-    """At most as many run as allowed.
-
-    Cancel, preempt, and scancel work on one; `preempt` of a pending one does nothing.
+    """At most as many elements run as allowed. Cancel, preempt, and scancel work on one; `preempt`
+    of a pending one does nothing.
     """
     launches, folder, job = (
         started.launches["array"],
@@ -487,7 +486,7 @@ def test_an_end_of_exit_handlers_is_logged(more):
 
 
 def test_an_operator_may_requeue(more):
-    """That is no failure: the function runs again with max_restarts=0."""
+    """A requeue by an operator is no failure: the function runs again with max_restarts=0."""
     launch, end = more.launches["requeued"], more.folder("requeued") / "end"
     for start in 0, 1:
         path = end.with_name(f"end-begun-{start}")
