@@ -25,6 +25,13 @@ def add_note(error: BaseException, note: str) -> None:
     error.__dict__["__notes__"] = [*error.__dict__.get("__notes__", ()), note]
 
 
+def name_section(page: str, title: str, section: str) -> str:
+    """Return a section of a page of the documentation: its address, or its titles in words."""
+    if ADDRESS:
+        return f"{ADDRESS}/{page}.html#{section.lower().replace(' ', '-')}"
+    return f'the page "{title}" of the documentation, section "{section}"'
+
+
 class ParawrapError(Exception):
     """The base class of every exception that parawrap defines.
 

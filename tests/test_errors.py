@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from parawrap import errors
+from tests.helpers.worlds import ROOT
 
 EVERY = [
     each
@@ -50,3 +51,15 @@ def test_error_in_a_data_loader_worker():
     loader = DataLoader([1, 2], collate_fn=refuse, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(errors.ShardError, match=r"(?s)DataLoader worker process 0.*ShardError: no"):
         next(iter(loader))
+
+
+def test_sections_of_other_pages(monkeypatch):
+    """An error may name a section that exists, by its titles or by its address."""
+    lines = (ROOT / "docs" / "losses.md").read_text().splitlines()
+    assert lines[0].startswith("# Compute a loss in a block")
+    assert "## Contrastive losses" in lines
+    section = "losses", "Compute a loss in a block", "Contrastive losses"
+    titles = 'the page "Compute a loss in a block" of the documentation, section "Contrastive losses"'
+    assert errors.name_section(*section) == titles
+    monkeypatch.setattr(errors, "ADDRESS", "https://example.org")
+    assert errors.name_section(*section) == "https://example.org/losses.html#contrastive-losses"

@@ -134,8 +134,8 @@ class Parallel(MapAndSubmit, Generic[TargetT]):
         ShardError: If `in_dims` or `methods` names a parameter or method that the target does not
             have; at the call, if an argument cannot be cut, or if the target changes an argument
             and the change cannot be joined.
-        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an
-            output cannot be joined.
+        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if
+            outputs cannot be joined. The message names all of them, and the options that join them.
         ReplicaError: At the first call, if the module cannot be replicated.
 
     Example:

@@ -38,6 +38,7 @@ from parawrap.engine.rules.registry import (
     splitter_of,
     update_argument,
 )
+from parawrap.engine.rules.transformers_caches import WITHOUT_CACHE, is_cache
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import (
     UNDECLARED,
@@ -58,6 +59,7 @@ WRITTEN_WHOLE = (
 _WITHOUT_ATTRIBUTES = frozenset({dict, list, deque, OrderedDict, defaultdict})
 _MOST_STRUCTURES = 1024  # of calls; as many as a cutter keeps plans
 _ABSENT: Any = object()
+_OF_ARGUMENT = Returned(None)
 
 Path = tuple[Any, ...]
 """The keys that lead from (args, kwargs) to a container."""
@@ -87,6 +89,9 @@ def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = Non
                 option = option[step] if has_step else missing
         return option
 
+    # An error names options only where they hold for the entry as it is
+    given = (rules.out_dims, rules.reduce, rules.pad_value)
+    are_for_all = place is None and not any(map(is_tree, given)) and not rules.as_torch
     return JoinRules(
         rules.dim,
         below(rules.out_dims, UNDECLARED),
@@ -94,6 +99,7 @@ def rules_of_entries(rules: JoinRules, place: Path | None = None, key: Any = Non
         "pad" if rules.join == "pad" else "cat",
         below(rules.pad_value, None),
         rules.as_torch,
+        "whole" if are_for_all else "none",
     )
 
 
@@ -396,23 +402,36 @@ class Borrowed:
         self._outputs: dict[int, Path] = {}  # by the number of a container, its place in the output
         self._updates: list[tuple[Any, Any]] = []
 
-    def join_changes(self, join: Join, device: torch.device | None, output: Any = None) -> None:
+    def join_changes(
+        self,
+        join: Join,
+        device: torch.device | None,
+        outputs: Sequence[Any],
+        join_outputs: Callable[[Sequence[Any]], object],
+    ) -> None:
         """Join what forward did to the copies. The caller's own objects are not written yet.
 
-        Parts of objects return to `device`; None leaves them where they are. `output` is that of
-        the first lane: options for its places hold for the entries of a container that it returns.
+        Parts of objects return to `device`; None leaves them where they are. `outputs` are those of
+        the lanes: options for their places hold for the entries of a container that they return.
 
         Raises:
             ShardError: If a change cannot be joined, or lanes wrote an object that all of them use.
+            GatherError: If `join_outputs` refuses the outputs, for an entry that they return.
         """
         if all(loan.is_unchanged() for loan in self._loans):
             return
         self._refuse_shared()
         numbers = {id(each): number for number, (each, _) in enumerate(self._loans[0].containers)}
-        for path, node in _walk(output):
+        for path, node in _walk(outputs[0]):
             if id(node) in numbers:
                 self._outputs.setdefault(numbers[id(node)], path)
-        self._changed = [*self._join_containers(join)]
+        try:
+            self._changed = [*self._join_containers(join)]
+        except ShardError:
+            if self._outputs:
+                # Its error names all places of the output, and the options with their keys
+                join_outputs([*map(self._show_new_entries, outputs, self._loans)])
+            raise
         self._updates = [*self._join_objects(device)]
 
     def enter(self) -> None:
@@ -431,6 +450,32 @@ class Borrowed:
             if isinstance(leaf, torch.Tensor) or at in loan.objects:
                 places[id(leaf)] = False, at
         return _replace(output, lambda node: self._mark(places.get(id(node))))
+
+    def _show_new_entries(self, output: Any, loan: Loan) -> Any:
+        """Return the output of a lane with the entries that forward wrote into its arguments.
+
+        All other parts of arguments are one object, which is joined.
+        """
+        by_id = {id(container): (container, before) for container, before in loan.containers}
+
+        def show(node: Any) -> Any:
+            if id(node) not in by_id:
+                return None
+            container, before = by_id[id(node)]
+            after = _read_entries(container, before)
+            if after is None:
+                return _OF_ARGUMENT
+            now = Contents.read(container)
+            held = dict(_entries(now.items)) | now.attributes
+            shown: dict[Any, Any] = {}
+            for key, source in (*_entries(after.items), *after.attributes.items()):
+                if isinstance(source, New) or id(held[key]) in by_id:
+                    shown[key] = _replace(held[key], show)
+                else:
+                    shown[key] = _OF_ARGUMENT
+            return [*shown.values()] if isinstance(after.items, list) else shown
+
+        return _replace(output, show)
 
     def resolve(self, output: Any) -> Any:
         """Return a joined output with the caller's own containers in the places of their marks."""
@@ -492,6 +537,8 @@ class Borrowed:
     def _join_entries(self, columns: Sequence[Any], join: Join, place: str, number: int) -> Any:
         """Return the entries of one container, joined from those of the lanes."""
         joined: dict[Any, Old | New] = {}
+        refused: dict[str, GatherError] = {}
+        own = _follow(self._call, self._paths[number])
         for key, first in _entries(columns[0]):
             if isinstance(first, Old):
                 joined[key] = first
@@ -505,10 +552,16 @@ class Borrowed:
                 try:
                     self._joined[ids] = self.resolve(join(values, self._outputs.get(number), key))
                 except GatherError as error:
-                    own = _follow(self._call, self._paths[number])
-                    _refuse(address(place, [key]), own, str(error))
+                    refused[address(place, [key])] = error
+                    continue
             # One value under two names stays one object
             joined[key] = New(self._joined[ids])
+        if len(refused) == 1:
+            ((entry, only),) = refused.items()
+            _refuse(entry, own, only.message)
+        if refused:
+            # An option for all of them need not be right for each
+            _refuse(" and ".join(refused), own, "they cannot be joined")
         return [*joined.values()] if isinstance(columns[0], list) else joined
 
     def _join_objects(self, device: torch.device | None) -> Iterator[tuple[Any, Any]]:
@@ -528,6 +581,8 @@ class Borrowed:
                     "every lane add the same length, return the value instead of writing it, or "
                     "leave the argument out, so that each lane makes its own"
                 )
+                if is_cache(value):
+                    msg += f". {WITHOUT_CACHE}"
                 raise GatherError(msg) from error
             if joined is not value:
                 self._keep_attributes(index, joined)

@@ -515,7 +515,10 @@ class Calls:
             rules = rules_of_entries(self.rules, place, key)
             return hand_over(join(values, plan.sizes, rules, device, originals), lanes[0])
 
-        borrowed.join_changes(join_entries, device, outputs[0])
+        def join_outputs(shown: Sequence[Any]) -> Any:
+            return join(shown, plan.sizes, self.rules, device, originals)
+
+        borrowed.join_changes(join_entries, device, outputs, join_outputs)
         return borrowed
 
     def _cat_rows(

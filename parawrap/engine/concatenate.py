@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from parawrap.engine.join_rules import SAME, Reduce, refuse
+from parawrap.engine.join_rules import Reduce, refuse
 
-_NO_SUM = "which has no sum. Use a function as reduce, such as torch.any"
+_NO_SUM = "which has no sum"
 _MOST_LISTED = 4  # values in an error: enough to see how they differ
 _MOST_CHARACTERS = 60  # of each of them
 
@@ -109,14 +109,10 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
     kind = str(first.dtype) if isinstance(first, torch.Tensor) else type(first).__name__
 
     def refuse_number(why: str) -> NoReturn:
-        refuse(f"each lane returned one {kind} ({list_values(parts)}), {why}; or {SAME}")
+        refuse(why, returned=f"one {kind} each ({list_values(parts)})")
 
     if reduce is None:
-        refuse_number(
-            'and no reduction is right for every number. Use reduce="mean" for a mean over rows, '
-            '"sum" for sums and counts, "stack" for one value per lane, or a function of the '
-            'vector; a dict, such as reduce={"key": "mean"}, for one of several outputs'
-        )
+        refuse_number("and no reduction is right for every number")
     if reduce == "sum":
         # Without a 0 to start with: the first number decides about the type and the device.
         if kind in ("bool", "torch.bool"):  # True and True are not 2
@@ -127,10 +123,7 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
             refuse_number(_NO_SUM)
     if reduce == "mean":
         if not _has_mean(first):
-            refuse_number(
-                'which has no mean over lanes. Use reduce="sum" for a count, reduce="stack" for '
-                "one value per lane, or a function of the vector"
-            )
+            refuse_number("which has no mean over lanes")
         return _weigh(parts, sizes)
     try:
         if isinstance(first, torch.Tensor):
@@ -138,7 +131,7 @@ def reduce_numbers(parts: Sequence[Any], sizes: Sequence[int], reduce: Reduce | 
         else:
             vector = torch.tensor(parts)
     except (RuntimeError, TypeError, ValueError):
-        refuse_number("which torch cannot put into a tensor. Return a number or a tensor")
+        refuse_number("which torch cannot put into a tensor")
     if reduce == "stack":
         return vector
     return reduce(vector)

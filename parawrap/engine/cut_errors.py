@@ -6,16 +6,20 @@ Each error names every value concerned, and the `in_dims` that settle all of the
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
+
+import torch
 
 from parawrap.engine.flat_call import ARRAY, BEYOND, CALL_ROOTS, OBJECT, FlatCall, has_items
 from parawrap.engine.in_dims import InDims
 from parawrap.engine.rules.registry import registration_of
+from parawrap.engine.rules.transformers_caches import is_cache
 from parawrap.errors import ShardError
 from parawrap.tree import UNDECLARED, TreeSpec, address, addresses, list_attributes, tensors_in
 
 _MOST_LISTED = 20  # values, in an error; its cure names every argument
+_MOST_MULTIPLES = 4  # more values with multiples of the rows are a dict of parameters
 
 
 class _Unclear(NamedTuple):
@@ -69,14 +73,83 @@ def refuse_disagreement(
         msg += f"To give {places} whole to every lane, such as a dict of parameters, use {cure}. "
     places = _join_places(parts)
     cure = declarations.write_cure(parts)
+    msg += f"To give {places} whole to every lane, use {cure}. "
+    of_part: dict[tuple[Any, ...], list[int]] = {part: [] for part in parts}
+    for index in others:
+        part = paths[index] if paths[index] in of_part else paths[index][:2]
+        of_part[part].append(index)
+    msg += _say_other_cuts(declarations, flat, of_part, batch)
+    msg += _say_multiples({where[index]: rows for index, rows in found.items()}, batch)
     msg += (
-        f"To give {places} whole to every lane, use {cure}; "
-        "if rows lie on another dim, give that dim; for a list with one tensor per row, give "
-        '"items". Pass a mask with one row per head as (batch, heads, ...), and flatten it in the '
-        "target. If none of these fits, as for offsets into another argument, give each lane a "
-        "whole batch: `map` of the block, or TupleParallel"
+        "If none of these fits, as for offsets into another argument, give each lane a whole "
+        "batch: `map` of the block, or TupleParallel"
     )
     raise ShardError(msg)
+
+
+def _say_other_cuts(
+    declarations: InDims, flat: FlatCall, of_part: Mapping[tuple[Any, ...], list[int]], batch: int
+) -> str:
+    """Return the `in_dims` that cut values on another dim, or by item, where their sizes allow it.
+
+    `of_part` are the leaves that disagree, by the path of the value that a cure names.
+    """
+    paths = flat.spec.paths()
+    by_dim: dict[tuple[Any, ...], int] = {}
+    by_item: dict[tuple[Any, ...], str] = {}
+    for part, indices in of_part.items():
+        dims = {dim for index in indices for dim in _dims_of_size(flat.leaves[index], batch)}
+        has_dim = all(_dims_of_size(flat.leaves[index], batch) for index in indices)
+        if len(dims) == 1 and has_dim:
+            by_dim[part] = dims.pop()
+        items = {path[2] for path in paths if path[:2] == part and len(path) > 2}
+        is_sequence = all(isinstance(item, int) for item in items)
+        if is_sequence and len(items) == batch and declarations.find(part) != "items":
+            by_item[part] = "items"
+    whole: dict[tuple[Any, ...], str | int | None] = dict.fromkeys(of_part)
+    said = ""
+    if by_dim:
+        on = " and ".join(f"dim {dim}" for dim in sorted(set(by_dim.values())))
+        said += f"If the rows of {_join_places(by_dim)} lie on {on}, use "
+        said += f"{declarations.write_cure(whole | by_dim)}. "
+    if by_item:
+        has = "has" if len(by_item) == 1 else "have"
+        said += f"If {_join_places(by_item)} {has} one item per row, use "
+        said += f"{declarations.write_cure(whole | by_item)}. "
+    return said
+
+
+def _dims_of_size(leaf: Any, size: int) -> list[int]:
+    """Return the dims of a tensor that have this size."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested:
+        return []
+    return [dim for dim, each in enumerate(leaf.shape) if each == size]
+
+
+def _say_multiples(found: Mapping[str, int], batch: int) -> str:
+    """Return what to do with values that have several entries per row, such as patches.
+
+    `found` are the counts of the values by their addresses.
+    """
+    of_count: dict[int, list[str]] = {}
+    # Two arguments do not say which of them is the batch: images, or the patches of all images
+    fewest = min(found.values())
+    if fewest > 0 and all(rows % fewest == 0 for rows in found.values()):
+        batch = fewest
+    for place, rows in found.items():
+        if batch > 0 and rows > batch and rows % batch == 0:
+            of_count.setdefault(rows // batch, []).append(place)
+    if sum(map(len, of_count.values())) > _MOST_MULTIPLES:
+        return ""
+    said = ""
+    for count, places in of_count.items():
+        one = len(places) == 1
+        said += (
+            f"If {_list_in_words(places)} {'has' if one else 'have'} {count} entries per row, as "
+            f"patches, frames, or masks with one row per head, pass {'it' if one else 'them'} as "
+            f"({batch}, {count}, ...), and use flatten(0, 1) in the target. "
+        )
+    return said
 
 
 def refuse_attributes(declarations: InDims, flat: FlatCall, cut: Sequence[int]) -> None:
@@ -125,7 +198,7 @@ def refuse_dims_out_of_range(
     places = _join_places(paths[index] for index in wrong)
     msg = (
         f"dim {dims[first]} is out of range for {places}, of shape {shape}: it has "
-        f"{len(shape)} dimensions"
+        f"{len(shape)} dimensions. Use a dim from {-len(shape)} to {len(shape) - 1}"
     )
     raise ShardError(msg)
 
@@ -209,6 +282,8 @@ def _find_objects(
                 f"{is_a}, which holds tensors, and parawrap does not know how to cut it. Use "
                 f"{registration} to cut it"
             )
+            if is_cache(leaf):
+                says += ", or pass no cache and use_cache=False"
             yield _Unclear(path, says)
         elif isinstance(leaf, Iterator) and (is_strict or is_cut):
             # Raised at once: no entry of `in_dims` gives each lane its own items.
@@ -263,6 +338,11 @@ def _join_places(paths: Iterable[Sequence[Any]]) -> str:
     for path in paths:
         root = CALL_ROOTS[path[0]]
         places.append(address(root, path[1:]))
+    return _list_in_words(places)
+
+
+def _list_in_words(places: Sequence[str]) -> str:
+    """Return addresses in words."""
     *first, last = places
     if not first:
         return last

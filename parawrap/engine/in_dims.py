@@ -135,7 +135,7 @@ class InDims:
             return None
         return self.parameters.at(path[1])
 
-    def write_cure(self, entries: Mapping[tuple[Any, ...], str | None]) -> str:
+    def write_cure(self, entries: Mapping[tuple[Any, ...], str | int | None]) -> str:
         """Return the `in_dims` with these entries for the values at these paths.
 
         The entries of the user stay. The entry is that of the whole argument where the keys of a

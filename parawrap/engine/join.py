@@ -14,8 +14,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,15 +29,21 @@ from parawrap.engine.concatenate import (
     pad,
     reduce_numbers,
     shape_of,
-    shapes_of,
     write_into_one,
 )
+from parawrap.engine.join_errors import (
+    OutputPlace,
+    dims_with_rows,
+    find_cures,
+    is_array_column,
+    is_sequence_type,
+    sizes_on,
+    write_message,
+)
 from parawrap.engine.join_rules import (
-    CURE,
-    JOIN_LIST,
-    SAME,
     SEQUENCES,
     Declared,
+    JoinMode,
     JoinRules,
     Refusal,
     Returned,
@@ -69,6 +77,7 @@ _TENSOR = frozenset({torch.Tensor})
 _dtype_of = attrgetter("dtype")
 _attributes_of = attrgetter("__dict__")
 
+_MANY_PADDED = "more than one output must be padded, and no padding is right for every output"
 _PROVES_NOTHING = "Equal values do not make it one value: two lanes that count 3 are 6"
 
 
@@ -104,11 +113,7 @@ def join(
     try:
         return joining.join_values(outputs, rules.declared)
     except Refusal as refusal:
-        place = address("output", joining.path)
-        msg = f"{place} cannot be joined: {refusal}"
-        if rules.as_torch:
-            msg += ". out_dims and join are options of parallel(model, devices)"
-        raise GatherError(msg) from refusal.__cause__
+        raise GatherError(joining.explain(refusal)) from refusal.__cause__
 
 
 def _join_rows(outputs: Sequence[Any], sizes: tuple[int, ...], rules: JoinRules) -> Any:
@@ -186,6 +191,8 @@ class _Join:
         self.padded = 0
         self.rows = None if sizes is None else list(sizes)
         self.path: list[Any] = []
+        # True if equal sizes count as proof, to find out what unequal ones would show
+        self.takes_proof = False
 
     def join_values(self, column: Sequence[Any], declared: Declared) -> Any:
         """Return the one value of all lanes, of any structure."""
@@ -198,7 +205,10 @@ class _Join:
         for lane, value in enumerate(column[1:], start=1):
             leaves, other = flatten(value, _is_sequence)
             if other != spec:
-                refuse(f"lane 0 returned {spec}, lane {lane} {other}. {JOIN_LIST}")
+                refuse(
+                    f"lane 0 returned {spec}, lane {lane} {other}",
+                    "Return one structure from every lane",
+                )
             of_lanes.append(leaves)
         columns = zip(*of_lanes, strict=True)
         declarations = declared.below(spec)
@@ -215,14 +225,8 @@ class _Join:
         self, column: Sequence[Any], declared: Declared, around: Flat | None = None
     ) -> Any:
         first = column[0]
-        refuse_tree("out_dims", declared.out_dim, type(first))
         are_tensors = _are_tensors(column)
-        kinds = {type(value) for value in column}
-        # Parameters next to tensors are tensors, and 1 next to 1.0 is a number.
-        are_of_one_kind = len(kinds) == 1 or are_tensors
-        if not are_of_one_kind and not all(map(is_number, column)):
-            names = " and ".join(sorted(kind.__name__ for kind in kinds))
-            refuse(f"the lanes returned values of type {names}. {CURE}")
+        self._check_kinds(column, declared)
         if first is None:
             return None
         if type(first) in SEQUENCES:
@@ -230,7 +234,7 @@ class _Join:
         if isinstance(first, WholeLeaf):
             return self._join_registered(column, declared)
         if isinstance(first, torch.Tensor) and first.is_nested and first.layout is torch.strided:
-            refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
+            refuse("a nested tensor has no dim to join on")
         if declared.out_dim is None:
             self._refuse_reduced_constant(first, declared)
             return self._take_equal(column)
@@ -240,6 +244,16 @@ class _Join:
             return self._join_numbers(column, declared)
         return self._take_one(column)
 
+    def _check_kinds(self, column: Sequence[Any], declared: Declared) -> None:
+        """Refuse values of several kinds, and a declaration of the parts of a leaf."""
+        refuse_tree("out_dims", declared.out_dim, type(column[0]))
+        kinds = {type(value) for value in column}
+        # Parameters next to tensors are tensors, and 1 next to 1.0 is a number.
+        are_of_one_kind = len(kinds) == 1 or _are_tensors(column)
+        if not are_of_one_kind and not all(map(is_number, column)):
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            refuse("", "Return one type", returned=f"values of type {names}")
+
     def _refuse_reduced_constant(self, value: Any, declared: Declared) -> None:
         """Refuse a place that two options declare in different ways."""
         if declared.reduce is None:
@@ -247,9 +261,8 @@ class _Join:
         if declared.names_reduce or is_number(value):
             refuse(
                 "out_dims=None says that every lane returned the same value, and "
-                f"reduce={declared.reduce!r} puts different values together. Keep one of them: a "
-                "dict or a tuple in reduce leaves values out, and out_dims=0 leaves numbers to "
-                "reduce"
+                f"reduce={declared.reduce!r} puts different values together",
+                "Keep one of them",
             )
 
     # Tensors and arrays
@@ -276,7 +289,10 @@ class _Join:
             return self._concatenate(column, dim, declared)
         # `reduce` for a whole output means its numbers, unless the tensor is the whole output.
         if declared.reduce is None or self.path:
-            refuse(f"{self._say(column)}, without the rows on dim {dim}. {_PROVES_NOTHING}. {CURE}")
+            proof = ""
+            if self._are_all_equal(column):
+                proof = _PROVES_NOTHING
+            refuse(f"without the rows on dim {dim}", proof, returned=_describe(column))
         return self._reduce_arrays(column, declared)
 
     def _row_dim(self, declared: Declared) -> int:
@@ -286,14 +302,14 @@ class _Join:
 
     def _follows_rows(self, column: Sequence[Any], declared: Declared, dim: int) -> bool:
         """True if tensors or arrays have the rows of their shards on `dim`, or no rows at all."""
-        sizes = _sizes_on(column, dim)
+        sizes = sizes_on(column, dim)
         if declared.out_dim is UNDECLARED:
             self._check_proof()
             if set(sizes) == {0}:  # joining no rows adds nothing
                 return True
             return sizes == self.rows
         if sizes != self.rows:
-            refuse(f"{self._say(column)}, without the rows on dim {dim}. {CURE}")
+            refuse(f"without the rows on dim {dim}", returned=_describe(column))
         return True
 
     def _concatenate(self, parts: Sequence[Any], dim: int, declared: Declared) -> Any:
@@ -302,7 +318,7 @@ class _Join:
         if len(parts) == 1:
             return _move(first, device)
         if not all(-part.ndim <= dim < part.ndim for part in parts):
-            refuse(f"the shapes {shapes_of(parts)} have no dim {dim} in common. {CURE}")
+            refuse(f"which have no dim {dim} in common", returned=_describe(parts))
         try:
             if not isinstance(first, torch.Tensor):
                 return _concatenate_arrays(parts, dim)
@@ -321,31 +337,30 @@ class _Join:
             # Shapes are compared only now: nearly all parts can be concatenated.
             if are_alike(parts, dim):
                 raise
-            msg = (
-                f"the shapes {shapes_of(parts)} differ beyond dim {dim}. "
-                f'join="pad" pads them to the longest. {CURE}'
-            )
-            raise Refusal(msg) from error
+            why = f"which differ beyond dim {dim}"
+            raise Refusal(why, returned=_describe(parts)) from error
 
     def _check_tensors(self, parts: Sequence[torch.Tensor]) -> None:
         """Refuse tensors that torch.cat would join with a loss."""
         first = parts[0]
         if first.is_quantized:
             refuse(
-                "the lanes returned quantized tensors, which may have different scales. "
-                "Return tensor.dequantize()"
+                "which may have different scales",
+                "Return tensor.dequantize()",
+                returned="quantized tensors",
             )
         names = ", ".join(list_attributes(first))
         if names and not self.rules.as_torch:
             registration = registration_of(type(first))
             refuse(
-                f"the lanes returned tensors with attributes of their own ({names}), "
-                "which a joined tensor loses. Return the attributes as outputs of their own, or "
-                f"use {registration} to join them too"
+                "which a joined tensor loses",
+                "Return the attributes as outputs of their own, or "
+                f"use {registration} to join them too",
+                returned=f"tensors with attributes of their own ({names})",
             )
         dtypes = sorted({str(part.dtype) for part in parts})
         if len(dtypes) > 1:  # torch.cat would promote them
-            refuse(f"the lanes returned tensors of {' and '.join(dtypes)}. {CURE}")
+            refuse("", "Return one dtype", returned=f"tensors of {' and '.join(dtypes)}")
 
     def _choose_padding(self, dtype: torch.dtype, value: Any) -> Any:
         """Return the value to pad with."""
@@ -355,20 +370,15 @@ class _Join:
             # A float takes any number; an integer or a bool may change its value.
             if not is_float and not _fits(value, dtype):
                 refuse(
-                    f"pad_value={value!r} is not a value of {dtype}. Give this output another one"
+                    f"pad_value={value!r} is not a value of {dtype}", "Give this output another one"
                 )
             return value
         # A zero is a label or a token in other outputs, so only one output of floats gets it.
         self.padded += 1
         if self.padded > 1 or not is_float:
-            why = f"it holds {dtype}"
             if self.padded > 1:
-                why = "more than one output must be padded"
-            refuse(
-                f"{why}, and no padding is right for every output. Give pad_value: one number for "
-                "all, or a dict or tuple like the output, such as "
-                'pad_value={"logits": 0.0, "mask": False, "labels": -100}'
-            )
+                refuse(_MANY_PADDED)
+            refuse(f"it holds {dtype}, and no padding is right for every output")
         return 0
 
     def _reduce_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
@@ -379,8 +389,11 @@ class _Join:
         refuse_tree("reduce", declared.reduce, type(column[0]))
         shapes = {part.shape for part in column}
         if len(shapes) > 1:
-            why = "which reduce cannot put together. Leave this entry out of reduce"
-            refuse(f"{self._say(column)}, {why}")
+            refuse(
+                "which reduce cannot put together",
+                "Leave this entry out of reduce",
+                returned=_describe(column),
+            )
         return self._reduce(column, declared)
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
@@ -390,20 +403,23 @@ class _Join:
             if self.lanes == 1:
                 return first
             refuse(
-                f"{self._say(column)}. {_PROVES_NOTHING}. Return a 0-d tensor, which becomes a "
-                "vector with one value per shard, or use "
-                f'parallel(model, devices, reduce="sum"), or {SAME}'
+                "which DataParallel joins as tensors alone",
+                "Return a 0-d tensor, which becomes a vector with one value per shard",
+                returned=f"one {type(first).__name__} each ({list_values(column)})",
             )
         if any(shape_of(part) for part in column):
-            refuse(f"the shapes {_say_shapes(column)} have no dim in common. {CURE}")
+            shapes = ", ".join(str(shape_of(part)) for part in column)
+            refuse("which have no dim in common", returned=f"shapes {shapes}")
         if isinstance(first, torch.Tensor) and self._may_be_rows(declared):
-            refuse(
+            advice = "Keep the dim in the model (squeeze(1) instead of squeeze())"
+            if declared.out_dim is not UNDECLARED:
+                advice += ", or leave out out_dims: small batches then run plainly"
+            # An output with a key is named in reduce. The whole output has no key
+            why = (
                 "each lane had one row and returned a 0-d tensor, which is either a number or that "
-                "row without its dim. Keep the dim in the model (squeeze(1) instead of squeeze()). "
-                "Or name a number in reduce, such as "
-                f'reduce={{"loss": {declared.reduce!r}}}, or leave out out_dims: small batches '
-                f"then run plainly. {CURE}"
+                "row without its dim"
             )
+            raise Refusal(why, advice, has_cure=bool(self.path))
         return self._reduce(column, declared)
 
     def _may_be_rows(self, declared: Declared) -> bool:
@@ -431,7 +447,7 @@ class _Join:
             if not _are_tensors(column):
                 continue
             dim = self._row_dim(declared)
-            if _sizes_on(column, dim) == self.rows:
+            if sizes_on(column, dim) == self.rows:
                 return True
         return False
 
@@ -445,26 +461,16 @@ class _Join:
         self, column: Sequence[Any], declared: Declared, around: Flat | None
     ) -> Any:
         first = column[0]
-        lengths = list(map(len, column))
-        if isinstance(first, deque):
-            limits = {value.maxlen for value in column}
-            if len(limits) > 1:
-                shown = list_values(sorted(limits, key=str))  # None is among them
-                refuse(f"the lanes returned deques of maxlen {shown}")
-        if self._are_items(column, lengths, declared, around):
+        form = self._choose_form(column, declared, around)
+        if form == "items":
             # A deque drops its oldest items, as that of the plain call would have done.
             items: list[Any] = []
             for value in column:
                 items += [_move(item, self.device) for item in value]
             return make_sequence(first, items)
-        if len(set(lengths)) > 1:
-            refuse(f"{self._say(lengths)} items. {CURE}")
-        # A list of texts under a declared dim has one item per row. This one has not, so it may
-        # only be a constant.
-        has_one_dim = declared.out_dim is not None and not is_tree(declared.out_dim)
-        if has_one_dim and any(map(_holds_texts, column)):
+        if form == "one":
             return self._take_one(column)
-        declarations = declared.parts(range(lengths[0]))
+        declarations = declared.parts(range(len(first)))
         joined = []
         for index, each in enumerate(declarations):
             # A refusal leaves the path as it is, as in `join_values`.
@@ -473,6 +479,27 @@ class _Join:
             joined.append(self.join_values(values, each))
             self.path.pop()
         return make_sequence(first, joined)
+
+    def _choose_form(
+        self, column: Sequence[Any], declared: Declared, around: Flat | None
+    ) -> Literal["items", "one", "parts"]:
+        """Return how lists are joined: their items in order, as one value, or item by item."""
+        lengths = list(map(len, column))
+        if isinstance(column[0], deque):
+            limits = {value.maxlen for value in column}
+            if len(limits) > 1:
+                shown = list_values(sorted(limits, key=str))  # None is among them
+                refuse("", returned=f"deques of maxlen {shown}")
+        if self._are_items(column, lengths, declared, around):
+            return "items"
+        if len(set(lengths)) > 1:
+            refuse("", returned=f"{list_values(lengths)} items")
+        # A list of texts under a declared dim has one item per row. This one has not, so it may
+        # only be a constant.
+        has_one_dim = declared.out_dim is not None and not is_tree(declared.out_dim)
+        if has_one_dim and any(map(_holds_texts, column)):
+            return "one"
+        return "parts"
 
     def _are_items(
         self,
@@ -508,7 +535,7 @@ class _Join:
                 self._check_proof()
             return lengths == self.rows
         if lengths != self.rows and any(lengths):
-            refuse(f"{self._say(lengths)} items. {CURE}")
+            refuse("", returned=f"{list_values(lengths)} items")
         return True
 
     def _refuse_unclear_lists(
@@ -539,10 +566,10 @@ class _Join:
             if not has_one_item_per_row or self._are_outputs(column, tensors, around):
                 return
         refuse(
-            f"the lanes returned a {kind.__name__} of {list_values(lengths)} items: one "
-            "item per row, or parts of every row. Use parallel(model, devices): its unequal shards "
-            'show the difference, and out_dims="items" declares one item per row. Return a tuple '
-            "of tensors to join its items"
+            "one item per row, or parts of every row",
+            "Return a tuple of tensors to join its items, or use parallel(model, devices), whose "
+            "unequal shards tell them apart",
+            returned=f"a {kind.__name__} of {list_values(lengths)} items",
         )
 
     def _have_rows(self, tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -600,11 +627,10 @@ class _Join:
             found = [count_rows(value) for value in values]
             if any(found) and found != self.rows and not takes_any_rows:
                 kind = type(values[0])
-                refuse(f"{self._say(found)} rows of a {kind.__name__}. {CURE}")
+                refuse("", returned=f"{list_values(found)} rows of a {kind.__name__}")
             return join_parts(moved)
         except GatherError as error:
-            msg = f"{error}. {JOIN_LIST}"
-            raise Refusal(msg) from error
+            raise Refusal(error.message) from error
 
     def _take_one(self, column: Sequence[Any]) -> Any:
         """Return the undeclared value that all lanes returned: one object, such as a constant.
@@ -615,12 +641,12 @@ class _Join:
         # A device says nothing about rows. Shapes, ranges, and slices may count them.
         is_one = isinstance(first, torch.device) or self._is_one_object(column)
         if self.lanes > 1 and not is_one:
-            constant = "unless it is one object, such as a constant"
-            why = f"{self._say(column)}. {_PROVES_NOTHING}, {constant}. {CURE}"
-            is_plain = isinstance(first, (str, bytes)) or _is_sequence(first)
-            if not is_plain:
-                why += f". {registration_of(type(first))} says how to join them"
-            refuse(why)
+            advice = ""
+            if isinstance(first, (str, bytes)) and not self._are_all_equal(column):
+                advice = "Return a list with one item per row"
+            if not (isinstance(first, (str, bytes)) or _is_sequence(first)):
+                advice = f"{registration_of(type(first))} says how to join them"
+            refuse("which are not one constant object", advice, returned=_describe(column))
         return self._take_equal(column)
 
     def _is_one_object(self, column: Sequence[Any]) -> bool:
@@ -648,20 +674,22 @@ class _Join:
         return _move(original, self.device)
 
     def _check_equal(self, column: Sequence[Any]) -> None:
-        first = column[0]
-        if all(_are_equal(first, value) for value in column[1:]):
+        if self._are_all_equal(column):
             return
         values = [each.value if isinstance(each, WholeLeaf) else each for each in column]
-        refuse(f"{self._say(values)}, which differ. {CURE}")
+        refuse("which differ", returned=_describe(values))
+
+    def _are_all_equal(self, column: Sequence[Any]) -> bool:
+        return all(_are_equal(column[0], value) for value in column[1:])
 
     def _check_proof(self) -> None:
         """Refuse an undeclared output of shards of equal sizes, as of NeuronCores."""
-        if self.rows is None or self.lanes == 1:
+        if self.rows is None or self.lanes == 1 or self.takes_proof:
             return
         if len(set(self.rows)) == 1:
             refuse(
                 f"all lanes had {self.rows[0]} rows, which does not show whether this output "
-                f"follows the rows. {CURE}"
+                "follows the rows"
             )
 
     def _original(self, parts: Sequence[Any]) -> Any:
@@ -684,14 +712,167 @@ class _Join:
                 return None
         return value
 
-    def _say(self, column: Sequence[Any]) -> str:
-        """Return the rows and the values of the lanes, for an error."""
-        lanes = "the lanes"
-        if self.rows is not None:
-            lanes = f"the lanes had {list_values(self.rows)} rows and"
-        if all(map(_is_array_like, column)):
-            return f"{lanes} returned shapes {_say_shapes(column)}"
-        return f"{lanes} returned {list_values(column)}"
+    # Errors
+
+    def explain(self, refusal: Refusal) -> str:
+        """Return the message for all outputs that cannot be joined, of which this is the first."""
+        rules, rows = self.rules, self.rows
+        first = address("output", self.path)
+        self.path.clear()
+        root = self._find_places(self.outputs, rules.declared)
+        refused = [place for place in root.walk() if place.refusal is not None]
+        wrong = [each for each in refused if each.refusal and each.refusal.is_of_options]
+        if wrong:  # what the other options mean is not known
+            return f"{wrong[0].name} cannot be joined: {wrong[0].refusal}"
+        trial = self
+        if rules.as_torch:
+            # Cures are options of a block, whose unequal shards show what follows the rows
+            trial = self._with(JoinRules(rules.dim))
+            trial.takes_proof = True
+            root = trial._find_places(self.outputs, trial.rules.declared)
+            kept = {place.path: place for place in root.leaves()}
+            for place in refused:
+                same = kept.get(place.path)
+                if same is not None and same.refusal is None and type(place.column[0]) in SEQUENCES:
+                    same.refusal = place.refusal
+        for place in root.leaves():
+            if place.refusal is not None and place.refusal.has_cure:
+                find_cures(place, trial.rules, rows, trial._try)
+        # One output of floats is padded with zeros, and several must each have a value
+        padded = [place for place in root.leaves() if place.is_padded]
+        if len([place for place in root.leaves() if place.is_padded or place.names_padding]) > 1:
+            for place in padded:
+                place.give_padding(trial.rules.join)
+                if place.refusal is None:  # alone, it would have been padded
+                    place.refusal = Refusal(_MANY_PADDED, returned=_describe(place.column))
+            if not rules.as_torch:
+                refused = [place for place in root.walk() if place.refusal is not None]
+        if not refused:  # a second look finds no place, as of a `reduce` that counts its calls
+            return f"{first} cannot be joined: {refusal}"
+        return write_message(refused, root, rules, rows, trial._fill)
+
+    def _with(self, rules: JoinRules) -> _Join:
+        """Return the joining of the same outputs by other rules."""
+        other = _Join(self.outputs, self.rows, rules, self.device, self.originals)
+        other.takes_proof = self.takes_proof
+        return other
+
+    def _find_places(
+        self, column: Sequence[Any], declared: Declared, around: Flat | None = None
+    ) -> OutputPlace:
+        """Return all places from here on, each with its refusal."""
+        place = OutputPlace(tuple(self.path), column, declared)
+        depth = len(self.path)
+        if around is None:
+            around = flatten(column[0], _is_sequence)
+        try:
+            opened = self._open(place, around)
+            if opened is None:
+                self.padded = 0
+                self._join_any(column, declared, around)
+                place.is_padded = self.padded > 0
+                return place
+        except Refusal as refusal:
+            place.refusal = refusal
+            del self.path[depth:]
+            return place
+        steps, columns, declarations = opened
+        place.is_tuple = is_sequence_type(type(column[0]))
+        inside = None if type(column[0]) in SEQUENCES else around
+        for step, parts, each in zip(steps, columns, declarations, strict=True):
+            self.path.append(step)
+            place.parts[step] = self._find_places(parts, each, inside)
+            self.path.pop()
+        if any(part.refusal is not None for part in place.leaves()):
+            if place.is_opened:  # its parts say why
+                place.refusal = None
+            self._close_items(place)
+        return place
+
+    def _close_items(self, place: OutputPlace) -> None:
+        """Make one place of a list with one item per row, whose items were joined one by one."""
+        lengths = list(map(len, place.column)) if type(place.column[0]) is list else []
+        if not lengths or lengths != self.rows:
+            return
+        # Outputs that stand in a list by chance as long as the shard are other outputs
+        for leaf in place.leaves():
+            has_rows = is_array_column(leaf.column) and dims_with_rows(leaf.column, self.rows)
+            if leaf.refusal is None or has_rows:
+                return
+        if self._try(place, place.declared._replace(out_dim="items"), self.rules.join) is not None:
+            place.parts.clear()
+            place.refusal = Refusal("", returned=f"{list_values(lengths)} items")
+
+    def _open(
+        self, place: OutputPlace, around: Flat
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Declared]] | None:
+        """Return the keys, the columns, and the declarations of the parts of containers.
+
+        None for values that are joined as one.
+        """
+        column, declared = place.column, place.declared
+        if _TENSOR.issuperset(map(type, column)):
+            return None
+        taken_apart = [flatten(value, partial(_is_other, value)) for value in column]
+        spec = taken_apart[0][1]
+        if spec.is_leaf() or any(other != spec for _, other in taken_apart):
+            return None
+        if type(column[0]) in SEQUENCES:
+            self._check_kinds(column, declared)
+            try:
+                if self._choose_form(column, declared, around) != "parts":
+                    return None
+            except Refusal as refusal:
+                # One entry declares items of rows, and a tuple of entries a list of outputs
+                if not self._may_be_outputs(column, declared):
+                    raise
+                place.is_opened = True
+                place.refusal = refusal
+        steps = spec.entries()
+        if not steps:
+            return None
+        columns = [*zip(*(parts for parts, _ in taken_apart), strict=True)]
+        return steps, columns, declared.parts(steps)
+
+    def _may_be_outputs(self, column: Sequence[Any], declared: Declared) -> bool:
+        """True if lists that one entry declares have the same length, and not one item per row."""
+        lengths = list(map(len, column))
+        is_declared = declared.out_dim is not None and declared.out_dim is not UNDECLARED
+        if not is_declared or is_tree(declared.out_dim) or self.rules.as_torch:
+            return False
+        return len(set(lengths)) == 1 and lengths != self.rows
+
+    def _join_any(self, column: Sequence[Any], declared: Declared, around: Flat) -> Any:
+        """Join a leaf, or containers of several structures."""
+        if all(flatten(value, _is_sequence)[1].is_leaf() for value in column):
+            return self._join_leaves(column, declared, around)
+        return self.join_values(column, declared)
+
+    def _try(self, place: OutputPlace, declared: Declared, join: JoinMode) -> int | None:
+        """Join a place with other declarations.
+
+        Return how many tensors were padded without a value of the user; None if it is refused.
+        """
+        rules = self.rules
+        if join != rules.join:
+            rules = replace(rules, join="pad")
+        trial = self._with(rules)
+        trial.path = [*place.path]
+        try:
+            trial._join_leaves(place.column, declared)
+        except Exception:  # noqa: BLE001 -- no cure, whatever the reason: the refusal is raised
+            return None
+        return trial.padded
+
+    def _fill(self, place: OutputPlace) -> Any:
+        """Return an entry of out_dims that says of a place what its sizes have shown."""
+        declared, join = place.declared, self.rules.join
+        if place.cure is not None:
+            declared, join = place.cure.declared, place.cure.join
+        for entry in (self.rules.dim, "items", None, "ragged"):
+            if self._try(place, declared._replace(out_dim=entry), join) is not None:
+                return entry
+        return self.rules.dim  # of a place that nothing joins
 
 
 def are_auxiliary(items: Sequence[Any], beside: Mapping[Any, Any]) -> bool:
@@ -718,16 +899,15 @@ def _are_tensors(column: Sequence[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in column)
 
 
-def _sizes_on(column: Sequence[Any], dim: int) -> list[int]:
-    """Return the size of each part on a dim; an empty list if a part does not have the dim."""
-    try:
-        return [part.shape[dim] for part in column]
-    except IndexError:
-        return []
+def _describe(column: Sequence[Any]) -> str:
+    """Return the values of the lanes in words."""
+    if not all(map(_is_array_like, column)):
+        return list_values(column)
+    return f"shapes {', '.join(str(shape_of(value)) for value in column)}"
 
 
-def _say_shapes(column: Sequence[Any]) -> str:
-    return ", ".join(str(shape_of(value)) for value in column)
+def _is_other(value: Any, node: Any) -> bool:
+    return node is not value
 
 
 def _concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:

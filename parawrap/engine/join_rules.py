@@ -1,4 +1,4 @@
-"""The options of the user for joining outputs, and the errors that name further options."""
+"""The options of the user for joining outputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from parawrap.errors import GatherError
 from parawrap.tree import UNDECLARED, Fields, TreeSpec, as_tree, entries_of
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
+JoinMode = Literal["cat", "list", "pad"]
 OutDims = Any
 """A dim, None, "items", or "ragged" for every output, or a tree of these like the output."""
 
@@ -26,19 +27,6 @@ SEQUENCES = (list, tuple, deque)
 _REDUCTIONS = ("mean", "sum", "stack")
 _WORDS = ("items", "ragged")
 _MOST_STRUCTURES = 1024  # of outputs; a guess that no test has contradicted
-# Parts of errors. Each of them names options, since only the user knows what an output means.
-JOIN_LIST = 'join="list" returns the outputs of the lanes as they are'
-CURE = (
-    "Declare it with out_dims: the dim that holds the rows (out_dims=0), None for one value that "
-    'is the same in every lane, "items" for a list with one item per row, "ragged" for rows in '
-    "order whatever their number. If it sums over rows, name it in reduce: "
-    'reduce="sum", or reduce={"key": "sum"} for one of several outputs. '
-    f"{JOIN_LIST}"
-)
-SAME = (
-    'out_dims=None, or out_dims={"key": None} for one of several outputs, for a value that is the '
-    "same in every lane"
-)
 
 
 class Returned:
@@ -92,14 +80,18 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinRules:
-    """The options for joining. `as_torch` selects the rules of torch.nn.DataParallel's gather."""
+    """The options for joining. `as_torch` selects the rules of torch.nn.DataParallel's gather.
+
+    `options` says which options an error may name: all, those for a whole output, or none.
+    """
 
     dim: int = 0
     out_dims: OutDims = UNDECLARED
     reduce: Any = None
-    join: Literal["cat", "list", "pad"] = "cat"
+    join: JoinMode = "cat"
     pad_value: Any = None
     as_torch: bool = False
+    options: Literal["all", "whole", "none"] = "all"
 
     # Cached, since every call reads these. Threads that compute one at the same time get equal
     # values.
@@ -171,12 +163,37 @@ def _refuse_entry(name: str, entry: Any, allowed: str, more: str = "") -> NoRetu
 
 
 class Refusal(Exception):  # noqa: N818
-    """Why a place cannot be joined. Becomes a GatherError that names the place."""
+    """Why a place cannot be joined. Becomes a GatherError that names the place and a cure.
+
+    `returned` are the values of the lanes in words, `advice` is what to do besides options. With
+    `is_of_options`, the options have another structure than the output. Without `has_cure`, no
+    option is right.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        advice: str = "",
+        *,
+        returned: str = "",
+        is_of_options: bool = False,
+        has_cure: bool = True,
+    ) -> None:
+        super().__init__(why)
+        self.why = why
+        self.advice = advice
+        self.returned = returned
+        self.is_of_options = is_of_options
+        self.has_cure = has_cure
 
 
-def refuse(why: str) -> NoReturn:
+def refuse(why: str, advice: str = "", *, returned: str = "") -> NoReturn:
     """Raise a refusal."""
-    raise Refusal(why)
+    raise Refusal(why, advice, returned=returned)
+
+
+def _refuse_options(why: str) -> NoReturn:
+    raise Refusal(why, is_of_options=True)
 
 
 def refuse_tree(name: str, option: Any, kind: type) -> None:
@@ -187,7 +204,7 @@ def refuse_tree(name: str, option: Any, kind: type) -> None:
     declares_items = isinstance(option, tuple) and kind not in SEQUENCES
     if declares_keys or declares_items:
         found = type(option).__name__
-        refuse(f"{name} declares a {found} here, and the lanes returned a {kind.__name__}")
+        _refuse_options(f"{name} declares a {found} here, and the lanes returned a {kind.__name__}")
 
 
 def is_tree(option: Any) -> bool:
@@ -232,10 +249,14 @@ def _children(name: str, option: Any, missing: Any, entries: Sequence[Any]) -> l
         unknown = [key for key in option if key not in entries]
         if unknown:
             has = list(entries)
-            refuse(f"{name} declares the key {unknown[0]!r}, and the output has {has} here")
+            _refuse_options(
+                f"{name} declares the key {unknown[0]!r}, and the output has {has} here"
+            )
         return [option.get(entry, missing) for entry in entries]
     if not isinstance(option, tuple):
         return [option] * len(entries)
     if len(option) != len(entries):
-        refuse(f"{name} declares {len(option)} items, and the output has {len(entries)} here")
+        _refuse_options(
+            f"{name} declares {len(option)} items, and the output has {len(entries)} here"
+        )
     return list(option)

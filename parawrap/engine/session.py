@@ -498,7 +498,10 @@ class Staged:
                 of_entry = rules_of_entries(rules, place, key)
                 return join([hand_over(values[0], replica)], (1,), of_entry, home)
 
-            self._borrowed.join_changes(join_entry, home, output)
+            def join_outputs(shown: Sequence[Any]) -> Any:
+                return join(shown, (1,), rules, home)
+
+            self._borrowed.join_changes(join_entry, home, [output], join_outputs)
             if rules.join != "list":
                 output = self._borrowed.mark_returned(output, 0)
         output = hand_over(output, replica)

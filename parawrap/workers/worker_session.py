@@ -199,7 +199,10 @@ class WorkerSession:
                 rules = rules_of_entries(self.rules, place, key)
                 return join(values, plan.sizes, rules, device)
 
-            borrowed.join_changes(join_entries, device, outputs[0])
+            def join_outputs(shown: Sequence[Any]) -> Any:
+                return join(shown, plan.sizes, self.rules, device)
+
+            borrowed.join_changes(join_entries, device, outputs, join_outputs)
             if self.rules.join != "list":
                 outputs = [*map(borrowed.mark_returned, outputs, range(len(outputs)))]
         finds = [partial(_find_object, shard.origins) for shard in shards]

@@ -39,7 +39,7 @@ from parawrap import (
 )
 from parawrap.testing import check_rowwise, neuron_host
 from tests.helpers.calling import Calls
-from tests.helpers.cures import run, says
+from tests.helpers.cures import options_in_error, run, says
 from tests.helpers.same import assert_same
 from tests.helpers.worlds import ROOT
 
@@ -325,6 +325,27 @@ def test_cures_of_data_parallel():
     with says(r"(?s)args\[1\] has 3.*parallel block.*in_dims"):
         DataParallel(Calls(add), TWO)(X, torch.zeros(3))
     assert_same(run(parallel(add, TWO, in_dims={"y": None}, out_dims=0), X, torch.zeros(3)), X + torch.zeros(3))
+    keyed = Calls(lambda x: {"y": x, "count": len(x), "state": {"h": x.T}})
+    cure = options_in_error(lambda: DataParallel(keyed, TWO)(X))
+    assert cure == {"reduce": {"count": "sum"}, "out_dims": {"state": {"h": 1}}}
+    assert_same(run(parallel(keyed, TWO, **cure), X), {"y": X, "count": 20, "state": {"h": X.T}})
+
+
+def test_cures_of_entries_of_rows():
+    """Patches of all images next to one row of texts per image: another shape, or whole batches."""
+    patches = torch.arange(80.0).view(80, 1)
+
+    def describe(x, patches):
+        return x + patches.flatten(0, -2).view(len(x), 4).sum(1, keepdim=True)
+
+    plain = describe(X, patches)
+    with says(r"pass it as \(20, 4, \.\.\.\), and use flatten\(0, 1\) in the target.*`map` of the block, or TupleParallel"):
+        run(parallel(describe, TWO), X, patches)
+    assert_same(run(parallel(describe, TWO), X, patches.view(20, 4, 1)), plain)
+    with parallel(describe, TWO) as p:
+        assert_same([*p.map([(X, patches)])], [plain])
+    parts = tuple_parallel(PARTS, patches.split(40), function=describe)
+    assert_same(torch.cat(parts), plain)
 
 
 def test_cures_of_steps():

@@ -32,7 +32,7 @@ def test_pad_fills_to_the_longest_lane():
         found = joined(torch.ones(2, 3), torch.ones(4, 1), join="pad", dim=dim)
         assert (found.shape, found.sum()) == ((4, 4), 10)
         assert found[2:, :3].eq(0).all()
-    assert "the shapes (3, 1), (1,) differ beyond dim 0" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
+    assert "shapes (3, 1), (1,), which differ beyond dim 0" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (
         7,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from parawrap.engine.cut import Cutter
-from tests.helpers.shards import cutter, uncut
+from tests.helpers.cures import cures_of
+from tests.helpers.shards import cut, cutter, uncut
 
 ROWS = torch.zeros(3, 2)
 
@@ -28,4 +29,54 @@ def test_rows_of_declared_arguments():
         assert text in uncut(cutter(in_dims={"y": entry}), ROWS, argument)
     message = uncut(cutter(), torch.zeros(4), torch.eye(4).to_sparse())
     assert "args[1] is a tensor of layout torch.sparse_coo, which torch cannot split" in message
-    assert 'for a list with one tensor per row, give "items"' in uncut(cutter(), ROWS, [torch.zeros(4)] * 3)
+
+
+def test_cuts_that_sizes_allow():
+    """The error names another dim, or "items", where the argument has as many entries as the batch has rows."""
+    state, boxes = torch.zeros(2, 3, 5), [torch.zeros(4)] * 3
+    for args, cures in (
+        ((ROWS, boxes), [{"y": None}, {"y": "items"}]),
+        ((ROWS, state), [{"y": None}, {"y": 1}]),
+        ((ROWS, (state, state)), [{"y": None}, {"y": 1}]),
+        ((ROWS, torch.zeros(4, 2)), [{"y": None}]),
+        ((ROWS, [torch.zeros(4)] * 2), [{"y": None}]),
+    ):
+        assert cures_of(uncut(cutter(), *args)) == cures
+        for cure in cures:
+            assert [part.rows for part in cut(cutter(in_dims=cure), *args)] == [2, 1]
+    message = uncut(cutter(in_dims={"texts": None}), ROWS, state, mask=boxes, texts=[1, 2, 3])
+    kept = {"texts": None, "y": None, "mask": None}
+    assert cures_of(message) == [kept, kept | {"y": 1}, kept | {"mask": "items"}]
+
+
+def test_entries_of_rows():
+    """The rows are those that all others are multiples of, wherever they stand in the call."""
+    patches, ids, mask = torch.zeros(12, 2), torch.zeros(3, 5), torch.zeros(6, 5, 5)
+    for args in ((patches, ids), (ids, patches)):
+        message = uncut(cutter(), *args)
+        place = f"args[{[len(each) for each in args].index(12)}]"
+        assert f"If {place} has 4 entries per row, as patches, frames, or masks" in message
+        assert "pass it as (3, 4, ...), and use flatten(0, 1) in the target. If none of these fits" in message
+    message = uncut(cutter(), ids, patches, mask=patches)
+    assert 'If args[1] and kwargs["mask"] have 4 entries per row' in message
+    assert 'to every lane, use in_dims={"x": None}' in message  # the fewer arguments, as a table
+    message = uncut(cutter(), ids, mask, mask=patches)
+    assert "If args[1] has 2 entries per row" in message
+    assert 'If kwargs["mask"] has 4 entries per row' in message
+    assert "entries per row" not in uncut(cutter(), ids, torch.zeros(4))
+
+
+class SomeCache:
+    """A cache of a model of transformers, of a class without rules."""
+
+    def __init__(self):
+        self.states = [torch.zeros(3, 2)]
+
+
+SomeCache.__module__ = "transformers.models.some.modeling_some"
+
+
+def test_caches_of_unknown_classes():
+    message = uncut(cutter(), ROWS, SomeCache())
+    assert "register_split(SomeCache, split=..., join=..., rows=...) to cut it, or pass no cache" in message
+    assert "use_cache=False" in message

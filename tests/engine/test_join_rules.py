@@ -83,7 +83,7 @@ def test_none_declares_one_value():
     ):
         assert joined(one, other, sizes=(2, 2), out_dims=None) is one
     for one, other in UNEQUAL:
-        assert "out_dims" in refusal(one, other, sizes=(2, 2), out_dims=None)
+        assert "cannot be joined" in refusal(one, other, sizes=(2, 2), out_dims=None)
     for make in (
         float,
         lambda value: torch.tensor([1.0, value]),
@@ -113,7 +113,7 @@ def test_items_and_ragged():
     for make in (torch.zeros, numpy.zeros):
         assert "differ beyond dim 0" in refusal(make((3, 2)), make((1, 4)), out_dims="ragged")
         for length in (3, 1):
-            assert f"({length},), (1,) have no dim 1" in refusal(make(length), make(1), dim=1, out_dims="ragged")
+            assert f"({length},), (1,), which have no dim 1" in refusal(make(length), make(1), dim=1, out_dims="ragged")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -15,6 +15,7 @@ from parawrap.engine.rules.tensordicts import tensordict_rules
 from parawrap.engine.rules.transformers_caches import cache_rules
 from parawrap.errors import GatherError, ShardError
 from parawrap.tree import flatten
+from tests.helpers.cures import options_in_error, options_of
 from tests.helpers.same import assert_same
 from tests.helpers.tiers import require_packages
 
@@ -153,9 +154,72 @@ def test_calls_with_a_cache():
             p(x, cache, differ=True)
     with (
         parallel(makes, ["cpu"] * 2) as p,
-        pytest.raises(GatherError, match=r'output\["past"\].*shapes of keys.*join="list"'),
+        pytest.raises(GatherError, match=r'output\["past"\].*shapes of keys.*use_cache=False.*join="list"'),
     ):
         p(x)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+IMAGES = {"image_size": 8, "patch_size": 4}
+
+
+def clip():
+    import transformers as t
+
+    text = t.CLIPTextConfig(**SMALL, num_hidden_layers=2, vocab_size=50, bos_token_id=48, eos_token_id=49)
+    vision = t.CLIPVisionConfig(**SMALL, **IMAGES, num_hidden_layers=2)
+    return t.CLIPModel(t.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_a_model_that_compares_texts_with_images(with_loss):
+    """No option joins its outputs or its loss. Its encoders run in lanes, and their outputs are compared after it."""
+    model, ids, pixels = clip(), tokens(9, 6).clamp(max=47), torch.randn(9, 3, 8, 8)
+    plain = model(ids, pixels).logits_per_image
+    with parallel(model, ["cpu"] * 2), pytest.raises(GatherError, match="no option can join such") as refused:
+        model(ids, pixels, return_loss=with_loss)
+    assert 'output["logits_per_image"] and output["logits_per_text"]' in str(refused.value)
+    assert "reduce=" not in str(refused.value)
+    with parallel(model, ["cpu"] * 2, methods=("get_text_features", "get_image_features")):
+        texts = model.get_text_features(ids).pooler_output
+        images = model.get_image_features(pixels).pooler_output
+    texts, images = (each / each.norm(dim=-1, keepdim=True) for each in (texts, images))
+    torch.testing.assert_close(images @ texts.T * model.logit_scale.exp(), plain)
+
+
+@torch.no_grad()
+def test_frames_of_all_videos():
+    """VideoPrism puts the frames of all videos on dim 0."""
+    import transformers as t
+
+    sizes = {"image_size": 8, "num_frames": 4, "tubelet_size": [1, 4, 4]}
+    config = t.VideoPrismVisionConfig(**SMALL, **sizes, num_spatial_layers=2, num_temporal_layers=1)
+    model, videos = t.VideoPrismVisionModel(config).eval(), torch.randn(9, 4, 3, 8, 8)
+    plain = model(videos)
+    with parallel(model, ["cpu"] * 2) as p:
+        cure = options_in_error(lambda: p(videos))
+    assert set(cure["out_dims"].values()) == {"ragged"}
+    with parallel(model, ["cpu"] * 2, **cure):
+        output = model(videos)
+    torch.testing.assert_close(dict(output), dict(plain))
+
+
+@torch.no_grad()
+def test_patches_of_all_images():
+    """Pixtral puts the patches of all images next to each other on dim 1."""
+    import transformers as t
+
+    config = t.PixtralVisionConfig(**SMALL, **IMAGES, num_hidden_layers=2)
+    model, pixels = t.PixtralVisionModel(config).eval(), torch.randn(9, 3, 8, 8)
+    sizes = torch.full((9, 2), 8)
+    plain = model(pixels, image_sizes=sizes).last_hidden_state
+    with parallel(model, ["cpu"] * 2), pytest.raises(GatherError, match=r"4 on dim 1") as refused:
+        model(pixels, image_sizes=sizes)
+    assert 'torch.cat([each["last_hidden_state"] for each in outputs], 1)' in str(refused.value)
+    with parallel(model, ["cpu"] * 2, **options_of(str(refused.value))):
+        outputs = model(pixels, image_sizes=sizes)
+    torch.testing.assert_close(torch.cat([each["last_hidden_state"] for each in outputs], 1), plain)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

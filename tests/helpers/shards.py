@@ -15,8 +15,6 @@ from parawrap.engine.join_rules import JoinRules
 from parawrap.errors import GatherError, ShardError
 
 CPU = torch.device("cpu")
-OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')
-"""The cures that the error of an undeclared output names."""
 
 
 @dataclasses.dataclass

@@ -30,12 +30,13 @@ class Splitter(NamedTuple):
     may_be_empty: bool = False
 
 
-def refuse_split(value: object, why: str) -> NoReturn:
-    """Raise for an argument, or for a layer inside one."""
+def refuse_split(value: object, why: str, cure: str = "") -> NoReturn:
+    """Raise for an argument, or for a layer inside one. `cure` is another one in words."""
     # Only the class of the argument can be registered, whatever lies inside it.
     name = type(value).__name__
     msg = (
         f"a {name} cannot be cut: {why}. Use parawrap.register_split for the class of the argument"
+        f"{cure}"
     )
     raise ShardError(msg)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +18,7 @@ from parawrap.engine.rules.splitter import Splitter, refuse_split, refuse_to_joi
 Change = Callable[[Any, str, list[Any]], Any]
 """Makes one attribute from the values that caches have: of its owner, by name."""
 
+WITHOUT_CACHE = "use_cache=False in the call lets a model of transformers return no cache"
 _CACHES = "transformers.cache_utils"
 # The tensors of a cache that have rows, by attribute, and the dim that the rows lie on.
 _ROW_DIMS = {
@@ -31,6 +32,14 @@ _ROW_DIMS = {
 _WRITTEN_IN_PLACE = ("conv_states", "recurrent_states")  # also in layers that are not static
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
+
+
+def is_cache(value: object) -> bool:
+    """True for a cache of transformers, also of a class without rules."""
+    cls = type(value)
+    return cache_rules(cls) is not None or (
+        cls.__module__.startswith("transformers.") and "Cache" in cls.__name__
+    )
 
 
 def cache_rules(cls: type) -> Splitter | None:
@@ -54,8 +63,12 @@ def _cache_rows(cache: Any) -> int:
     # The copy that it makes is dropped: it holds no tensors.
     _rebuild(count, cache, "", [cache])
     if len(found) > 1:
-        refuse_split(cache, f"its layers have different row counts: {sorted(found)}")
+        _refuse_to_cut(cache, f"its layers have different row counts: {sorted(found)}")
     return next(iter(found), 0)
+
+
+def _refuse_to_cut(state: object, why: str) -> NoReturn:
+    refuse_split(state, why, ", or pass no cache and use_cache=False")
 
 
 def _split_cache(cache: Any, sizes: Sequence[int]) -> list[Any]:
@@ -196,11 +209,11 @@ def _refuse_unknown_layout(state: Any) -> None:
     The methods of transformers select them on the dims above.
     """
     if hasattr(state, "_quantized_keys"):
-        refuse_split(state, "its rows are quantized with common scales")
+        _refuse_to_cut(state, "its rows are quantized with common scales")
     for name in ("reorder_cache", "batch_select_indices"):
         method = getattr(state, name, None)
         if method is not None and method.__module__ != _CACHES:
-            refuse_split(state, "it selects rows by its own method, so they may lie on any dim")
+            _refuse_to_cut(state, "it selects rows by its own method, so they may lie on any dim")
 
 
 def _row_dim(owner: object, name: str, value: object) -> int | None:
@@ -208,11 +221,11 @@ def _row_dim(owner: object, name: str, value: object) -> int | None:
     if isinstance(value, _PLAIN):
         return None
     if not isinstance(value, torch.Tensor):
-        refuse_split(owner, f"its {name} is of type {type(value).__name__}")
+        _refuse_to_cut(owner, f"its {name} is of type {type(value).__name__}")
     if value.ndim == 0 or value.shape == (0,):
         return None  # a position, or a layer that is initialized and has no rows yet
     if name not in _ROW_DIMS:
-        refuse_split(owner, f"the rows of its {name} may lie on any dim")
+        _refuse_to_cut(owner, f"the rows of its {name} may lie on any dim")
     return _ROW_DIMS[name]
 
 

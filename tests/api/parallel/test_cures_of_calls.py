@@ -14,7 +14,7 @@ from torch import nn
 from parawrap import DataParallel, Platform, parallel, wrapper
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ReplicaError
 from tests.helpers.calling import Calls, Stateful
-from tests.helpers.cures import run, says
+from tests.helpers.cures import options_in_error, options_of, run, says
 from tests.helpers.same import assert_same
 
 TWO = ["cpu", "cpu"]
@@ -70,67 +70,69 @@ PADDED = torch.cat([torch.tensor([[1.0, -1.0]] * 11), torch.ones(9, 2)])
 
 
 def test_cures_of_padding():
-    with says('differ beyond dim 0. join="pad" pads them to the longest'):
+    with says("which differ beyond dim 0") as refused:
         call(ragged, X)
+    assert options_of(str(refused.value)) == {"join": "pad"}
     assert_same(call(ragged, X, join="pad"), PADDED.clamp(min=0))  # one output of floats needs no value
 
     def two(x):
         return {"logits": ragged(x), "mask": ragged(x) > 0}
 
-    with says(r'Give pad_value: one number for all, or a dict or tuple like the output, such as pad_value=\{"logits"'):
-        call(two, X, join="pad")
+    for options in ({"join": "pad"}, {}):
+        cure = options | options_in_error(lambda: call(two, X, **options))  # noqa: B023
+        assert cure == {"join": "pad", "pad_value": {"logits": 0.0, "mask": False}}
+        assert_same(call(two, X, **cure), {"logits": PADDED.clamp(min=0), "mask": PADDED > 0})
     with says("holds torch.bool.*pad_value"):
         call(two, X, join="pad", pad_value={"logits": -1.0})
-    with says("pad_value=-1 is not a value of torch.bool. Give this output another one"):
+    with says("pad_value=-1 is not a value of torch.bool. Give this output another one") as refused:
         call(two, X, join="pad", pad_value=-1)
+    cure = options_of(str(refused.value))
+    assert cure == {"pad_value": {"logits": -1, "mask": False}}
+    assert_same(call(two, X, join="pad", **cure), {"logits": PADDED, "mask": PADDED > 0})
     assert_same(call(two, X, join="pad", pad_value=0)["logits"], PADDED.clamp(min=0))
-    padded = call(two, X, join="pad", pad_value={"logits": -1.0, "mask": False})
-    assert_same(padded, {"logits": PADDED, "mask": PADDED > 0})
 
-    def whole(x):
-        return ragged(x).long()
+    def several(x):
+        return {"labels": ragged(x).long(), "heads": [ragged(x), ragged(x)]}
 
-    with says("holds torch.int64"):
-        call(whole, X, join="pad")
+    cure = options_in_error(lambda: call(several, X))
+    assert cure == {"join": "pad", "pad_value": {"labels": -100, "heads": (0.0, 0.0)}}
+    assert call(several, X, **cure)["labels"][0].tolist() == [1, -100]
     for wrong in (0.5, float("inf"), 2**64):
         with says(f"pad_value={wrong} is not a value of torch.int64"):
-            call(whole, X, join="pad", pad_value=wrong)
-    assert_same(call(whole, X, join="pad", pad_value=-1), PADDED.long())
+            call(lambda x: ragged(x).long(), X, join="pad", pad_value=wrong)
     with says("pad_value='x' is not supported"):
-        parallel(whole, TWO, join="pad", pad_value="x")
+        parallel(ragged, TWO, join="pad", pad_value="x")
 
 
 def test_cures_of_numbers():
-    with says('Use reduce="mean" for a mean over rows, "sum" for sums and counts, "stack" for one value per lane'):
+    with says('"mean" is for a mean over rows, "sum" for sums and counts, "stack" for one value per lane') as refused:
         call(len, X)
+    assert options_of(str(refused.value)) == {"reduce": "sum"}
     assert_same([call(len, X, reduce="sum"), call(len, X, reduce="stack")], [20, torch.tensor([11, 9])])
     assert_same(call(lambda x: x.mean().item(), X, reduce="mean"), 9.5)
     for options in ({}, {"reduce": "mean"}):
-        with says("out_dims=None"):
+        with says("if it depends on the rows") as refused:
             call(lambda x: 3, X, **options)
-    assert call(lambda x: 3, X, out_dims=None) == 3
+        assert call(lambda x: 3, X, **options | options_of(str(refused.value))) == 3
+        assert call(lambda x: 3, X, **options | options_of(str(refused.value), "or ")) == 6
 
     def count(x):
         return torch.tensor(len(x))
 
-    with says('has no mean over lanes. Use reduce="sum" for a count, reduce="stack" for one value per lane'):
+    with says("has no mean over lanes") as refused:
         call(count, X, reduce="mean")
+    assert options_of(str(refused.value)) == {"reduce": "sum"}
     assert_same([call(count, X, reduce=each) for each in ("sum", "stack")], [torch.tensor(20), torch.tensor([11, 9])])
-    with says("has no sum. Use a function as reduce, such as torch.any"):
+    with says("has no sum") as refused:
         call(lambda x: (x > 10).any(), X, reduce="sum")
-    assert_same(call(lambda x: (x > 10).any(), X, reduce=torch.any), torch.tensor(True))
-    with says("Keep one of them: .*out_dims=0 leaves numbers to reduce"):
+    assert_same(call(lambda x: (x > 10).any(), X, **options_of(str(refused.value))), torch.tensor(True))
+    with says("Keep one of them") as refused:
         call(len, X, out_dims=None, reduce="sum")
+    assert options_of(str(refused.value)) == {"out_dims": 0}
     assert call(len, X, out_dims=0, reduce="sum") == 20
-    with says(r'a dict, such as reduce=\{"key": "mean"\}, for one of several outputs'):
-        call(lambda x: {"y": -x, "mean": x.mean()}, X)
-    assert_same(call(lambda x: {"y": -x, "mean": x.mean()}, X, reduce={"mean": "mean"}), {"y": -X, "mean": X.mean()})
-    with says(r'out_dims=\{"key": None\} for one of several outputs'):
-        call(lambda x: {"y": -x, "one": 1}, X, reduce="mean")
-    for options in ({}, {"reduce": "mean"}):
-        assert_same(call(lambda x: {"y": -x, "one": 1}, X, out_dims={"one": None}, **options), {"y": -X, "one": 1})
-    with says(r'Return a 0-d tensor, .*or use parallel\(model, devices, reduce="sum"\)'):
+    with says(r"which DataParallel joins as tensors alone. Return a 0-d tensor") as refused:
         DataParallel(Calls(len), TWO)(X)
+    assert call(len, X, **options_of(str(refused.value))) == 20
 
 
 def test_cures_of_sums():
@@ -138,22 +140,25 @@ def test_cures_of_sums():
         return {"y": -x, "total": x.sum(0)}
 
     for array in (False, True):
-        with says('If it sums over rows, name it in reduce: reduce="sum"'):
+        with says("without the rows on dim 0") as refused:
             call(lambda x: x.sum(0).numpy() if array else x.sum(0), X)  # noqa: B023
+        assert options_of(str(refused.value)) == {"reduce": "sum"}
         total = call(lambda x: x.sum(0).numpy() if array else x.sum(0), X, reduce="sum")  # noqa: B023
         assert total.tolist() == [190.0]
-    with says(r'reduce=\{"key": "sum"\} for one of several outputs'):
-        call(rows_and_sum, X)
-    with says("which reduce cannot put together. Leave this entry out of reduce"):
-        call(rows_and_sum, X, reduce={"y": "sum", "total": "sum"})
-    assert_same(call(rows_and_sum, X, reduce={"total": "sum"}), {"y": -X, "total": X.sum(0)})
+    for options in ({}, {"reduce": "sum"}, {"reduce": {"y": "sum", "total": "sum"}}):
+        cure = options_in_error(lambda: call(rows_and_sum, X, **options))  # noqa: B023
+        assert cure == {"reduce": {"total": "sum"}}
+        assert_same(call(rows_and_sum, X, **cure), {"y": -X, "total": X.sum(0)})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_cures_of_other_outputs():
-    with says("Declare it with out_dims: .*None for one value that is the same in every lane"):
+    with says("None is for one value that is the same in every lane") as refused:
         call(lambda x: f"{len(x) * 0} found", X)
-    assert call(lambda x: f"{len(x) * 0} found", X, out_dims=None) == "0 found"
+    assert call(lambda x: f"{len(x) * 0} found", X, **options_of(str(refused.value))) == "0 found"
+    with says("Return a list with one item per row"):
+        call(lambda x: f"{len(x)} found", X)
+    assert call(lambda x: [f"{row}" for row in x], X) == [f"{row}" for row in X]
     with says(r"tensors of torch\.float32 and torch\.float64\. .*join=\"list\" returns"):
         call(lambda x: x.double() if x[0] else x, X)
     assert_same(call(lambda x: x.double() if x[0] else x, X, join="list"), [X[:10], X[10:].double()])

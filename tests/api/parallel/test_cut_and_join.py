@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from parawrap import GatherError, ShardError, TupleParallel, parallel, register_split
 from tests.helpers.calling import Stateful
-from tests.helpers.cures import cures_of
+from tests.helpers.cures import cures_of, options_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")  # of small batches
 TWO = ["cpu"] * 2
@@ -260,7 +260,7 @@ def test_masks_per_head():
         plain = target(x, mask)
         message = refused(ShardError, target, x, mask)
         assert "args[1] has 28 on dim 0" in message
-        assert "(batch, heads, ...), and flatten it" in message
+        assert "pass it as (7, 4, ...), and use flatten(0, 1) in the target" in message
         with parallel(target, TWO) as p:
             assert_close(p(x, mask.unflatten(0, (7, 4))), plain)
             assert len(p.stats().shards) == 2
@@ -303,7 +303,7 @@ def test_texts_that_are_equal_by_chance(target, declared):
     """One positive row in each shard of 8 rows: "1 positive" twice is not "1 positive". `out_dims` declares equality."""
     x = torch.tensor([[1.0], [0], [0], [0], [0], [1], [0], [0]])
     message = refused(GatherError, target, x)
-    assert "out_dims" in message
-    assert "None for one value" in message
-    with parallel(target, TWO, out_dims=declared) as p:
-        assert p(x) is not None
+    assert "None is for one value that is the same in every lane" in message
+    for cure in (options_of(message), {"out_dims": declared}):
+        with parallel(target, TWO, **cure) as p:
+            assert p(x) is not None
